@@ -1,0 +1,50 @@
+"""The errors that llqr raises, each of a type of its own so that a caller can tell them apart.
+
+All of them are `ValueError`s: what was asked for can't be done with what was given, and the message says what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class LLQRError(ValueError):
+    """Base of every error that llqr raises for values that it can't work with."""
+
+
+class ChainError(LLQRError):
+    """The stages don't form a chain that an LQR can be written along."""
+
+
+class NotTwiceDifferentiableError(ChainError):
+    """A stage has no second derivative, and the divergence asks for one."""
+
+
+class NonFiniteError(LLQRError):
+    """NaN or infinity in the inputs, the parameters, an activation or the loss."""
+
+
+class DegenerateProblemError(LLQRError):
+    """The quadratic model has no unique minimum. `stage` names where the recursion met it."""
+
+    def __init__(self, message: str, stage: str | None = None) -> None:
+        super().__init__(message)
+        self.stage = stage
+
+
+class SingularProblemError(DegenerateProblemError):
+    """H has (numerically) a null space: many minima, or none."""
+
+
+class IndefiniteProblemError(DegenerateProblemError):
+    """H has a negative eigenvalue: the model is unbounded below, its stationary point is a saddle."""
+
+
+def unknown(kind: str, name: object, options: Iterable[object]) -> LLQRError:
+    """An error for a name that isn't there, with the nearest one that is."""
+    known = [str(option) for option in options]
+    near = get_close_matches(str(name), known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    listed = ", ".join(repr(option) for option in known[:20]) + (", …" if len(known) > 20 else "")
+    return LLQRError(f"unknown {kind} {name!r}: {hint}known are {listed or 'none'}")
