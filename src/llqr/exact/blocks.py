@@ -136,6 +136,7 @@ class LQR:
         return products[::-1]
 
 
+@torch.enable_grad()
 def build(
     chain: Chain,
     inputs: Inputs,

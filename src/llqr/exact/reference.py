@@ -118,7 +118,7 @@ class _Problem:
             raise ChainError("the model has no parameter that requires a gradient: there is nothing to step")
         for name, parameter in self.parameters.items():
             check_finite(parameter, f"parameter {name!r}")
-        places = [str(term.place) for _, term in self.terms if isinstance(term, ActivationTerm)]
+        places = [term.place for _, term in self.terms if isinstance(term, ActivationTerm)]
         self.places = {place: self._module(place) for place in places}
         with torch.no_grad():
             output, self.activations = self.run(self.parameters)
@@ -127,22 +127,23 @@ class _Problem:
         self.base = BasePoint(output, loss)
         self.batch_size = batch_size_of(inputs, [output])
         self.gradient: Parameters = torch.func.grad(lambda p: loss(self.run(p)[0]))(self.parameters)
-        modules = [name for name, _ in self.model.named_modules() if name]
+        modules = [name for name, _ in self.model.named_children()]  # what an integer key counts
+        modules += [name for name, _ in self.model.named_modules() if name and name not in modules]
         self.damping = per_parameter(damping, self.parameters, modules, "damping")
         for weight, term in self.terms:
             if isinstance(term, OutputTerm):
                 term.check(output)
             elif isinstance(term, ActivationTerm):
-                term.check(self.activations[str(term.place)], self.batch_size)
+                term.check(self.activations[term.place], self.batch_size)
             elif isinstance(term, L2):
                 for name, extra in per_parameter(term.weight, self.parameters, modules, "L2 weights").items():
                     self.damping[name] += weight * extra
 
-    def run(self, parameters: Parameters) -> tuple[Tensor, dict[str, Tensor]]:
+    def run(self, parameters: Parameters) -> tuple[Tensor, dict[str | int, Tensor]]:
         """The output, and what the modules that the divergence names return."""
-        caught: dict[str, Tensor] = {}
+        caught: dict[str | int, Tensor] = {}
 
-        def catcher(place: str) -> Callable[..., None]:
+        def catcher(place: str | int) -> Callable[..., None]:
             def catch(module: nn.Module, args: Any, output: Tensor) -> None:
                 if place in caught:
                     raise LLQRError(f"module {place!r} is called more than once in a pass; a metric needs one place")
@@ -173,8 +174,8 @@ class _Problem:
             if isinstance(term, OutputTerm):
                 total = total + weight * term.psi(output, self.base)
             elif isinstance(term, ActivationTerm):
-                place = str(term.place)
-                total = total + weight * term.psi(activations[place], self.activations[place], self.batch_size)
+                here, base = activations[term.place], self.activations[term.place]
+                total = total + weight * term.psi(here, base, self.batch_size)
         return total
 
     def hessian(self) -> Tensor:
@@ -202,8 +203,12 @@ class _Problem:
     def _diagonal(self) -> Tensor:
         return self.flatten({n: torch.full_like(p, self.damping[n]) for n, p in self.parameters.items()})
 
-    def _module(self, place: str) -> nn.Module:
+    def _module(self, place: str | int) -> nn.Module:
+        """The module of that name, or a Sequential's child of that index."""
         modules: dict[str, nn.Module] = dict(self.model.named_modules())
+        children = list(self.model.children()) if isinstance(self.model, nn.Sequential) else []
+        if isinstance(place, int) and 0 <= place < len(children):
+            return children[place]
         if place not in modules:
             raise unknown("module in Intermediate", place, [name for name in modules if name])
-        return modules[place]
+        return modules[str(place)]
