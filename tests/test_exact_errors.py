@@ -20,6 +20,7 @@ from llqr.errors import (
     NotTwiceDifferentiableError,
     SingularProblemError,
 )
+from networks import Dense
 
 LOSS = nn.CrossEntropyLoss()
 
@@ -49,17 +50,47 @@ def test_singular_kl_names_the_stage() -> None:
         dense_step(network(), *data(), LOSS, KL())
 
 
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(()).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.w
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_singularity_below_the_last_stage_is_seen(seed: int) -> None:
+    """Where later layers can do everything, only rounding is left for the first: singular, not indefinite, not solved."""
+    torch.manual_seed(seed)
+    square = [Scale(), nn.Tanh(), nn.Linear(3, 1, bias=False).double()]
+    inputs, targets = torch.randn(3, 3).double(), torch.randn(3, 1).double()
+    with pytest.raises(SingularProblemError) as caught:
+        exact_step(square, inputs, targets, nn.MSELoss(), GaussNewton())
+    assert caught.value.stage == "0"
+    deep = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Tanh(), nn.Linear(2, 1, bias=False)).double()
+    with pytest.raises(SingularProblemError):
+        exact_step(deep, inputs[:2, :2], targets[:2], nn.MSELoss(), GaussNewton())
+
+
+@pytest.mark.parametrize("batch", [2, 5, 20])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_least_norm_step_of_a_singular_problem(reduction: Any) -> None:
-    """-H⁺g: the minimum of least norm, as the pseudo-inverse of the dense matrix gives it."""
-    model, (inputs, targets) = network(), data()
+def test_least_norm_step_of_a_singular_problem(reduction: Any, batch: int) -> None:
+    """-H⁺g: the minimum of least norm. It solves Hδ = -g, and has no part in the null space of H."""
+    model, (inputs, targets) = network(), data(batch)
     arguments = (model, inputs, targets, LOSS, KL(reduction=reduction))
-    expected = dense_step(*arguments, degenerate="least-norm")
     step = exact_step(*arguments, degenerate="least-norm")
-    by_cg = cg_step(*arguments, tolerance=1e-11)
-    for name in expected:
-        torch.testing.assert_close(step[name], expected[name], rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(by_cg[name], expected[name], rtol=1e-6, atol=1e-6)
+    truth = Dense(model, inputs, lambda output: LOSS(output, targets))
+    base = truth.output.log_softmax(-1)
+    count = batch if reduction == "mean" else 1
+    matrix = truth.hessian(lambda flat: (base.exp() * (base - truth.run(flat).log_softmax(-1))).sum() / count)
+    flat = truth.flat(step)
+    assert (matrix @ flat + truth.gradient).norm() < 1e-6 * truth.gradient.norm()
+    values, vectors = torch.linalg.eigh(matrix)
+    null = vectors[:, values.abs() < 1e-15 * values.max()]
+    assert (null.T @ flat).norm() < 1e-6 * flat.norm()
+    dense = truth.flat(dense_step(*arguments, degenerate="least-norm"))
+    assert (matrix @ (flat - dense)).norm() < 1e-6 * truth.gradient.norm()
 
 
 def test_indefinite_newton() -> None:
@@ -91,8 +122,9 @@ def test_no_solution_at_all() -> None:
     def loss(output: Tensor, _: Any) -> Tensor:
         return output[:, 0].square().mean() + output[:, 1].mean()
 
-    with pytest.raises(SingularProblemError, match="without bound"):
-        exact_step([Line()], torch.ones(3, 2).double(), None, loss, Newton(), degenerate="least-norm")
+    for way in (exact_step, dense_step):
+        with pytest.raises(SingularProblemError, match="without bound"):
+            way([Line()], torch.ones(3, 2).double(), None, loss, Newton(), degenerate="least-norm")
 
 
 @pytest.mark.parametrize("way", [exact_step, dense_step, cg_step])
@@ -197,7 +229,7 @@ def test_things_that_are_no_chain() -> None:
         exact_step([nn.Linear(3, 2), torch.tanh], inputs, targets, LOSS, KL())  # type: ignore[list-item]
     with pytest.raises(ChainError, match="nothing to step"):
         exact_step([nn.Tanh()], inputs, targets, LOSS, KL())
-    with pytest.raises(ChainError, match=r"dropout.*eval"):
+    with pytest.raises(ChainError, match=r"random numbers.*eval"):
         exact_step(network(nn.Dropout(0.5)), inputs, targets, LOSS, KL(), 0.1)
 
     class Two(nn.Module):
@@ -217,6 +249,79 @@ def test_things_that_are_no_chain() -> None:
     whole.weight = nn.Parameter(torch.zeros(2, 3, dtype=torch.complex64))
     with pytest.raises(ChainError, match="complex"):
         exact_step([whole], inputs, targets, LOSS, KL())
+
+
+def test_random_stages_never_slip_through() -> None:
+    """A dropout that happens to drop nothing is still random, and the random stream isn't moved."""
+    for seed in range(10):
+        torch.manual_seed(seed)
+        model, (inputs, targets) = network(nn.Dropout(0.01)), data(1)
+        before = torch.get_rng_state()
+        for way in (exact_step, dense_step, cg_step):
+            with pytest.raises(ChainError, match="random numbers"):
+                way(model, inputs, targets, LOSS, KL(), 0.1)
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_sequential_with_a_forward_of_its_own() -> None:
+    class Skip(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + super().forward(x)  # type: ignore[no-any-return]
+
+    skip, (inputs, targets) = Skip(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double(), data()
+    with pytest.raises(ChainError, match=r"forward of its own.*\[model\]"):
+        exact_step(skip, inputs, targets, LOSS, KL(), 0.1)
+    whole = exact_step([skip], inputs, targets, LOSS, KL(), 0.1)
+    for name, expected in dense_step(skip, inputs, targets, LOSS, KL(), 0.1).items():
+        torch.testing.assert_close(whole[f"0.{name}"], expected, rtol=1e-8, atol=1e-12)
+
+
+def test_wrong_second_derivatives_are_noticed() -> None:
+    class Lopsided(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x.square().sum(-1, keepdim=True).expand_as(x).clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            return 2 * (x + x.roll(1, -1) * x) * gradient.sum(-1, keepdim=True)
+
+    class Stage(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return Lopsided.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+    for way in (exact_step, dense_step):
+        with pytest.raises(NotTwiceDifferentiableError, match="symmetric"):
+            way(network(Stage()), *data(), LOSS, Newton(), 1.0)
+
+
+def test_derivatives_that_are_not_finite() -> None:
+    class Root(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x - x.detach()).abs().sqrt()
+
+    for way in (exact_step, dense_step, cg_step):
+        with pytest.raises((NonFiniteError, NotTwiceDifferentiableError)):
+            way(network(Root()), *data(), LOSS, KL(), 0.1)
+
+
+def test_what_a_model_may_not_be() -> None:
+    inputs, targets = data()
+    with pytest.raises(ChainError, match=r"bfloat16.*model.float"):
+        exact_step(network().bfloat16(), inputs.bfloat16(), targets, LOSS, KL(), 0.1)
+    with pytest.raises(ChainError, match="not a NoneType"):
+        exact_step(None, inputs, targets, LOSS, KL(), 0.1)  # type: ignore[arg-type]
+    with pytest.raises(LLQRError, match="inference_mode"), torch.inference_mode():
+        exact_step(network(), inputs, targets, LOSS, KL(), 0.1)
+    weight = nn.Parameter(torch.ones(2).double())
+    with pytest.raises(LLQRError, match="other than through the output"):
+        exact_step(network(), inputs, targets, lambda x, t: LOSS(x, t) + weight.square().sum(), KL(), 0.1)
+    with pytest.raises(LLQRError, match="twice"):
+        exact_step(network(), inputs, targets, LOSS, KL(), {0: 0.1, "0": 0.9})
+    with pytest.raises(LLQRError, match="negative"):
+        exact_step(network(), inputs, targets, LOSS, Intermediate({1: -torch.eye(4)}), 0.1)
 
 
 def test_losses_that_are_no_loss() -> None:

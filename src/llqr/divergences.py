@@ -6,7 +6,7 @@ adjoint back and asks no stage for second derivatives), and what its Hessian at 
 
     OutputTerm       ψ_N(x_N)    Newton, GaussNewton, KL, ReverseKL, Renyi
     ActivationTerm   ψ_i(x_i)    one for each place that Intermediate names
-    ParameterTerm    ψ_i(θ_i)    L2
+    L2               ψ_i(θ_i)    a weight on the parameters themselves
 
 Divergences can be added and multiplied by positive numbers: `KL() + 0.1 * Intermediate({"2": 1.0}) + L2(1e-3)`.
 """
@@ -67,6 +67,9 @@ class Divergence(ABC):
         if not isinstance(other, Divergence):
             return NotImplemented
         return Sum(((1.0, self), (1.0, other)))
+
+    def __radd__(self, other: object) -> Divergence:
+        return self if other == 0 else NotImplemented  # so that sum() works
 
     def __mul__(self, factor: float) -> Divergence:
         if isinstance(factor, Divergence) or not isinstance(factor, (int, float)):
@@ -279,7 +282,14 @@ class ActivationTerm(Divergence):
         if not isinstance(self.metric, Tensor):
             return
         shape, size = tuple(self.metric.shape), activation.numel() // batch_size
+        if activation.shape[:1] != (batch_size,) and batch_size > 1:
+            raise LLQRError(
+                f"what {self.place!r} returns has shape {tuple(activation.shape)}, not a leading dimension of {batch_size} "
+                "examples: a metric over one example's numbers doesn't fit; give a weight"
+            )
         if self.metric.numel() == size and shape == tuple(activation.shape[activation.dim() - len(shape) :]):
+            if (self.metric < 0).any():
+                raise LLQRError(f"the metric at {self.place!r} has negative entries on its diagonal")
             return
         if shape != (size, size):
             raise LLQRError(
@@ -288,6 +298,10 @@ class ActivationTerm(Divergence):
             )
         if not torch.allclose(self.metric, self.metric.T):
             raise LLQRError(f"the metric at {self.place!r} isn't symmetric; give (W + W.T) / 2")
+        if torch.linalg.eigvalsh(self.metric.double())[0] < -1e-6 * self.metric.abs().max():
+            raise LLQRError(
+                f"the metric at {self.place!r} has a negative eigenvalue; it must be positive semi-definite"
+            )
 
     def __repr__(self) -> str:
         return f"Intermediate({{{self.place!r}: {_brief(self.metric)}}})"
@@ -362,9 +376,14 @@ def resolve(divergence: str | Divergence) -> Divergence:
 
 
 def _hessian_product(function: Callable[[Tensor], Tensor], point: Tensor, tangent: Tensor) -> Tensor:
-    """∇²f(point) · tangent for scalar f; reverse over reverse, because not every loss has a forward mode."""
-    product: Tensor = torch.func.vjp(torch.func.grad(function), point)[1](tangent)[0]
-    return product
+    """∇²f(point) · tangent for scalar f, by differentiating twice; differentiable in the tangent."""
+    with torch.enable_grad():
+        leaf = point.detach().clone().requires_grad_()
+        (slope,) = torch.autograd.grad(function(leaf), leaf, create_graph=True)
+        if not slope.requires_grad:
+            return torch.zeros_like(tangent)
+        product = torch.autograd.grad(slope, leaf, tangent, create_graph=tangent.requires_grad, allow_unused=True)[0]
+    return torch.zeros_like(tangent) if product is None else product
 
 
 def _check_metric(place: str | int, metric: float | Tensor) -> None:

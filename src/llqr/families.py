@@ -2,7 +2,7 @@
 
 A family knows three things about a pair of distributions of one random variable, given by network outputs `p` and `q`:
 the Kullback–Leibler divergence, the Rényi divergence, and the product of the Fisher matrix with a vector. An output holds
-many such variables (examples, tokens, pixels); `count` says how many, and the divergences come back one for each.
+many such variables (examples, tokens, pixels): `variables` is their shape, and the divergences come back one for each.
 """
 
 from __future__ import annotations

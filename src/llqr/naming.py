@@ -25,6 +25,8 @@ def per_parameter(value: PerLayer, parameters: Iterable[str], modules: Iterable[
         name = _place(key, places, kind)
         if not any(_holds(name, parameter) for parameter in names) and name not in places:
             raise unknown(f"module or parameter in {kind}", key, [*places, *names])
+        if name in given:
+            raise LLQRError(f"{kind} names {name!r} twice")
         given[name] = _number(entry, f"{kind} of {key!r}")
     by_length = sorted(given, key=len, reverse=True)
     return {parameter: next((given[name] for name in by_length if _holds(name, parameter)), 0.0) for parameter in names}

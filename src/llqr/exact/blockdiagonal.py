@@ -7,35 +7,12 @@ over tokens or single numbers (an activation function). Knowing it turns B·d pr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-Operator = Callable[[Tensor], Tensor]
-"""A linear map from tensors of one shape to tensors of another."""
-
-_PORTION = 2**24
-"""How many numbers one batched application may hold at a time."""
-
-
-def apply_to_each(operator: Operator, vectors: Tensor) -> Tensor:
-    """The operator on each of a stack of vectors: all at once by vmap, in portions that bound the memory.
-
-    One by one where an operation has no batching rule, or a wrong one: the result of a random combination of the vectors is
-    held against the combination of the results. (torch 2.13's rule for the second derivatives of layer_norm is wrong.)
-    """
-    weights = torch.linspace(1, 2, len(vectors), dtype=vectors.dtype, device=vectors.device)
-    together = operator(torch.tensordot(weights, vectors, dims=1))
-    portion = max(1, _PORTION // (vectors[0].numel() + together.numel()))
-    try:
-        results = torch.cat([torch.func.vmap(operator)(part) for part in torch.split(vectors, portion)])
-        difference = (torch.tensordot(weights, results, dims=1) - together).abs().max()
-        trusted = bool(difference <= torch.finfo(vectors.dtype).eps ** 0.5 * (1 + results.abs().max() * len(vectors)))
-    except RuntimeError:
-        trusted = False
-    return results if trusted else torch.stack([operator(vector) for vector in vectors])
+from llqr.exact.derivatives import Operator, apply_to_each
 
 
 @dataclass(frozen=True)
@@ -61,6 +38,12 @@ class BlockDiagonal:
     def apply_transposed(self, matrix: Tensor) -> Tensor:
         """selfᵀ @ matrix, for a matrix or a vector."""
         return BlockDiagonal(self.blocks.mT).apply(matrix)
+
+    def congruence(self, other: BlockDiagonal) -> BlockDiagonal:
+        """otherᵀ @ self @ other."""
+        groups = math.gcd(self.blocks.shape[0], other.blocks.shape[0])
+        middle, outer = self.coarsened(groups).blocks, other.coarsened(groups).blocks
+        return BlockDiagonal(outer.mT @ middle @ outer)
 
     def coarsened(self, groups: int) -> BlockDiagonal:
         """The same matrix with fewer, larger blocks."""

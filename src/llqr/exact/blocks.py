@@ -11,7 +11,6 @@ are p_N = ∇ψ_N, p_i = A_iᵀ p_{i+1} + ∇ψ_i. A divergence that is flat at 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llqr.checks import Inputs, Loss, batch_size_of, check_finite, frozen_rng, loss_gradient
 from llqr.divergences import L2, ActivationTerm, BasePoint, Divergence, OutputTerm, resolve
 from llqr.errors import ChainError, LLQRError, NotTwiceDifferentiableError, unknown
-from llqr.exact.blockdiagonal import BlockDiagonal, Operator, apply_to_each, materialise_transposed
-from llqr.exact.chain import Chain, Inputs, check_finite
+from llqr.exact.blockdiagonal import BlockDiagonal, materialise_transposed
+from llqr.exact.chain import Chain
+from llqr.exact.derivatives import jacobian, puller, refuse_once_differentiable
 from llqr.naming import PerLayer, per_parameter
-
-Loss = Callable[[Tensor, Any], Tensor]
 
 
 @dataclass
@@ -146,12 +145,16 @@ def build(
     damping: PerLayer = 0.0,
 ) -> LQR:
     """Build the LQR whose minimum is the step -(H + λ)⁻¹ g of the mean loss under the divergence."""
-    divergence = resolve(divergence)
+    with frozen_rng():
+        return _build(chain, inputs, targets, loss_fn, resolve(divergence), damping)
+
+
+def _build(chain: Chain, inputs: Inputs, targets: Any, loss_fn: Loss, divergence: Divergence, damping: PerLayer) -> LQR:
     states = chain.run(inputs)
     output = states[-1]
     loss, terminal_gradient = loss_gradient(loss_fn, output, targets)
     base = BasePoint(output, loss)
-    places = _activation_terms(chain, divergence, states, batch_size_of(inputs, states))
+    places = _activation_terms(chain, divergence, states, batch_size_of(inputs))
     diagonals = _diagonals(chain, divergence, damping)
 
     terminal, adjoint = _terminal(divergence, base)
@@ -168,37 +171,6 @@ def build(
         if position > 0:
             adjoints.append(adjoint)
     return LQR(stages[::-1], terminal_gradient.reshape(-1), terminal, adjoints[::-1])
-
-
-def loss_gradient(loss_fn: Loss, output: Tensor, targets: Any) -> tuple[Callable[[Tensor], Tensor], Tensor]:
-    """ℓ with its targets bound, and ∇ℓ(x_N); an error where the loss isn't a finite scalar that depends on the output."""
-    if isinstance(targets, Tensor):
-        check_finite(targets, "the targets")
-
-    def loss(x: Tensor) -> Tensor:
-        return loss_fn(x, targets)
-
-    leaf = output.detach().clone().requires_grad_()
-    with torch.enable_grad():
-        value = loss(leaf)
-        if not isinstance(value, Tensor) or value.numel() != 1:
-            got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise LLQRError(f"loss_fn returned {got}; it must return one number, the mean over the batch")
-        check_finite(value.detach(), "the loss")
-        gradient = torch.autograd.grad(value, leaf, allow_unused=True)[0] if value.requires_grad else None
-    if gradient is None:
-        raise LLQRError("the loss doesn't depend on the output: nothing to descend (was it detached?)")
-    check_finite(gradient, "the gradient of the loss")
-    return lambda x: loss(x).reshape(()), gradient
-
-
-def batch_size_of(inputs: Inputs, states: list[Tensor]) -> int:
-    """How many examples the states hold: their common leading dimension; 1 for a single example given without one."""
-    if isinstance(inputs, Tensor) and inputs.is_floating_point() and inputs.dim() < 2:
-        return 1
-    tensors = [*states, inputs] if isinstance(inputs, Tensor) else states
-    leading = {tensor.shape[0] if tensor.dim() else 1 for tensor in tensors}
-    return leading.pop() if len(leading) == 1 else 1
 
 
 def _terminal(divergence: Divergence, base: BasePoint) -> tuple[BlockDiagonal, Tensor | None]:
@@ -260,10 +232,26 @@ def _stage(
                 f"{chain.label(position)} can't be differentiated twice, and this divergence isn't flat, so it asks for its "
                 f"second derivatives: use GaussNewton or KL, which don't. ({error})"
             ) from error
+    _check(chain.label(position), param_jacobian, state_jacobian, state_cost, cross_cost, param_cost)
     stage = StageBlocks(
         chain.names[position], shapes, state_jacobian, param_jacobian, state_cost, cross_cost, param_cost, diagonal
     )
     return stage, below
+
+
+def _check(label: str, *blocks: Tensor | BlockDiagonal | None) -> None:
+    """Raise for derivatives that are not finite, and for Hessians that are not symmetric: torch's formulas aren't all right."""
+    *_, state_cost, _, param_cost = blocks
+    for block in blocks:
+        if block is not None:
+            check_finite(block.blocks if isinstance(block, BlockDiagonal) else block, f"a derivative of {label}")
+    for hessian in (state_cost, param_cost):
+        square = hessian.blocks if isinstance(hessian, BlockDiagonal) else hessian
+        if square is not None and (square - square.mT).norm() > torch.finfo(square.dtype).eps ** 0.5 * square.norm():
+            raise NotTwiceDifferentiableError(
+                f"the second derivatives that torch gives for {label} aren't symmetric, so they are wrong: use GaussNewton "
+                "or KL, which don't ask for them, or write the stage with other operations"
+            )
 
 
 def _state_jacobian(output: Tensor, state: Tensor) -> BlockDiagonal:
@@ -282,7 +270,7 @@ def _second_derivatives(
     # The adjoint is a variable here because only then torch marks the gradients of once-differentiable functions.
     hamiltonian = (adjoint.detach().requires_grad_() * output).sum()
     first = torch.autograd.grad(hamiltonian, wanted, create_graph=True, materialize_grads=True)
-    _refuse_once_differentiable(first)
+    refuse_once_differentiable(first)
     by_state = first[-1] if state is not None else None
     by_param = torch.cat([gradient.reshape(-1) for gradient in first[: len(leaves)]]) if leaves else None
     state_cost = cross_cost = param_cost = None
@@ -293,48 +281,6 @@ def _second_derivatives(
         param_cost = jacobian(by_param, leaves)
         cross_cost = None if state is None else jacobian(by_param, [state])
     return state_cost, cross_cost, param_cost
-
-
-def _refuse_once_differentiable(gradients: Sequence[Tensor]) -> None:
-    """Raise where a gradient came from a function marked `once_differentiable`.
-
-    Torch leaves an error node in the graph in its place, but connected to nothing, so asking for the next derivative finds no
-    dependence and would take it for zero.
-    """
-    seen: set[Any] = set()
-    waiting: list[Any] = [gradient.grad_fn for gradient in gradients]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        if node.name() == "torch::autograd::Error":
-            raise RuntimeError("a function in it is marked as once differentiable")
-        seen.add(node)
-        waiting.extend(following for following, _ in node.next_functions)
-
-
-def puller(output: Tensor, inputs: list[Tensor]) -> Operator | None:
-    """v ↦ vᵀ ∂output/∂inputs as one vector; None if the output doesn't depend on any of the inputs."""
-    if not output.requires_grad:
-        return None
-    needed = torch.autograd.grad(output, inputs, torch.zeros_like(output), retain_graph=True, allow_unused=True)
-    if all(gradient is None for gradient in needed):
-        return None
-
-    def pull(cotangent: Tensor) -> Tensor:
-        gradients = torch.autograd.grad(
-            output, inputs, cotangent, retain_graph=True, allow_unused=True, materialize_grads=True
-        )
-        return torch.cat([gradient.reshape(-1) for gradient in gradients])
-
-    return pull
-
-
-def jacobian(output: Tensor, inputs: list[Tensor]) -> Tensor | None:
-    """∂output/∂inputs, a row for each number of the output; None if it doesn't depend on any of the inputs."""
-    pull = puller(output, inputs)
-    units = torch.eye(output.numel(), dtype=output.dtype, device=output.device).reshape(-1, *output.shape)
-    return None if pull is None else apply_to_each(pull, units)
 
 
 def _activation_terms(

@@ -1,25 +1,37 @@
 """The same step without the layers: by the dense matrix, and by conjugate gradients. References for everything else.
 
-Both differentiate the divergence D(θ_k, θ) of the whole network twice and know nothing of stages, adjoints or Riccati;
-they work on any module.
+Both differentiate the divergence D(θ_k, θ) of the whole network twice and know nothing of stages, adjoints or recursions;
+they work on any module that can be differentiated twice.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from llqr.checks import (
+    Inputs,
+    Loss,
+    as_arguments,
+    batch_size_of,
+    check_finite,
+    check_inputs,
+    check_parameter,
+    frozen_rng,
+    loss_gradient,
+)
 from llqr.divergences import L2, ActivationTerm, BasePoint, Divergence, OutputTerm, resolve
-from llqr.errors import ChainError, IndefiniteProblemError, LLQRError, unknown
-from llqr.exact.blocks import Loss, batch_size_of, jacobian, loss_gradient
-from llqr.exact.chain import Inputs, as_arguments, check_finite, check_inputs, frozen_rng
-from llqr.exact.riccati import degenerate as degenerate_error
-from llqr.exact.riccati import is_positive_definite
+from llqr.errors import ChainError, IndefiniteProblemError, LLQRError, NotTwiceDifferentiableError, unknown
+from llqr.exact.chain import named_stages
+from llqr.exact.definite import cholesky, least_norm
+from llqr.exact.derivatives import apply_to_each, refuse_once_differentiable
 from llqr.exact.step import Degenerate
 from llqr.naming import PerLayer, per_parameter
 
@@ -37,18 +49,19 @@ def dense_step(
     degenerate: Degenerate = "error",
 ) -> Parameters:
     """-(H + λ)⁻¹ g with H formed, P × P, and factorised. Arguments as for `exact_step`; any module will do."""
-    problem = _Problem(model, inputs, targets, loss_fn, divergence, damping)
-    matrix, gradient = problem.hessian(), problem.flatten(problem.gradient)
-    if degenerate == "least-norm":
-        values, vectors = torch.linalg.eigh(matrix)
-        kept = values.abs() > len(values) * torch.finfo(values.dtype).eps * values.abs().max()
-        coefficients = (vectors.T @ gradient)[kept] / values[kept]
-        return problem.unflatten(-(vectors[:, kept] @ coefficients))
-    if degenerate != "error":
+    if degenerate not in ("error", "least-norm"):
         raise unknown("value of degenerate", degenerate, ("error", "least-norm"))
-    factor, failed = torch.linalg.cholesky_ex(matrix)
-    if failed or not is_positive_definite(factor):
-        raise degenerate_error(matrix, None)
+    problem = _Problem(model, inputs, targets, loss_fn, divergence, damping)
+    gradient = problem.gradient
+    matrix = apply_to_each(problem.curvature, torch.eye(len(gradient), dtype=gradient.dtype, device=gradient.device))
+    check_finite(matrix, "the Hessian of the divergence")
+    if (matrix - matrix.T).norm() > torch.finfo(matrix.dtype).eps ** 0.5 * matrix.norm():
+        raise NotTwiceDifferentiableError(
+            "the second derivatives that torch gives for this model aren't symmetric: wrong"
+        )
+    if degenerate == "least-norm":
+        return problem.unflatten(least_norm(matrix, gradient))
+    factor = cholesky(matrix, matrix.diagonal().abs(), None)
     return problem.unflatten(-torch.cholesky_solve(gradient[:, None], factor)[:, 0])
 
 
@@ -69,7 +82,7 @@ def cg_step(
     number of parameters, at most 10,000). Where H is singular, the iterates stay in its range: the least-norm step.
     """
     problem = _Problem(model, inputs, targets, loss_fn, divergence, damping)
-    gradient = problem.flatten(problem.gradient)
+    gradient = problem.gradient
     limit = min(2 * len(gradient), 10_000) if max_steps is None else max_steps
     step, residual = torch.zeros_like(gradient), -gradient
     direction, squared = residual, residual @ residual
@@ -78,12 +91,13 @@ def cg_step(
         if squared <= goal:
             break
         product = problem.curvature(direction)
+        check_finite(product, "a product with the Hessian")
         curvature = direction @ product
         if curvature <= 0:
             if curvature < -1e-12 * product.norm() * direction.norm():
                 raise IndefiniteProblemError(
-                    "conjugate gradients met a direction of negative curvature: the quadratic model has no minimum. Add "
-                    "damping, or use GaussNewton or KL"
+                    "conjugate gradients met a direction of negative curvature: the quadratic model has no minimum. Raise "
+                    "the damping, or use GaussNewton or KL"
                 )
             break
         length = squared / curvature
@@ -98,7 +112,7 @@ def cg_step(
 
 
 class _Problem:
-    """g and D of a whole network as functions of its parameters."""
+    """g and H of a whole network, as flat vectors and products."""
 
     def __init__(
         self,
@@ -109,37 +123,47 @@ class _Problem:
         divergence: str | Divergence,
         damping: PerLayer,
     ) -> None:
-        self.model = model if isinstance(model, nn.Module) else nn.Sequential(*model)
-        self.inputs = inputs
         self.terms = list(resolve(divergence).terms())
+        self.model = _as_module(model)
         check_inputs(inputs, self.model)
-        self.parameters = {n: p.detach() for n, p in self.model.named_parameters() if p.requires_grad}
-        if not self.parameters:
+        self.inputs, self.batch_size = inputs, batch_size_of(inputs)
+        trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        if not trainable:
             raise ChainError("the model has no parameter that requires a gradient: there is nothing to step")
-        for name, parameter in self.parameters.items():
-            check_finite(parameter, f"parameter {name!r}")
-        places = [term.place for _, term in self.terms if isinstance(term, ActivationTerm)]
-        self.places = {place: self._module(place) for place in places}
-        with torch.no_grad():
-            output, self.activations = self.run(self.parameters)
-        check_finite(output, "the output")
-        loss, _ = loss_gradient(loss_fn, output, targets)
-        self.base = BasePoint(output, loss)
-        self.batch_size = batch_size_of(inputs, [output])
-        self.gradient: Parameters = torch.func.grad(lambda p: loss(self.run(p)[0]))(self.parameters)
-        modules = [name for name, _ in self.model.named_children()]  # what an integer key counts
-        modules += [name for name, _ in self.model.named_modules() if name and name not in modules]
-        self.damping = per_parameter(damping, self.parameters, modules, "damping")
-        for weight, term in self.terms:
-            if isinstance(term, OutputTerm):
-                term.check(output)
-            elif isinstance(term, ActivationTerm):
-                term.check(self.activations[term.place], self.batch_size)
-            elif isinstance(term, L2):
-                for name, extra in per_parameter(term.weight, self.parameters, modules, "L2 weights").items():
-                    self.damping[name] += weight * extra
+        for name, parameter in trainable.items():
+            check_parameter(name, parameter)
+        self.parameters = {name: p.detach().clone().requires_grad_() for name, p in trainable.items()}
+        self.places = {
+            term.place: self._module(term.place) for _, term in self.terms if isinstance(term, ActivationTerm)
+        }
+        self.diagonal = self._diagonal(damping)
+        with torch.enable_grad(), frozen_rng():
+            output, activations = self._run()
+            check_finite(output, "the output")
+            loss, slope = loss_gradient(loss_fn, output, targets)
+            leaves = list(self.parameters.values())
+            self.gradient = _flat(torch.autograd.grad(output, leaves, slope, retain_graph=True, materialize_grads=True))
+            value = self._divergence(output, activations, BasePoint(output.detach(), loss))
+            self.slope = self._first_derivative(value)
 
-    def run(self, parameters: Parameters) -> tuple[Tensor, dict[str | int, Tensor]]:
+    def curvature(self, direction: Tensor) -> Tensor:
+        """(H + λ) v."""
+        own = self.diagonal * direction
+        if not self.slope.requires_grad:
+            return own
+        try:
+            products = torch.autograd.grad(
+                self.slope, list(self.parameters.values()), direction, retain_graph=True, materialize_grads=True
+            )
+        except RuntimeError as error:
+            raise NotTwiceDifferentiableError(f"the model can't be differentiated twice ({error})") from error
+        return _flat(products) + own
+
+    def unflatten(self, flat: Tensor) -> Parameters:
+        parts = torch.split(flat, [p.numel() for p in self.parameters.values()])
+        return {n: part.reshape(p.shape) for (n, p), part in zip(self.parameters.items(), parts, strict=True)}
+
+    def _run(self) -> tuple[Tensor, dict[str | int, Tensor]]:
         """The output, and what the modules that the divergence names return."""
         caught: dict[str | int, Tensor] = {}
 
@@ -153,10 +177,10 @@ class _Problem:
 
         hooks = [module.register_forward_hook(catcher(place)) for place, module in self.places.items()]
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        args, kwargs = as_arguments(self.inputs)
+        before = torch.get_rng_state()
         try:
-            with frozen_rng():
-                output = functional_call(self.model, {**parameters, **buffers}, args, kwargs)
+            with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no second derivative
+                output = functional_call(self.model, {**self.parameters, **buffers}, *as_arguments(self.inputs))
         finally:
             for hook in hooks:
                 hook.remove()
@@ -164,51 +188,75 @@ class _Problem:
             raise ChainError(
                 f"the model returned a {type(output).__name__}; wrap it in a module that returns one tensor"
             )
+        if not torch.equal(before, torch.get_rng_state()):
+            raise ChainError("the model draws random numbers (dropout?): call .eval() on it first")
         return output, caught
 
-    def divergence(self, parameters: Parameters) -> Tensor:
+    def _divergence(self, output: Tensor, activations: dict[str | int, Tensor], base: BasePoint) -> Tensor:
         """D(θ_k, θ), but for the terms on θ itself, which are diagonal and kept with the damping."""
-        output, activations = self.run(parameters)
         total = output.new_zeros(())
         for weight, term in self.terms:
             if isinstance(term, OutputTerm):
-                total = total + weight * term.psi(output, self.base)
+                term.check(output)
+                total = total + weight * term.psi(output, base)
             elif isinstance(term, ActivationTerm):
-                here, base = activations[term.place], self.activations[term.place]
-                total = total + weight * term.psi(here, base, self.batch_size)
+                here = activations[term.place]
+                term.check(here, self.batch_size)
+                total = total + weight * term.psi(here, here.detach(), self.batch_size)
         return total
 
-    def hessian(self) -> Tensor:
-        """H + λ, dense and symmetric."""
-        point = self.flatten(self.parameters).requires_grad_()
-        with torch.enable_grad():
-            (slope,) = torch.autograd.grad(self.divergence(self.unflatten(point)), point, create_graph=True)
-        matrix = jacobian(slope, [point])
-        if matrix is None:
-            matrix = point.new_zeros(len(point), len(point))
-        return (matrix + matrix.T) / 2 + torch.diag(self._diagonal())
+    def _first_derivative(self, value: Tensor) -> Tensor:
+        leaves = list(self.parameters.values())
+        if not value.requires_grad:
+            return torch.zeros_like(self.gradient)
+        try:
+            slopes = torch.autograd.grad(value, leaves, create_graph=True, materialize_grads=True)
+            refuse_once_differentiable(slopes)
+        except RuntimeError as error:
+            raise NotTwiceDifferentiableError(f"the model can't be differentiated twice ({error})") from error
+        return _flat(slopes)
 
-    def curvature(self, direction: Tensor) -> Tensor:
-        """(H + λ) v."""
-        pullback = torch.func.vjp(torch.func.grad(self.divergence), self.parameters)[1]
-        return self.flatten(pullback(self.unflatten(direction))[0]) + self._diagonal() * direction
-
-    def flatten(self, tensors: Parameters) -> Tensor:
-        return torch.cat([tensors[name].reshape(-1) for name in self.parameters])
-
-    def unflatten(self, flat: Tensor) -> Parameters:
-        parts = torch.split(flat, [p.numel() for p in self.parameters.values()])
-        return {n: part.reshape(p.shape) for (n, p), part in zip(self.parameters.items(), parts, strict=True)}
-
-    def _diagonal(self) -> Tensor:
-        return self.flatten({n: torch.full_like(p, self.damping[n]) for n, p in self.parameters.items()})
+    def _diagonal(self, damping: PerLayer) -> Tensor:
+        modules = list(self.model._modules)  # what an integer key counts
+        modules += [
+            name for name, _ in self.model.named_modules(remove_duplicate=False) if name and name not in modules
+        ]
+        weights = per_parameter(damping, self.parameters, modules, "damping")
+        for weight, term in self.terms:
+            if isinstance(term, L2):
+                for name, extra in per_parameter(term.weight, self.parameters, modules, "L2 weights").items():
+                    weights[name] += weight * extra
+        return _flat([torch.full_like(p, weights[name], requires_grad=False) for name, p in self.parameters.items()])
 
     def _module(self, place: str | int) -> nn.Module:
         """The module of that name, or a Sequential's child of that index."""
-        modules: dict[str, nn.Module] = dict(self.model.named_modules())
-        children = list(self.model.children()) if isinstance(self.model, nn.Sequential) else []
-        if isinstance(place, int) and 0 <= place < len(children):
-            return children[place]
-        if place not in modules:
-            raise unknown("module in Intermediate", place, [name for name in modules if name])
-        return modules[str(place)]
+        modules: dict[str, nn.Module] = dict(self.model.named_modules(remove_duplicate=False))
+        children = list(self.model._modules) if isinstance(self.model, nn.Sequential) else []
+        name = children[place] if isinstance(place, int) and 0 <= place < len(children) else str(place)
+        if name not in modules or not name:
+            raise unknown("module in Intermediate", place, [known for known in modules if known])
+        return modules[name]
+
+
+class _Row(nn.Sequential):
+    """A Sequential whose first stage takes what a model takes."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        first, *rest = self._modules.values()
+        assert first is not None
+        state = first(*args, **kwargs)
+        for stage in rest:
+            assert stage is not None
+            state = stage(state)
+        return state
+
+
+def _as_module(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
+    own_forward = isinstance(model, nn.Module) and type(model).forward is not nn.Sequential.forward
+    if isinstance(model, nn.Module) and own_forward and not isinstance(model, nn.ModuleList):
+        return model
+    return _Row(OrderedDict(named_stages(model)))  # type: ignore[arg-type]
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])

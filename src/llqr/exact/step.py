@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from llqr.checks import Inputs, Loss
 from llqr.divergences import Divergence
-from llqr.errors import DegenerateProblemError, SingularProblemError, unknown
-from llqr.exact.blocks import LQR, Loss, build
-from llqr.exact.chain import Chain, Inputs
+from llqr.errors import DegenerateProblemError, unknown
+from llqr.exact.blocks import LQR, build
+from llqr.exact.chain import Chain
+from llqr.exact.definite import least_norm
 from llqr.exact.riccati import Riccati
 from llqr.naming import PerLayer
 
@@ -40,7 +41,7 @@ def exact_step(
         damping: λ_i, one number or a mapping from stage (index or name) or parameter name to a number.
         degenerate: what to do where H + λ isn't positive definite. "error": raise a `SingularProblemError` or an
             `IndefiniteProblemError` that names the stage. "least-norm": return the smallest solution of (H + λ)δ = -g (the
-            minimum of least norm where H is singular, the stationary point where it is indefinite).
+            minimum of least norm where H is singular, the stationary point where it is indefinite); that forms H.
     """
     lqr = build(Chain(stages), inputs, targets, loss_fn, divergence, damping)
     return solve(lqr, degenerate)
@@ -51,7 +52,7 @@ def solve(lqr: LQR, degenerate: Degenerate = "error") -> dict[str, Tensor]:
     if degenerate not in ("error", "least-norm"):
         raise unknown("value of degenerate", degenerate, ("error", "least-norm"))
     try:
-        controls = Riccati(lqr).solve(lqr.terminal_gradient).controls
+        controls = Riccati(lqr).solve().controls
     except DegenerateProblemError:
         if degenerate == "error":
             raise
@@ -64,47 +65,9 @@ def solve(lqr: LQR, degenerate: Degenerate = "error") -> dict[str, Tensor]:
 
 
 def _least_norm(lqr: LQR) -> list[Tensor]:
-    """-H⁺ g by iterated Tikhonov regularisation: δ ← δ - (H + εI)⁻¹ (g + Hδ), with one factorisation for all iterations.
-
-    From zero every iterate stays in the range of H, where the error shrinks by ε / |ε + σ| a step for each eigenvalue σ.
-    """
-    gradient = lqr.gradient()
-    precision = torch.finfo(gradient[0].dtype).eps
-    shift = precision**0.4 * _largest_curvature(lqr, gradient)
-    shifted = replace(lqr, stages=[replace(stage, diagonal=stage.diagonal + shift) for stage in lqr.stages])
-    riccati = Riccati(shifted, positive=False)
-    still = torch.zeros_like(lqr.terminal_gradient)
-    controls = [torch.zeros_like(part) for part in gradient]
-    residual, last = gradient, float("inf")
-    for _ in range(200):
-        correction = riccati.solve(still, residual).controls
-        size = _norm(correction)
-        if size >= 0.999 * last:  # rounding, or a part of g outside of the range of H
-            break
-        controls = [old + new for old, new in zip(controls, correction, strict=True)]
-        residual = [g + h for g, h in zip(gradient, lqr.curvature(controls), strict=True)]
-        last = size
-        if size <= 4 * precision * _norm(controls):
-            break
-    if _norm(residual) > precision**0.25 * _norm(gradient):
-        raise SingularProblemError(
-            "the gradient has a part along which the divergence has no curvature: the model falls without bound there, and "
-            "there is no solution, not even a least-norm one. Add damping"
-        )
-    return controls
-
-
-def _largest_curvature(lqr: LQR, start: list[Tensor]) -> float:
-    """An estimate of the norm of H, by power iteration from the gradient."""
-    vector, size = start, 0.0
-    for _ in range(20):
-        scale = _norm(vector)
-        if scale == 0:
-            break
-        vector = lqr.curvature([part / scale for part in vector])
-        size = _norm(vector)
-    return size or 1.0
-
-
-def _norm(parts: list[Tensor]) -> float:
-    return float(torch.stack([part.norm() for part in parts]).norm())
+    """-H⁺ g. Which directions are null is a question about all of H, so here it is formed, by the LQR's own products."""
+    sizes = [len(stage.diagonal) for stage in lqr.stages]
+    gradient = torch.cat(lqr.gradient())
+    units = torch.eye(len(gradient), dtype=gradient.dtype, device=gradient.device)
+    rows = [torch.cat(lqr.curvature(list(torch.split(unit, sizes)))) for unit in units]
+    return list(torch.split(least_norm(torch.stack(rows), gradient), sizes))

@@ -1,0 +1,122 @@
+"""What is looked at before any work is done: inputs, losses, finite values; and how a model is called without changing it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llqr.errors import ChainError, LLQRError, NonFiniteError
+
+Inputs = Tensor | tuple[Any, ...] | dict[str, Any]
+Loss = Callable[[Tensor, Any], Tensor]
+
+
+def as_arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a module is called with: a tensor alone, a tuple spread out, a dict as keywords. Copies, for in-place modules."""
+    if isinstance(inputs, dict):
+        return (), {name: _copy(value) for name, value in inputs.items()}
+    return tuple(map(_copy, inputs)) if isinstance(inputs, (tuple, list)) else (_copy(inputs),), {}
+
+
+def tensors_in(inputs: Inputs) -> list[Tensor]:
+    """The tensors of the inputs, in order."""
+    values = inputs.values() if isinstance(inputs, dict) else inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def check_inputs(inputs: Inputs, first: nn.Module) -> None:
+    """Raise for inputs that are empty, not finite, or integers where no embedding takes them."""
+    if torch.is_inference_mode_enabled():
+        raise LLQRError("torch.inference_mode() is on, and nothing can be differentiated under it: leave it first")
+    tensors = tensors_in(inputs)
+    if not tensors:
+        raise ChainError(f"inputs are a tensor, or a tuple or dict with tensors in it; got {type(inputs).__name__}")
+    embeds = any(isinstance(module, (nn.Embedding, nn.EmbeddingBag)) for module in first.modules())
+    for tensor in tensors:
+        if tensor.numel() == 0:
+            raise ChainError(f"the inputs are empty, shape {tuple(tensor.shape)}: give at least one example")
+        if not (tensor.is_floating_point() or tensor.dtype == torch.bool or embeds):
+            raise ChainError(
+                f"the inputs are {tensor.dtype}, and {type(first).__name__} has no embedding for them: convert them, as in "
+                "inputs.double(), or start with an nn.Embedding"
+            )
+        check_finite(tensor, "the inputs")
+
+
+def batch_size_of(inputs: Inputs) -> int:
+    """How many examples the inputs hold: their leading dimension; 1 for vectors, which are single examples."""
+    tensors = tensors_in(inputs)
+    if all(tensor.dim() < 2 and tensor.is_floating_point() for tensor in tensors):
+        return 1
+    return next(
+        tensor.shape[0] if tensor.dim() else 1
+        for tensor in tensors
+        if tensor.dim() > 1 or not tensor.is_floating_point()
+    )
+
+
+def check_finite(tensor: Tensor, what: str) -> None:
+    """Raise if there is a NaN or an infinity, and say where."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return
+    bad = ~tensor.isfinite()
+    if bad.any():
+        place = tuple(int(i) for i in bad.nonzero()[0])
+        value = float(tensor.detach()[place].real)
+        more = int(bad.sum()) - 1
+        also = f", and in {more} more places" if more else ""
+        raise NonFiniteError(f"{what} has a value that is not finite: {value} at index {place}{also}")
+
+
+def check_parameter(name: str, parameter: Tensor) -> None:
+    """Raise for a parameter that can't be stepped."""
+    if isinstance(parameter, nn.UninitializedParameter):
+        raise ChainError(f"parameter {name!r} has no shape yet: call the model once first")
+    if parameter.is_complex():
+        raise ChainError(f"parameter {name!r} is complex; only real ones can be stepped")
+    if not parameter.is_floating_point():
+        raise ChainError(f"parameter {name!r} is {parameter.dtype}; only floating point ones can be stepped")
+    check_finite(parameter, f"parameter {name!r}")
+
+
+def loss_gradient(loss_fn: Loss, output: Tensor, targets: Any) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+    """ℓ with its targets bound, and ∇ℓ(x_N); an error where the loss isn't a finite scalar function of the output alone."""
+    if isinstance(targets, Tensor):
+        targets = targets.detach()
+        check_finite(targets, "the targets")
+
+    def loss(x: Tensor) -> Tensor:
+        return loss_fn(x, targets).reshape(())
+
+    leaf = output.detach().clone().requires_grad_()
+    with torch.enable_grad():
+        value = loss_fn(leaf, targets)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise LLQRError(f"loss_fn returned {got}; it must return one number, the mean over the batch")
+        check_finite(value.detach(), "the loss")
+        gradient = torch.autograd.grad(value, leaf, allow_unused=True)[0] if value.requires_grad else None
+        if gradient is None:
+            raise LLQRError("the loss doesn't depend on the output: nothing to descend (was it detached?)")
+        if loss_fn(output.detach(), targets).requires_grad:
+            raise LLQRError(
+                "the loss depends on parameters other than through the output (weight decay inside it?), and that part would "
+                "be lost: leave it to the optimizer"
+            )
+    check_finite(gradient, "the gradient of the loss")
+    return loss, gradient
+
+
+@contextmanager
+def frozen_rng() -> Iterator[None]:
+    """Leave the random streams as they were."""
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_available() else []):
+        yield
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
