@@ -105,7 +105,10 @@ class Sum(Divergence):
 
 
 class OutputTerm(Divergence):
-    """ψ_N(x_N): a function of what the network returns."""
+    """ψ_N(x_N): a function of what the network returns. `additive`: it adds the examples up, in place of averaging them."""
+
+    additive = False
+    needs_loss = True
 
     def terms(self) -> Iterator[tuple[float, Term]]:
         yield 1.0, self
@@ -118,8 +121,8 @@ class OutputTerm(Divergence):
         """∇²ψ_N(x_N^k) v: `state_cost` Q_N times a vector. By differentiating ψ_N twice, unless there is a closed form."""
         return _hessian_product(lambda output: self.psi(output, base), base.output, tangent)
 
-    def check(self, output: Tensor) -> None:
-        """Raise where this divergence can't be taken of such an output."""
+    def check(self, output: Tensor, weights: Tensor | None = None) -> None:
+        """Raise where this divergence can't be taken of such an output, or the weights don't fit it."""
 
 
 class Newton(OutputTerm):
@@ -179,12 +182,14 @@ class _Distributional(OutputTerm):
     """
 
     curvature: float = 1.0
+    needs_loss = False
 
     def __init__(self, family: str | Family = "categorical", reduction: Reduction = "mean") -> None:
         if reduction not in ("mean", "sum"):
             raise unknown("reduction", reduction, ("mean", "sum"))
         self.family = resolve_family(family)
         self.reduction = reduction
+        self.additive = reduction == "sum"
 
     @abstractmethod
     def between(self, base: Tensor, output: Tensor) -> Tensor:
@@ -202,8 +207,10 @@ class _Distributional(OutputTerm):
             product = product * self.family.spread(base.weights)
         return product * (self.curvature / self._total(base))
 
-    def check(self, output: Tensor) -> None:
-        self.family.variables(output)
+    def check(self, output: Tensor, weights: Tensor | None = None) -> None:
+        shape = self.family.variables(output)
+        if weights is not None and weights.shape != shape:
+            raise LLQRError(f"the weights have shape {tuple(weights.shape)}, and the output's variables {tuple(shape)}")
 
     def _total(self, base: BasePoint) -> float | Tensor:
         if self.reduction == "sum":
@@ -259,6 +266,7 @@ class ActivationTerm(Divergence):
 
     def __init__(self, place: str | int, metric: float | Tensor, reduction: Reduction) -> None:
         self.place, self.metric, self.reduction = place, metric, reduction
+        self.additive = reduction == "sum"
 
     def terms(self) -> Iterator[tuple[float, Term]]:
         yield 1.0, self

@@ -1,0 +1,198 @@
+"""The engine: a network's forward pass recorded once, and then products with its Jacobian and with Hessians.
+
+One forward pass x = F(θ) is recorded by autograd, and one backward pass u ↦ Jᵀu with a cotangent u that is itself a variable.
+After that
+
+    pull(c) = Jᵀc    is a backward pass through the first graph,
+    push(v) = Jv     is a backward pass through the second: Jᵀu is linear in u, and the transpose of Jᵀ is J,
+    a Hessian product is a backward pass through the graph of a gradient,
+
+and nothing is run forward, traced or compiled again, however many products follow. A training step is three matrix products
+a layer; push and pull are two each. Operations whose second derivatives torch computes slowly are recorded by `llqr.rules`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from llqr.checks import Inputs, as_arguments, frozen_rng
+from llqr.errors import LLQRError, NotTwiceDifferentiableError
+from llqr.exact.derivatives import refuse_once_differentiable
+from llqr.rules import linear_rules
+
+Parameters = dict[str, Tensor]
+Selector = Callable[[Any], Tensor]
+
+
+class Recorder:
+    """How to run a model as a function of its parameters, leaving everything that it holds as it was.
+
+    `places` are modules whose outputs are returned beside the model's own; `training` overrides the modules' modes for the
+    time of a run (None: as they are).
+    """
+
+    def __init__(
+        self, model: nn.Module, places: Sequence[str] = (), select: Selector | None = None, training: bool | None = None
+    ) -> None:
+        self.model, self.places, self.select, self.training = model, list(places), select, training
+        self._random = torch.get_rng_state()  # every run of one recorder draws the same dropout masks
+
+    def run(self, parameters: Parameters, inputs: Inputs) -> list[Tensor]:
+        """[x_N, activations at the places …]."""
+        caught: dict[str, Tensor] = {}
+        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        with _catching(self.model, self.places, caught), _mode(self.model, self.training), frozen_rng():
+            torch.set_rng_state(self._random)
+            output = functional_call(self.model, {**parameters, **buffers}, *as_arguments(inputs))
+        missing = [place for place in self.places if place not in caught]
+        if missing:
+            raise LLQRError(f"module {missing[0]!r} isn't called in a forward pass: a metric can't sit on it")
+        return [self._selected(output), *(caught[place] for place in self.places)]
+
+    def _selected(self, output: Any) -> Tensor:
+        if self.select is not None:
+            output = self.select(output)
+        elif not isinstance(output, Tensor):
+            output = getattr(output, "logits", output)
+        if not isinstance(output, Tensor):
+            raise LLQRError(
+                f"the model returned a {type(output).__name__}: say which tensor in it is meant, as in "
+                "output=lambda out: out[0]"
+            )
+        if not output.is_floating_point():
+            raise LLQRError(f"the output is {output.dtype}, which has no derivatives")
+        return output
+
+
+class Linearization:
+    """F at one θ: its values, and products with its Jacobian."""
+
+    def __init__(self, recorder: Recorder, parameters: Parameters, inputs: Inputs) -> None:
+        self._recorder, self._inputs = recorder, inputs
+        self._leaves = {name: p.detach().requires_grad_() for name, p in parameters.items()}
+        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), linear_rules():
+            self._outputs = recorder.run(self._leaves, inputs)
+        self.values = [output.detach() for output in self._outputs]
+        self._cotangents: list[Tensor] | None = None
+        self._transposed: list[Tensor] = []
+        self._forward_mode = False
+
+    def push(self, tangents: Sequence[Tensor]) -> list[Tensor]:
+        """Jv: the tangents of the outputs, from one tangent a parameter."""
+        if self._cotangents is None and not self._forward_mode:
+            self._record_transposed()
+        if self._forward_mode:
+            return self._push_forward(tangents)
+        assert self._cotangents is not None
+        pairs = [(row, v) for row, v in zip(self._transposed, tangents, strict=True) if row.requires_grad]
+        rows, directions = zip(*pairs, strict=True)
+        return list(torch.autograd.grad(rows, self._cotangents, directions, retain_graph=True, materialize_grads=True))
+
+    def pull(self, cotangents: Sequence[Tensor]) -> list[Tensor]:
+        """Jᵀc: one gradient a parameter, from one cotangent an output."""
+        return list(
+            torch.autograd.grad(
+                self._outputs, list(self._leaves.values()), cotangents, retain_graph=True, materialize_grads=True
+            )
+        )
+
+    def _record_transposed(self) -> None:
+        """Record u ↦ Jᵀu; where the model can't be differentiated so, fall back to forward-mode products."""
+        cotangents = [torch.zeros_like(value, requires_grad=True) for value in self.values]
+        try:
+            with torch.enable_grad():
+                rows = torch.autograd.grad(
+                    self._outputs, list(self._leaves.values()), cotangents, create_graph=True, materialize_grads=True
+                )
+            refuse_once_differentiable(rows)
+        except RuntimeError as error:
+            self._forward_mode = True
+            warnings.warn(f"products with the Jacobian will run the model forward each time: {error}", stacklevel=2)
+            return
+        self._cotangents, self._transposed = cotangents, list(rows)
+
+    def _push_forward(self, tangents: Sequence[Tensor]) -> list[Tensor]:
+        names = list(self._leaves)
+        points = {name: leaf.detach() for name, leaf in self._leaves.items()}
+        directions = dict(zip(names, tangents, strict=True))
+        with sdpa_kernel(SDPBackend.MATH):
+            try:
+                pushed = torch.func.jvp(lambda p: self._recorder.run(p, self._inputs), (points,), (directions,))[1]
+                return list(pushed)
+            except RuntimeError as error:
+                raise NotTwiceDifferentiableError(
+                    "the model has an operation that can be differentiated neither twice nor in forward mode, so there are no "
+                    f"products with its Jacobian: replace the operation ({error})"
+                ) from error
+
+
+class SecondDerivative:
+    """The Hessian of a scalar function of a model's outputs, as products."""
+
+    def __init__(
+        self, recorder: Recorder, parameters: Parameters, inputs: Inputs, scalar: Callable[[Tensor], Tensor]
+    ) -> None:
+        self._leaves = [p.detach().requires_grad_() for p in parameters.values()]
+        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+            value = scalar(recorder.run(dict(zip(parameters, self._leaves, strict=True)), inputs)[0])
+            try:
+                self._slopes = torch.autograd.grad(value, self._leaves, create_graph=True, materialize_grads=True)
+                refuse_once_differentiable(self._slopes)
+            except RuntimeError as error:
+                raise NotTwiceDifferentiableError(
+                    f"the model can't be differentiated twice, as Newton asks ({error}): use GaussNewton or KL"
+                ) from error
+
+    def product(self, tangents: Sequence[Tensor]) -> list[Tensor]:
+        """Hv."""
+        pairs = [(slope, v) for slope, v in zip(self._slopes, tangents, strict=True) if slope.requires_grad]
+        if not pairs:
+            return [torch.zeros_like(leaf) for leaf in self._leaves]
+        slopes, directions = zip(*pairs, strict=True)
+        try:
+            return list(
+                torch.autograd.grad(slopes, self._leaves, directions, retain_graph=True, materialize_grads=True)
+            )
+        except RuntimeError as error:
+            raise NotTwiceDifferentiableError(
+                f"the model can't be differentiated twice, as Newton asks ({error}): use GaussNewton or KL"
+            ) from error
+
+
+@contextmanager
+def _catching(model: nn.Module, places: Sequence[str], caught: dict[str, Tensor]) -> Iterator[None]:
+    def catcher(place: str) -> Callable[..., None]:
+        def catch(module: nn.Module, args: Any, output: Tensor) -> None:
+            if place in caught:
+                raise LLQRError(f"module {place!r} is called more than once in a pass; a metric needs one place")
+            caught[place] = output
+
+        return catch
+
+    hooks = [model.get_submodule(place).register_forward_hook(catcher(place)) for place in places]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def _mode(model: nn.Module, training: bool | None) -> Iterator[None]:
+    """All modules in one mode for a while; None leaves them as they are."""
+    before = [(module, module.training) for module in model.modules()] if training is not None else []
+    try:
+        for module, _ in before:
+            module.training = bool(training)
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode

@@ -1,0 +1,210 @@
+"""Linear rules for the operations whose second derivatives torch computes slowly.
+
+A Jacobian-vector product is read off the graph of a vector-Jacobian product by differentiating once more, by the cotangent:
+u ↦ Jᵀu is linear, and its transpose is v ↦ Jv. Torch's own graph for Jᵀu also carries the way back to the activations, and
+for normalisations and convolutions its double-backward formulas pay for that even when nobody asks. Here Jᵀ is one node whose
+derivative is J and nothing else: exact for products with J and Jᵀ, and wrong for anything beyond, so these rules are in force
+only while a forward pass is recorded for such products (`linear_rules`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+Maybe = Tensor | None
+
+
+class _Transposed(torch.autograd.Function):
+    """u ↦ Jᵀu with the derivative v ↦ Jv."""
+
+    @staticmethod
+    def forward(ctx: Any, u: Tensor, rule: Rule) -> tuple[Maybe, ...]:
+        ctx.rule = rule
+        ctx.set_materialize_grads(False)
+        return rule.pull(u)
+
+    @staticmethod
+    def backward(ctx: Any, *v: Maybe) -> tuple[Maybe, None]:
+        return ctx.rule.push(v), None
+
+
+class _Recorded(torch.autograd.Function):
+    """y = f(inputs), whose backward is a node of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, rule: Rule, *inputs: Maybe) -> Tensor:
+        ctx.rule = rule
+        rule.needed = ctx.needs_input_grad[1:]
+        return rule.forward()
+
+    @staticmethod
+    def backward(ctx: Any, u: Tensor) -> tuple[Maybe, ...]:
+        return (None, *_Transposed.apply(u, ctx.rule))  # type: ignore[no-untyped-call]
+
+
+class Rule:
+    """One operation at one point: its value, Jᵀu and Jv."""
+
+    needed: Sequence[bool]
+    """Which inputs a derivative is asked for."""
+
+    def forward(self) -> Tensor:
+        raise NotImplementedError
+
+    def pull(self, u: Tensor) -> tuple[Maybe, ...]:
+        """Jᵀu, one part for each input, None where not needed."""
+        raise NotImplementedError
+
+    def push(self, v: Sequence[Maybe]) -> Maybe:
+        """Jv, from one part for each input, None for zero."""
+        raise NotImplementedError
+
+
+class Convolution(Rule):
+    """y = x * w + b: Jv = v_x * w + x * v_w + v_b."""
+
+    def __init__(self, x: Tensor, w: Tensor, b: Maybe, settings: tuple[Any, ...]) -> None:
+        self.x, self.w, self.b = x.detach(), w.detach(), None if b is None else b.detach()
+        self.settings = settings
+
+    def forward(self) -> Tensor:
+        y: Tensor = torch.ops.aten.convolution(self.x, self.w, self.b, *self.settings)
+        self.shape = y.shape
+        return y
+
+    def pull(self, u: Tensor) -> tuple[Maybe, ...]:
+        sizes = None if self.b is None else list(self.b.shape)
+        return torch.ops.aten.convolution_backward(  # type: ignore[no-any-return]
+            u, self.x, self.w, sizes, *self.settings, list(self.needed)
+        )
+
+    def push(self, v: Sequence[Maybe]) -> Maybe:
+        v_x, v_w, v_b = v
+        moved: Maybe = None
+        if v_w is not None:
+            moved = torch.ops.aten.convolution(self.x, v_w, None, *self.settings)
+        if v_x is not None:
+            through = torch.ops.aten.convolution(v_x, self.w, None, *self.settings)
+            moved = through if moved is None else moved.add_(through)
+        if v_b is not None:
+            shift = v_b.reshape(1, -1, *[1] * (len(self.shape) - 2))
+            moved = shift.expand(self.shape) if moved is None else moved.add_(shift)
+        return moved
+
+
+class Normalise(Rule):
+    """y = (x - mean) / std over the last dimensions: J = (I - 11ᵀ/n - yyᵀ/n) / std, its own transpose."""
+
+    def __init__(self, x: Tensor, dims: int, eps: float) -> None:
+        shape = list(x.shape[x.dim() - dims :])
+        self.dims = list(range(-dims, 0))
+        self.y, _, self.inverse_std = torch.native_layer_norm(x.detach(), shape, None, None, eps)
+
+    def forward(self) -> Tensor:
+        return self.y
+
+    def pull(self, u: Tensor) -> tuple[Maybe, ...]:
+        return (self._product(u),)
+
+    def push(self, v: Sequence[Maybe]) -> Maybe:
+        return None if v[0] is None else self._product(v[0])
+
+    def _product(self, v: Tensor) -> Tensor:
+        along = (self.y * v).mean(self.dims, keepdim=True)
+        return torch.addcmul(v - v.mean(self.dims, keepdim=True), self.y, along, value=-1).mul_(self.inverse_std)
+
+
+class linear_rules(TorchFunctionMode):  # noqa: N801  (used as `with linear_rules():`)
+    """While in force, operations that have a rule above are recorded by it."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        replacement = _REPLACEMENTS.get(func)
+        if replacement is not None:
+            result = replacement(*args, **(kwargs or {}))
+            if result is not None:
+                return result
+        return func(*args, **(kwargs or {}))
+
+
+def _convolve(spatial: int) -> Callable[..., Maybe]:
+    def convolve(
+        input: Tensor,
+        weight: Tensor,
+        bias: Maybe = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Maybe:
+        if input.dim() != spatial + 2 or isinstance(padding, str):
+            return None
+        settings = (
+            *(_tuple(value, spatial) for value in (stride, padding, dilation)),
+            False,
+            [0] * spatial,
+            groups,
+        )
+        return _record(Convolution(input, weight, bias, settings), input, weight, bias)
+
+    return convolve
+
+
+def _layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Maybe = None,
+    bias: Maybe = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Maybe:
+    y = _record(Normalise(input, len(normalized_shape), eps), input)
+    if weight is not None:
+        y = y * weight
+    return y if bias is None else y + bias
+
+
+def _batch_norm(
+    input: Tensor,
+    running_mean: Maybe,
+    running_var: Maybe,
+    weight: Maybe = None,
+    bias: Maybe = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Maybe:
+    """With running statistics a batch norm is an affine map, and plain operations say so."""
+    if training or running_mean is None or running_var is None:
+        return None
+    shape = [1, -1] + [1] * (input.dim() - 2)
+    inverse_std = (running_var + eps).rsqrt()
+    scale = inverse_std if weight is None else weight * inverse_std
+    shift = -running_mean * scale if bias is None else bias - running_mean * scale
+    return torch.addcmul(shift.view(shape), input, scale.view(shape))
+
+
+def _record(rule: Rule, *inputs: Maybe) -> Tensor:
+    return _Recorded.apply(rule, *inputs)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _tuple(value: Any, length: int) -> list[int]:
+    values = [value] * length if isinstance(value, int) else list(value)
+    return values * length if len(values) == 1 else values
+
+
+_REPLACEMENTS: dict[Callable[..., Any], Callable[..., Maybe]] = {
+    torch.conv1d: _convolve(1),
+    torch.conv2d: _convolve(2),
+    torch.conv3d: _convolve(3),
+    functional.layer_norm: _layer_norm,
+    torch.layer_norm: _layer_norm,
+    functional.batch_norm: _batch_norm,
+}

@@ -1,0 +1,295 @@
+"""QuadraticModel: g, H·v and m(δ) against dense derivatives, on the models that people train (float64).
+
+The truth is torch.autograd.functional.hessian of the divergence written out here, on the model called as it is.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from llqr.checks import as_arguments
+from llqr.divergences import KL, L2, Divergence, GaussNewton, Intermediate, Newton, Renyi, ReverseKL
+from llqr.errors import LLQRError
+from llqr.exact import Chain, build
+from llqr.quadratic import QuadraticModel
+from zoo import cases, pick
+
+NAMES = list(cases())
+
+
+def kl(p: Tensor, q: Tensor) -> Tensor:
+    p, q = p.log_softmax(-1), q.log_softmax(-1)
+    return (p.exp() * (p - q)).sum(-1)
+
+
+def renyi(p: Tensor, q: Tensor, a: float) -> Tensor:
+    return (p.softmax(-1) ** a * q.softmax(-1) ** (1 - a)).sum(-1).log() / (a - 1)
+
+
+Psi = Callable[[Tensor, Tensor, Callable[[Tensor], Tensor]], Tensor]
+DIVERGENCES: dict[str, tuple[Divergence, Psi]] = {
+    "newton": (Newton(), lambda x, k, loss: loss(x)),
+    "gauss-newton": (GaussNewton(), lambda x, k, loss: kl(k, x).mean()),  # the same matrix for cross-entropy
+    "kl": (KL(), lambda x, k, loss: kl(k, x).mean()),
+    "kl sum": (KL(reduction="sum"), lambda x, k, loss: kl(k, x).sum()),
+    "reverse": (ReverseKL(), lambda x, k, loss: kl(x, k).mean()),
+    "renyi": (Renyi(2.0), lambda x, k, loss: renyi(k, x, 2.0).mean()),
+    "bernoulli": (KL("bernoulli"), lambda x, k, loss: kl(two(k), two(x)).mean()),
+    "gaussian": (KL("gaussian"), lambda x, k, loss: 0.5 * (x - k).square().mean()),
+    "mixture": (
+        0.5 * Newton() + 2 * KL() + L2(0.3),
+        lambda x, k, loss: 0.5 * loss(x) + 2 * kl(k, x).mean(),
+    ),
+}
+
+
+def two(x: Tensor) -> Tensor:
+    return torch.stack((x, torch.zeros_like(x)), -1)
+
+
+class Truth:
+    """The dense H of one model, by differentiating twice without vmap."""
+
+    def __init__(self, model: nn.Module, inputs: Any, loss: Callable[[Tensor], Tensor]) -> None:
+        self.model, self.inputs, self.loss = model, inputs, loss
+        self.shapes = {name: p.shape for name, p in model.named_parameters()}
+        self.point = self.flat({name: p.detach() for name, p in model.named_parameters()})
+        self.output = self.run(self.point)
+
+    def flat(self, named: dict[str, Tensor]) -> Tensor:
+        return torch.cat([named[name].reshape(-1) for name in self.shapes])
+
+    def named(self, flat: Tensor) -> dict[str, Tensor]:
+        parts = flat.split([shape.numel() for shape in self.shapes.values()])
+        return {name: part.reshape(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
+
+    def run(self, flat: Tensor) -> Tensor:
+        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        with sdpa_kernel(SDPBackend.MATH):
+            return pick(functional_call(self.model, {**self.named(flat), **buffers}, *as_arguments(self.inputs)))
+
+    def hessian(self, psi: Psi, base: Tensor) -> Tensor:
+        return torch.autograd.functional.hessian(lambda flat: psi(self.run(flat), base, self.loss), self.point)
+
+    def gradient(self) -> Tensor:
+        point = self.point.clone().requires_grad_()
+        return torch.autograd.grad(self.loss(self.run(point)), point)[0]
+
+
+def truth_of(name: str) -> tuple[Truth, tuple[Any, ...]]:
+    model, inputs, targets, loss_fn = cases()[name]
+    return Truth(model, inputs, lambda x: loss_fn(x, targets)), (model, inputs, targets, loss_fn)
+
+
+def close(found: Tensor, expected: Tensor, tolerance: float = 1e-9) -> None:
+    assert (found - expected).norm() <= tolerance * expected.norm() + 1e-13
+
+
+@pytest.mark.parametrize("kind", DIVERGENCES)
+@pytest.mark.parametrize("name", NAMES)
+def test_products_equal_the_dense_matrix(name: str, kind: str) -> None:
+    """g = ∇L, Hv = ∇²D v, m(δ) = g·δ + ½ δ·Hδ; with damping on the diagonal; whole and in chunks of one and three."""
+    truth, arguments = truth_of(name)
+    divergence, psi = DIVERGENCES[kind]
+    matrix = truth.hessian(psi, truth.output) + 0.01 * torch.eye(len(truth.point)).double()
+    if kind == "mixture":
+        matrix = matrix + 0.3 * torch.eye(len(truth.point)).double()
+    for chunk_size in (None, 3, 1) if name != "batch statistics" else (None,):
+        q = QuadraticModel.build(*arguments, divergence, 0.01, chunk_size, output=pick)
+        close(truth.flat(q.gradient), truth.gradient())
+        for _ in range(2):
+            v = torch.randn_like(truth.point)
+            close(truth.flat(q.curvature(truth.named(v))), matrix @ v)
+            value = truth.gradient() @ v + 0.5 * v @ matrix @ v
+            assert abs(q.value(truth.named(v)) - value) <= 1e-9 * (abs(value) + v.abs() @ matrix.abs() @ v.abs())
+
+
+@pytest.mark.parametrize("name", ["attention", "convolution", "residual"])
+def test_intermediate_metrics(name: str) -> None:
+    truth, arguments = truth_of(name)
+    place = {"attention": "mix.1", "convolution": "3", "residual": "inner.1"}[name]
+    module = truth.model.get_submodule(place)
+
+    def at(flat: Tensor) -> Tensor:
+        caught: list[Tensor] = []
+        hook = module.register_forward_hook(lambda module, args, output: caught.append(output))
+        truth.run(flat)
+        hook.remove()
+        return caught[0]
+
+    base = at(truth.point)
+    scale = torch.rand(base.shape[1:]).double()
+    for metric, weight in ((0.7, 0.7), (scale, scale)):
+        divergence = KL() + Intermediate({place: metric})
+        inside = torch.autograd.functional.hessian(
+            lambda flat, weight=weight: 0.5 * (weight * (at(flat) - base).square()).sum() / 4, truth.point
+        )
+        matrix = inside + truth.hessian(lambda x, k, loss: kl(k, x).mean(), truth.output)
+        for chunk_size in (None, 3):
+            q = QuadraticModel.build(*arguments, divergence, 0.0, chunk_size, output=pick)
+            v = torch.randn_like(truth.point)
+            close(truth.flat(q.curvature(truth.named(v))), matrix @ v)
+
+
+def test_relaxed_objective_is_the_lqr_cost() -> None:
+    """J(U) of eq. (relaxed-lqr-equivalence): m(-Ug) is the cost of the LQR blocks, stage by stage, on a chain."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3)).double()
+    inputs, targets = torch.randn(5, 3).double(), torch.randint(3, (5,))
+    loss = nn.CrossEntropyLoss()
+    for divergence in (Newton(), KL(), KL(reduction="sum"), GaussNewton() + Intermediate({1: 0.5}), Newton() + L2(0.2)):
+        q = QuadraticModel.build(model, inputs, targets, loss, divergence, 0.05)
+        lqr = build(Chain(model), inputs, targets, loss, divergence, 0.05)
+        for name, g in q.gradient.items():
+            assert g.shape == dict(model.named_parameters())[name].shape
+        step = {name: -torch.rand_like(g) * g for name, g in q.gradient.items()}
+        assert abs(q.value(step) - lqr.value(step)) <= 1e-10 * (abs(q.value(step)) + 1)
+
+
+@pytest.mark.parametrize("name", ["attention", "tied"])
+def test_padded_tokens_weigh_nothing(name: str) -> None:
+    """Weights of zero take tokens out of KL's mean, as ignore_index takes them out of the loss; also in chunks."""
+    model, inputs, targets, loss_fn = cases()[name]
+    targets = targets.clone()
+    targets[0, 1:] = targets[2, 2] = -100
+    weights = (targets != -100).double()
+    truth = Truth(model, inputs, lambda x: loss_fn(x, targets))
+    matrix = truth.hessian(lambda x, k, loss: (kl(k, x) * weights).sum() / weights.sum(), truth.output)
+    v = torch.randn_like(truth.point)
+    for chunk_size in (None, 3, 1):
+        q = QuadraticModel.build(model, inputs, targets, loss_fn, KL(), 0.0, chunk_size, weights=weights)
+        close(truth.flat(q.gradient), truth.gradient())
+        close(truth.flat(q.curvature(truth.named(v))), matrix @ v)
+
+
+def test_a_known_gradient_spares_the_loss() -> None:
+    model, inputs, targets, loss_fn = cases()["attention"]
+    whole = QuadraticModel.build(model, inputs, targets, loss_fn, KL())
+    known = QuadraticModel.build(model, inputs, None, None, KL(), gradient=whole.gradient)
+    for name, value in known.curvature(whole.gradient).items():
+        torch.testing.assert_close(value, whole.curvature(whole.gradient)[name])
+    with pytest.raises(LLQRError, match="needs the loss"):
+        QuadraticModel.build(model, inputs, None, None, Newton(), gradient=whole.gradient)
+
+
+class Square(torch.autograd.Function):
+    """Differentiable once backwards, and forwards."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.square()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0])
+        ctx.save_for_forward(inputs[0])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * ctx.saved_tensors[0] * gradient
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        return 2 * ctx.saved_tensors[0] * tangent
+
+
+class Squared(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Square.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Plain(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square()
+
+
+def test_forward_mode_where_there_is_no_second_derivative() -> None:
+    """A once-differentiable operation: products by forward mode, announced with the reason; the same numbers."""
+    inputs, targets = torch.randn(5, 3).double(), torch.randint(2, (5,))
+    odd = nn.Sequential(nn.Linear(3, 4), Squared(), nn.Linear(4, 2)).double()
+    even = nn.Sequential(odd[0], Plain(), odd[2])
+    loss = nn.CrossEntropyLoss()
+    q, same = (QuadraticModel.build(model, inputs, targets, loss, KL(), 0.1) for model in (odd, even))
+    v = {name: torch.randn_like(g) for name, g in q.gradient.items()}
+    with pytest.warns(UserWarning, match="once differentiable"):
+        product = q.curvature(v)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = q.curvature(v)  # announced once
+    for name, expected in same.curvature(v).items():
+        torch.testing.assert_close(product[name], expected, rtol=1e-10, atol=1e-13)
+        torch.testing.assert_close(again[name], expected, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_model_is_left_as_it_was(name: str) -> None:
+    model, inputs, targets, loss_fn = cases()[name]
+    loss_fn(pick(model(*as_arguments(inputs)[0], **as_arguments(inputs)[1])), targets).backward()
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    gradients = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+    modes, random = [module.training for module in model.modules()], torch.get_rng_state()
+    for divergence in (KL(), Newton()):
+        q = QuadraticModel.build(model, inputs, targets, loss_fn, divergence, 0.1, output=pick, training=False)
+        q.curvature(q.gradient)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert [module.training for module in model.modules()] == modes
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    assert all(torch.equal(p.grad, gradients[key]) for key, p in model.named_parameters() if p.grad is not None)
+    assert all(p.requires_grad for p in model.parameters())
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_dropout_keeps_one_mask_and_can_be_off() -> None:
+    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 2)).double()
+    inputs, targets = torch.randn(5, 3).double(), torch.randint(2, (5,))
+    loss = nn.CrossEntropyLoss()
+    q = QuadraticModel.build(model, inputs, targets, loss, Newton() + KL(), 0.1)
+    one, other = q.curvature(q.gradient), q.curvature(q.gradient)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    torch.testing.assert_close(dot(q.gradient, q.curvature(other)), dot(other, one))  # symmetric: one mask in all of it
+    off = QuadraticModel.build(model, inputs, targets, loss, KL(), 0.1, training=False)
+    plain = QuadraticModel.build(model.eval(), inputs, targets, loss, KL(), 0.1)
+    assert all(torch.equal(off.gradient[name], g) for name, g in plain.gradient.items())
+
+
+def dot(a: dict[str, Tensor], b: dict[str, Tensor]) -> Tensor:
+    return torch.stack([(a[name] * b[name]).sum() for name in a]).sum()
+
+
+def test_frozen_and_unused_parameters() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
+    model[0].bias.requires_grad_(False)
+    model.idle = nn.Parameter(torch.ones(3).double())  # type: ignore[assignment]
+    inputs, targets = torch.randn(5, 3).double(), torch.randint(2, (5,))
+
+    class Front(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.idle = model[:2], nn.Parameter(torch.ones(3).double())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x)  # type: ignore[no-any-return]
+
+    q = QuadraticModel.build(Front(), inputs, targets, nn.CrossEntropyLoss(), KL() + Newton(), 0.5)
+    assert set(q.gradient) == {"idle", "net.0.weight", "net.1.weight", "net.1.bias"}
+    assert not q.gradient["idle"].any()
+    v = {name: torch.ones_like(g) for name, g in q.gradient.items()}
+    torch.testing.assert_close(q.curvature(v)["idle"], 0.5 * torch.ones(3).double())
+
+
+def test_a_convolution_with_only_its_bias_free() -> None:
+    model = nn.Sequential(nn.Conv1d(2, 3, 2), nn.Flatten(), nn.Linear(6, 2)).double()
+    model[0].weight.requires_grad_(False)
+    inputs, targets = torch.randn(4, 2, 3).double(), torch.randint(2, (4,))
+    q = QuadraticModel.build(model, inputs, targets, nn.CrossEntropyLoss(), KL())
+    lqr = build(Chain(model), inputs, targets, nn.CrossEntropyLoss(), KL())
+    step = {name: torch.randn_like(g) for name, g in q.gradient.items()}
+    torch.testing.assert_close(dot(step, q.curvature(step)), lqr.quadratic_form(step))

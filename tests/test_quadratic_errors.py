@@ -1,0 +1,149 @@
+"""What QuadraticModel refuses, before any work is lost, and what it says to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from llqr.divergences import KL, Intermediate, Newton
+from llqr.errors import LLQRError, NonFiniteError, NotTwiceDifferentiableError
+from llqr.quadratic import QuadraticModel
+
+LOSS = nn.CrossEntropyLoss()
+
+
+def network(*extra: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), *extra, nn.Linear(4, 2)).double()
+
+
+def data(batch: int = 5) -> tuple[Tensor, Tensor]:
+    return torch.randn(batch, 3).double(), torch.randint(2, (batch,))
+
+
+def refuse(match: str, *arguments: Any, error: type[Exception] = LLQRError, **options: Any) -> None:
+    with pytest.raises(error, match=match):
+        QuadraticModel.build(*arguments, **options)
+
+
+def test_losses_that_are_no_mean() -> None:
+    model, (inputs, targets) = network(), data()
+    refuse(r"shape \(5,\).*mean", model, inputs, targets, nn.CrossEntropyLoss(reduction="none"), KL())
+    refuse("adds the examples up", model, inputs, targets, nn.CrossEntropyLoss(reduction="sum"), KL())
+    refuse("returned float", model, inputs, targets, lambda output, targets: 1.0, KL())
+    refuse("doesn't depend", model, inputs, targets, lambda output, targets: output.detach().sum(), KL())
+    refuse("needs the loss", model, inputs, targets, None, Newton())
+    refuse("needs the loss", model, inputs, targets, None, KL())
+
+
+def test_outputs_that_do_not_fit() -> None:
+    inputs, targets = data()
+    single = nn.Sequential(nn.Linear(3, 1)).double()
+    refuse("two classes.*bernoulli", single, inputs, torch.rand(5, 1).double(), nn.MSELoss(), KL())
+
+    class Several(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = network()
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.inner(x), x
+
+    refuse(r"returned a tuple.*output=lambda", Several(), inputs, targets, LOSS, KL())
+    QuadraticModel.build(Several(), inputs, targets, LOSS, KL(), output=lambda out: out[0])
+    refuse(r"output is torch.int64", network(), inputs, targets, LOSS, KL(), output=lambda out: out.argmax(-1))
+    refuse(r"weights have shape \(4,\)", network(), inputs, targets, LOSS, KL(), weights=torch.ones(4))
+    refuse("not all zero", network(), inputs, targets, LOSS, KL(), weights=torch.zeros(5))
+
+
+def test_values_that_are_not_finite() -> None:
+    model, (inputs, targets) = network(), data()
+    bad = inputs.clone()
+    bad[1, 2] = float("nan")
+    refuse(r"inputs.*\(1, 2\)", model, bad, targets, LOSS, KL(), error=NonFiniteError)
+    with torch.no_grad():
+        model[2].bias[1] = float("inf")
+    refuse(r"'2.bias'.*\(1,\)", model, inputs, targets, LOSS, KL(), error=NonFiniteError)
+    gradient = {"0.weight": torch.full((4, 3), float("nan")).double()}
+    refuse("gradient of '0.weight'", network(), inputs, None, None, KL(), gradient=gradient, error=NonFiniteError)
+
+
+def test_devices() -> None:
+    model, (inputs, targets) = network(), data()
+    refuse("inputs are on meta", model, inputs.to("meta"), targets, LOSS, KL())
+    model[2] = model[2].to("meta")
+    refuse("several devices.*move it to one", model, inputs, targets, LOSS, KL())
+
+
+def test_names() -> None:
+    model, (inputs, targets) = network(), data()
+    refuse("unknown divergence 'ndg'.*'ngd'", model, inputs, targets, LOSS, "ndg")
+    refuse("unknown module in Intermediate 'x'", model, inputs, targets, LOSS, Intermediate({"x": 1.0}))
+    refuse("damping '7'", model, inputs, targets, LOSS, KL(), {"7": 0.1})
+    refuse("unknown parameter in the gradient '0.wight'.*'0.weight'", model, inputs, None, None, KL(),
+           gradient={"0.wight": torch.ones(4, 3)})  # fmt: skip
+    q = QuadraticModel.build(model, inputs, targets, LOSS, KL())
+    with pytest.raises(LLQRError, match="parameter in a direction"):
+        q.curvature({"0.weight": torch.ones(4, 3).double()})
+    refuse("damping.*zero or more", model, inputs, targets, LOSS, KL(), -0.1)
+
+
+def test_chunks() -> None:
+    inputs, targets = data()
+    normed = network(nn.BatchNorm1d(4).double())
+    refuse(
+        r"'2' normalises with the statistics of the batch.*training=False", normed, inputs, targets, LOSS, KL(), 0.0, 2
+    )
+    QuadraticModel.build(normed, inputs, targets, LOSS, KL(), 0.0, 2, training=False)
+    refuse("drops at random", network(nn.Dropout(0.5)), inputs, targets, LOSS, KL(), 0.0, 2)
+    for size in (0, -1, 2.5, True):
+        refuse("chunk_size is a positive", network(), inputs, targets, LOSS, KL(), 0.0, size)
+
+
+def test_things_that_are_no_model() -> None:
+    inputs, targets = data()
+    refuse("not an nn.Module", torch.tanh, inputs, targets, LOSS, KL())
+    refuse("nothing to step", nn.Tanh(), inputs, targets, LOSS, KL())
+    refuse("empty", network(), inputs[:0], targets[:0], LOSS, KL())
+    refuse("tensor", network(), "abc", targets, LOSS, KL())
+    with torch.inference_mode():
+        refuse("inference_mode", network(), inputs, targets, LOSS, KL())
+
+
+class OnceOnly(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * ctx.saved_tensors[0] * gradient
+
+
+class Once(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return OnceOnly.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@pytest.mark.filterwarnings("ignore:products with the Jacobian")
+def test_operations_without_the_derivatives() -> None:
+    inputs, targets = data()
+    refuse("Newton asks", network(Once()), inputs, targets, LOSS, Newton(), error=NotTwiceDifferentiableError)
+    q = QuadraticModel.build(network(Once()), inputs, targets, LOSS, KL())
+    with pytest.raises(NotTwiceDifferentiableError, match="neither twice nor in forward mode"):
+        q.curvature(q.gradient)
+
+
+def test_parameters_changed_behind_its_back() -> None:
+    """A model that was stepped since isn't the one that was linearised: no wrong product comes out."""
+    model, (inputs, targets) = network(), data()
+    q = QuadraticModel.build(model, inputs, targets, LOSS, KL())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    with pytest.raises(LLQRError, match="changed since"):
+        q.curvature(q.gradient)
