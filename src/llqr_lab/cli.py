@@ -1,13 +1,21 @@
-"""The command line of the lab."""
+"""The command line of the lab.
+
+Commands import what they run with when they run, so that help, versions and mistakes are answered at once.
+"""
 
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from llqr_lab.options import writable_file, writable_picture
+
 app = typer.Typer(name="llqr", no_args_is_help=True, add_completion=False)
 bench = typer.Typer(name="bench", no_args_is_help=True, help="Measure the methods against each other.")
 app.add_typer(bench)
+
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of everything random.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -24,3 +32,51 @@ def options(
     ] = False,
 ) -> None:
     """Layerwise LQR for geometry-aware optimization of deep networks."""
+
+
+@app.command()
+def demo(
+    output: Annotated[Path, typer.Option(callback=writable_picture, help="The picture to write.")] = Path("demo.png"),
+    seed: Seed = 0,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of each optimizer.")] = 40,
+) -> None:
+    """Train a small network on digits with exact second-order steps, next to gradient descent."""
+    from llqr_lab.demo import show
+
+    show(output, seed, steps)
+
+
+@bench.command("exact")
+def bench_exact(
+    output: Annotated[Path, typer.Option(callback=writable_file, help="The JSON file to write.")] = Path(
+        "results/exact.json"
+    ),
+    figure: Annotated[Path, typer.Option(callback=writable_picture, help="The figure to write.")] = Path(
+        "docs/figures/bench_exact.png"
+    ),
+    seed: Seed = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed repetitions of each size; medians are reported.")] = 7,
+    quick: Annotated[bool, typer.Option("--quick", help="A few small sizes, to see that it works.")] = False,
+) -> None:
+    """The exact step by the Riccati recursion against the dense matrix: seconds and peak memory."""
+    from llqr_lab.bench.exact import main
+
+    main(output, figure, seed, repeats, quick)
+
+
+@bench.command("engine")
+def bench_engine(
+    output: Annotated[Path, typer.Option(callback=writable_file, help="The JSON file to write.")] = Path(
+        "results/engine.json"
+    ),
+    figure: Annotated[Path, typer.Option(callback=writable_picture, help="The figure to write.")] = Path(
+        "docs/figures/bench_engine.png"
+    ),
+    seed: Seed = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds; medians are reported.")] = 9,
+    quick: Annotated[bool, typer.Option("--quick", help="Tiny networks, to see that it works.")] = False,
+) -> None:
+    """Curvature products and fits in units of a training step of the same network: seconds, memory, growth."""
+    from llqr_lab.bench.engine import main
+
+    main(output, figure, seed, repeats, quick)

@@ -33,6 +33,8 @@ class BlockDiagonal:
         """self @ matrix, for a matrix or a vector."""
         groups, rows, columns = self.blocks.shape
         tail = matrix.shape[1:]
+        if rows == columns == 1:
+            return self.blocks.reshape(groups, *[1] * len(tail)) * matrix
         return torch.bmm(self.blocks, matrix.reshape(groups, columns, -1)).reshape(groups * rows, *tail)
 
     def apply_transposed(self, matrix: Tensor) -> Tensor:

@@ -172,6 +172,10 @@ def control_of(stage: StageBlocks, value_hessian: Tensor, open_loop: BlockDiagon
 
 
 def _feedback(stage: StageBlocks, coupling: Tensor, response: Tensor) -> Tensor:
-    """Gᵀ response."""
-    product = coupling.T @ (stage.param_jacobian @ response)
+    """Gᵀ response, with the product Aᵀ K B response in the cheaper order."""
+    states, size = stage.param_jacobian.shape
+    if response.dim() > 1 and size < states:
+        product = (coupling.T @ stage.param_jacobian) @ response
+    else:
+        product = coupling.T @ (stage.param_jacobian @ response)
     return product if stage.cross_cost is None else product + stage.cross_cost.T @ response

@@ -1,0 +1,1 @@
+"""Benchmarks: both sides interleaved in one run, medians, ratios, and the results as JSON."""

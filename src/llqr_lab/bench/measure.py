@@ -1,0 +1,126 @@
+"""Seconds, memory and results of one method held against another, on a machine that others use too."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+Job = Callable[[], object]
+Key = TypeVar("Key")
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch on a single thread.
+
+    Small matrices gain little from more, and when something else takes one of the cores, threads that wait for each other
+    slow down tenfold and more.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def interleaved(
+    jobs: Mapping[Key, Job], repeats: int, budget: float = math.inf, done: Callable[[], None] = lambda: None
+) -> dict[Key, list[float]]:
+    """Seconds of each job in each of `repeats` rounds; a round runs every job once, so that a busy spell hits all of them.
+
+    A job that has taken `budget` seconds already sits out; `done` is called after each round.
+    """
+    seconds: dict[Key, list[float]] = {key: [] for key in jobs}
+    for _ in range(repeats):
+        for key, job in jobs.items():
+            if sum(seconds[key]) > budget:
+                continue
+            before = time.perf_counter()
+            job()
+            seconds[key].append(time.perf_counter() - before)
+        done()
+    return seconds
+
+
+def median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def ratio(numerator: float | None, denominator: float | None) -> float | None:
+    """None where one side is missing or too small to be seen."""
+    return numerator / denominator if numerator and denominator else None
+
+
+def growth_exponent(sizes: Sequence[float], values: Sequence[float | None]) -> float | None:
+    """The slope of a least-squares line through (log size, log value); None with fewer than two points."""
+    points = [(math.log(size), math.log(value)) for size, value in zip(sizes, values, strict=True) if value]
+    if len(points) < 2:
+        return None
+    return statistics.linear_regression(*zip(*points, strict=True)).slope
+
+
+def relative_error(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
+    """‖found - truth‖ / ‖truth‖ over all the parameters together."""
+    assert found.keys() == truth.keys()
+    apart = torch.stack([(found[name] - truth[name]).norm() for name in truth]).norm()
+    return float(apart / torch.stack([part.norm() for part in truth.values()]).norm())
+
+
+def peak_memory(preparations: Mapping[str, tuple[Callable[..., Job], tuple[Any, ...]]]) -> dict[str, int | None]:
+    """By how many bytes each job raises the resident memory of a process of its own, at its peak.
+
+    Each is given as a function and its arguments, which prepare the job in a newly spawned process; what the preparation
+    takes isn't counted. None where the system doesn't tell.
+    """
+    found: dict[str, int | None] = {}
+    with ProcessPoolExecutor(len(preparations), mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
+        waiting = {name: pool.submit(_peak, *preparation) for name, preparation in preparations.items()}
+        for name, future in waiting.items():
+            found[name] = future.result()
+    return found
+
+
+def _peak(prepare: Callable[..., Job], arguments: tuple[Any, ...]) -> int | None:
+    with one_thread():
+        job = prepare(*arguments)
+        _forget_peak()
+        before = _peak_resident()
+        job()
+        after = _peak_resident()
+    return None if before is None or after is None else after - before
+
+
+def _forget_peak() -> None:
+    """Where Linux lets us, begin a new peak at what is resident now."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return
+
+
+def _peak_resident() -> int | None:
+    """VmHWM rather than ru_maxrss where there is one: the latter is handed down from the process that spawned this one."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    if os.name != "posix":
+        return None
+    import resource
+
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return largest if sys.platform == "darwin" else largest * 1024

@@ -1,0 +1,1 @@
+"""Figures, drawn to files (never to a screen) in one style."""

@@ -1,0 +1,39 @@
+"""How figures look: a palette that the colour-blind can tell apart (Okabe and Ito's), and fonts that survive a page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+BLUE, ORANGE, GREEN, PINK, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#7F7F7F"
+
+_STYLE: dict[str, Any] = {
+    "font.size": 11,
+    "axes.titlesize": 12,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#DDDDDD",
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 6,
+    "svg.hashsalt": "llqr",
+}
+
+
+@contextmanager
+def drawing(path: Path, width: float, height: float) -> Iterator[Figure]:
+    """A figure of so many inches to draw into, saved at the end."""
+    with mpl.rc_context(_STYLE):  # type: ignore[arg-type]
+        figure = Figure(figsize=(width, height), layout="constrained")
+        FigureCanvasAgg(figure)
+        yield figure
+        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)

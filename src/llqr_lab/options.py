@@ -1,0 +1,31 @@
+"""Checks of what the command line is given, made before any work, so that no result is computed and then lost."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import typer
+
+PICTURES = (".png", ".pdf", ".svg")
+
+
+def writable_file(path: Path) -> Path:
+    """A file that can be written: its folder is there, and nothing in the way."""
+    folder = path.parent
+    if not folder.exists():
+        raise typer.BadParameter(f"the folder '{folder}' doesn't exist; make it first, or name another")
+    if not folder.is_dir():
+        raise typer.BadParameter(f"'{folder}' is a file, not a folder")
+    if path.is_dir():
+        raise typer.BadParameter(f"'{path}' is a folder; give the name of a file in it")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise typer.BadParameter(f"'{path}' can't be written: no permission")
+    return path
+
+
+def writable_picture(path: Path) -> Path:
+    """A writable file with the ending of a picture format."""
+    if path.suffix.lower() not in PICTURES:
+        raise typer.BadParameter(f"'{path}' doesn't end in {', '.join(PICTURES[:-1])} or {PICTURES[-1]}")
+    return writable_file(path)

@@ -1,0 +1,197 @@
+"""The lab's commands: what they write is valid and says how it was made; wrong input is refused before any work."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterator
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+from typer.testing import CliRunner
+
+from llqr.divergences import KL, Newton
+from llqr_lab import demo, training
+from llqr_lab.bench import exact, measure
+from llqr_lab.bench.chains import Size
+from llqr_lab.cli import app
+from llqr_lab.data.digits import small_digits
+from llqr_lab.figures import exact as exact_figure
+from llqr_lab.results import write_json
+
+PNG = b"\x89PNG"
+
+
+def invoke(*arguments: str | Path) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with measure.one_thread():
+        yield
+
+
+def test_bench_exact_compares_both_methods_and_says_how(tmp_path: Path) -> None:
+    output, figure = tmp_path / "exact.json", tmp_path / "exact.png"
+    code, printed = invoke("bench", "exact", "--quick", "--repeats", "2", "--output", output, "--figure", figure)
+    assert code == 0, printed
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["exact.json", "exact.png"]
+    assert figure.read_bytes().startswith(PNG)
+    assert "By depth" in printed
+    assert "riccati depth^" in printed
+
+    text = output.read_text()
+    assert "/" not in text
+    assert not platform.node() or platform.node() not in text
+    result = json.loads(text)
+    assert result["command"] == "llqr bench exact --seed 0 --repeats 2 --quick"
+    assert result["seed"] == 0
+    assert result["versions"]["torch"] == torch.__version__
+    assert result["versions"]["python"] == platform.python_version()
+    assert result["cores"] >= 1
+    assert result["memory_bytes"] is None or result["memory_bytes"] > 2**20
+
+    assert {row["sweep"] for row in result["rows"]} == {"depth", "width", "batch"}
+    for row in result["rows"]:
+        assert row["relative_error"] < 1e-8
+        for method in ("riccati", "dense"):
+            assert row["seconds"][method] > 0
+            assert len(row["samples"][method]) == 2
+            assert row["peak_bytes"][method] is None or row["peak_bytes"][method] >= 0
+    assert isinstance(result["growth"]["depth"]["seconds"]["riccati"]["exponent"], float)
+
+
+def test_bench_exact_leaves_out_the_dense_side_where_it_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact, "DENSE_LIMIT", 50)
+    monkeypatch.setattr(exact, "peak_memory", lambda preparations: dict.fromkeys(preparations, 2**20))
+    sizes = [Size(2, 4, 2), Size(4, 4, 2)]
+    result = exact.run({"depth": sizes, "batch": sizes[:1]}, seed=0, repeats=1)
+    small, large, again = result["rows"]
+    assert (small["dense_skipped"], large["dense_skipped"]) == (None, "over 50 parameters")
+    assert large["seconds"]["dense"] is large["peak_bytes"]["dense"] is large["relative_error"] is None
+    assert again["samples"] is small["samples"]
+    found = result["growth"]["depth"]["seconds"]
+    assert found["riccati"]["sizes"] == [2, 4]
+    assert found["dense"] == {"exponent": None, "sizes": [2]}
+    with StringIO() as printed:
+        exact.report(result, Console(file=printed, width=80))
+        assert "left out, over 50 parameters" in printed.getvalue()
+        assert "…" not in printed.getvalue()
+
+
+def test_demo_prints_its_table_and_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "TRAIN", 30)
+    monkeypatch.setattr(demo, "MOST", 5)
+    output = tmp_path / "demo.png"
+    code, printed = invoke("demo", "--steps", "2", "--output", output)
+    assert code == 0, printed
+    for name in ("gradient descent", "natural gradient", "damped Newton", "relative error", "> 5"):
+        assert name in printed
+    assert output.read_bytes().startswith(PNG)
+
+
+def test_demo_is_the_same_each_time_and_its_exact_steps_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "MOST", 5)
+    data = small_digits(30, seed=1)
+    assert demo.disagreement(data, seed=1) < 1e-8
+    first, rate = demo.train(data, 1, 3, lambda: None)
+    second, again = demo.train(data, 1, 3, lambda: None)
+    assert rate == again
+    for name, run in first.items():
+        assert run.losses == second[name].losses
+        assert run.accuracy == second[name].accuracy
+        assert len(run.losses) == len(run.seconds)
+
+
+def test_an_exact_step_is_taken_only_where_it_lowers_the_loss() -> None:
+    data = small_digits(30, seed=0)
+    run = training.exact_descend(demo.network(0), data, KL(), 6)
+    assert all(after <= before for before, after in zip(run.losses, run.losses[1:], strict=False))
+    assert run.losses[-1] < 0.9 * run.losses[0]
+
+
+def test_a_newton_step_without_a_minimum_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "START", 1e-3)
+    data, model = small_digits(30, seed=0), demo.network(0)
+    before = nn.utils.parameters_to_vector(model.parameters()).clone()
+    run = training.exact_descend(model, data, Newton(), 1)
+    assert run.refused == 1
+    assert run.losses[0] == run.losses[1]
+    assert torch.equal(nn.utils.parameters_to_vector(model.parameters()), before)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--repeats", "0"), "--repeats"),
+        (("--repeats", "two"), "--repeats"),
+        (("--seed", "-1"), "--seed"),
+        (("--output", "missing/exact.json"), "doesn't exist"),
+        (("--output", "file/exact.json"), "is a file"),
+        (("--output", "."), "is a folder"),
+        (("--figure", "missing/exact.png"), "doesn't exist"),
+        (("--figure", "exact.jpeg"), ".png"),
+    ],
+)
+def test_bench_exact_refuses_wrong_input_before_any_work(
+    arguments: tuple[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("llqr_lab.bench.exact.main", lambda *_: pytest.fail("work was begun"))
+    given = dict([("--output", "exact.json"), ("--figure", "exact.png"), arguments])
+    code, printed = invoke("bench", "exact", *(part for pair in given.items() for part in pair))
+    assert code == 2
+    assert message in printed
+
+
+@pytest.mark.parametrize("arguments", [("--steps", "0"), ("--output", "missing/demo.png"), ("--output", "demo")])
+def test_demo_refuses_wrong_input_before_any_work(
+    arguments: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("llqr_lab.demo.show", lambda *_: pytest.fail("work was begun"))
+    code, printed = invoke("demo", *arguments)
+    assert code == 2
+    assert arguments[0] in printed
+
+
+def test_rounds_are_interleaved_and_stop_at_the_budget() -> None:
+    calls: list[str] = []
+    jobs = {name: lambda name=name: calls.append(name) for name in "ab"}
+    assert {name: len(times) for name, times in measure.interleaved(jobs, 3).items()} == {"a": 3, "b": 3}
+    assert calls == list("ababab")
+    assert len(measure.interleaved(jobs, 3, budget=0.0)["b"]) == 1
+
+
+def test_growth_exponent_is_the_power() -> None:
+    assert measure.growth_exponent([1, 2, 4], [3.0, 12.0, 48.0]) == pytest.approx(2)
+    assert measure.growth_exponent([1, 2, 4], [3.0, None, 48.0]) == pytest.approx(2)
+    assert measure.growth_exponent([1, 2], [3.0, None]) is None
+
+
+def test_a_side_that_was_left_out_is_drawn_without(tmp_path: Path) -> None:
+    def row(width: int, dense: float | None) -> dict[str, Any]:
+        both = {"riccati": float(width), "dense": dense}
+        size = {"sweep": "width", "depth": 2, "width": width, "batch": 2}
+        skipped = None if dense else "over 9 parameters"
+        return {**size, "seconds": both, "peak_bytes": both, "dense_skipped": skipped}
+
+    path = tmp_path / "figure.png"
+    exact_figure.draw({"rows": [row(4, 2.0), row(8, None)], "growth": {"width": {}}}, path)
+    assert path.read_bytes().startswith(PNG)
+
+
+def test_a_result_that_is_not_a_number_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        write_json(tmp_path / "result.json", {"seconds": float("nan")})
+    assert not list(tmp_path.iterdir())
