@@ -217,10 +217,11 @@ def test_forward_mode_where_there_is_no_second_derivative() -> None:
     odd = nn.Sequential(nn.Linear(3, 4), Squared(), nn.Linear(4, 2)).double()
     even = nn.Sequential(odd[0], Plain(), odd[2])
     loss = nn.CrossEntropyLoss()
-    q, same = (QuadraticModel.build(model, inputs, targets, loss, KL(), 0.1) for model in (odd, even))
-    v = {name: torch.randn_like(g) for name, g in q.gradient.items()}
     with pytest.warns(UserWarning, match="once differentiable"):
-        product = q.curvature(v)
+        q = QuadraticModel.build(odd, inputs, targets, loss, KL(), 0.1)
+    same = QuadraticModel.build(even, inputs, targets, loss, KL(), 0.1)
+    v = {name: torch.randn_like(g) for name, g in q.gradient.items()}
+    product = q.curvature(v)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         again = q.curvature(v)  # announced once

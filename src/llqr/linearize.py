@@ -22,11 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 from llqr.checks import Inputs, as_arguments, frozen_rng
 from llqr.errors import LLQRError, NotTwiceDifferentiableError
 from llqr.exact.derivatives import refuse_once_differentiable
-from llqr.rules import linear_rules
+from llqr.rules import exact_rules, linear_rules
 
 Parameters = dict[str, Tensor]
 Selector = Callable[[Any], Tensor]
@@ -72,23 +73,53 @@ class Recorder:
         return output
 
 
-class Linearization:
-    """F at one θ: its values, and products with its Jacobian."""
+class Recording:
+    """One forward pass at θ, recorded: its values, and Jᵀc by a backward pass."""
+
+    def __init__(self, recorder: Recorder, parameters: Parameters, inputs: Inputs, rules: TorchFunctionMode) -> None:
+        self._recorder, self._inputs = recorder, inputs
+        self._names = list(parameters)
+        self._leaves = [p.detach().requires_grad_() for p in parameters.values()]
+        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), rules:  # fused attention has no second derivative
+            self._outputs = recorder.run(dict(zip(self._names, self._leaves, strict=True)), inputs)
+        self.values = [output.detach() for output in self._outputs]
+
+    def pull(self, cotangents: Sequence[Tensor]) -> list[Tensor]:
+        """Jᵀc: one gradient a parameter, from one cotangent an output."""
+        return list(
+            torch.autograd.grad(self._outputs, self._leaves, cotangents, retain_graph=True, materialize_grads=True)
+        )
+
+
+class Linearization(Recording):
+    """F at one θ, for products with its Jacobian."""
 
     def __init__(self, recorder: Recorder, parameters: Parameters, inputs: Inputs) -> None:
-        self._recorder, self._inputs = recorder, inputs
-        self._leaves = {name: p.detach().requires_grad_() for name, p in parameters.items()}
-        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), linear_rules():
-            self._outputs = recorder.run(self._leaves, inputs)
-        self.values = [output.detach() for output in self._outputs]
+        super().__init__(recorder, parameters, inputs, linear_rules())
         self._cotangents: list[Tensor] | None = None
         self._transposed: list[Tensor] = []
         self._forward_mode = False
 
+    def pull_first(self, cotangents: Sequence[Tensor]) -> list[Tensor]:
+        """Jᵀc, recorded on the way: u ↦ Jᵀu is linear, so its graph at u = c serves every later push."""
+        variables = [cotangent.detach().clone().requires_grad_() for cotangent in cotangents]
+        try:
+            with torch.enable_grad():
+                rows = torch.autograd.grad(
+                    self._outputs, self._leaves, variables, create_graph=True, materialize_grads=True
+                )
+            refuse_once_differentiable(rows)
+        except RuntimeError as error:
+            self._forward_mode = True
+            warnings.warn(f"products with the Jacobian will run the model forward each time: {error}", stacklevel=2)
+            return self.pull(cotangents)
+        self._cotangents, self._transposed = variables, list(rows)
+        return [row.detach() for row in rows]
+
     def push(self, tangents: Sequence[Tensor]) -> list[Tensor]:
         """Jv: the tangents of the outputs, from one tangent a parameter."""
         if self._cotangents is None and not self._forward_mode:
-            self._record_transposed()
+            self.pull_first([torch.zeros_like(value) for value in self.values])
         if self._forward_mode:
             return self._push_forward(tangents)
         assert self._cotangents is not None
@@ -96,33 +127,9 @@ class Linearization:
         rows, directions = zip(*pairs, strict=True)
         return list(torch.autograd.grad(rows, self._cotangents, directions, retain_graph=True, materialize_grads=True))
 
-    def pull(self, cotangents: Sequence[Tensor]) -> list[Tensor]:
-        """Jᵀc: one gradient a parameter, from one cotangent an output."""
-        return list(
-            torch.autograd.grad(
-                self._outputs, list(self._leaves.values()), cotangents, retain_graph=True, materialize_grads=True
-            )
-        )
-
-    def _record_transposed(self) -> None:
-        """Record u ↦ Jᵀu; where the model can't be differentiated so, fall back to forward-mode products."""
-        cotangents = [torch.zeros_like(value, requires_grad=True) for value in self.values]
-        try:
-            with torch.enable_grad():
-                rows = torch.autograd.grad(
-                    self._outputs, list(self._leaves.values()), cotangents, create_graph=True, materialize_grads=True
-                )
-            refuse_once_differentiable(rows)
-        except RuntimeError as error:
-            self._forward_mode = True
-            warnings.warn(f"products with the Jacobian will run the model forward each time: {error}", stacklevel=2)
-            return
-        self._cotangents, self._transposed = cotangents, list(rows)
-
     def _push_forward(self, tangents: Sequence[Tensor]) -> list[Tensor]:
-        names = list(self._leaves)
-        points = {name: leaf.detach() for name, leaf in self._leaves.items()}
-        directions = dict(zip(names, tangents, strict=True))
+        points = {name: leaf.detach() for name, leaf in zip(self._names, self._leaves, strict=True)}
+        directions = dict(zip(self._names, tangents, strict=True))
         with sdpa_kernel(SDPBackend.MATH):
             try:
                 pushed = torch.func.jvp(lambda p: self._recorder.run(p, self._inputs), (points,), (directions,))[1]
@@ -134,22 +141,23 @@ class Linearization:
                 ) from error
 
 
-class SecondDerivative:
-    """The Hessian of a scalar function of a model's outputs, as products."""
+class SecondDerivative(Recording):
+    """The Hessian of a scalar function of a model's output, as products; say which function with `of` first."""
 
-    def __init__(
-        self, recorder: Recorder, parameters: Parameters, inputs: Inputs, scalar: Callable[[Tensor], Tensor]
-    ) -> None:
-        self._leaves = [p.detach().requires_grad_() for p in parameters.values()]
-        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-            value = scalar(recorder.run(dict(zip(parameters, self._leaves, strict=True)), inputs)[0])
-            try:
+    def __init__(self, recorder: Recorder, parameters: Parameters, inputs: Inputs) -> None:
+        super().__init__(recorder, parameters, inputs, exact_rules())
+        self._slopes: Sequence[Tensor] = ()
+
+    def of(self, scalar: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        """Record the gradient of scalar(x_N), and return it."""
+        try:
+            with torch.enable_grad():
+                value = scalar(self._outputs[0])
                 self._slopes = torch.autograd.grad(value, self._leaves, create_graph=True, materialize_grads=True)
-                refuse_once_differentiable(self._slopes)
-            except RuntimeError as error:
-                raise NotTwiceDifferentiableError(
-                    f"the model can't be differentiated twice, as Newton asks ({error}): use GaussNewton or KL"
-                ) from error
+            refuse_once_differentiable(self._slopes)
+        except RuntimeError as error:
+            raise _not_twice(error) from error
+        return [slope.detach() for slope in self._slopes]
 
     def product(self, tangents: Sequence[Tensor]) -> list[Tensor]:
         """Hv."""
@@ -162,9 +170,13 @@ class SecondDerivative:
                 torch.autograd.grad(slopes, self._leaves, directions, retain_graph=True, materialize_grads=True)
             )
         except RuntimeError as error:
-            raise NotTwiceDifferentiableError(
-                f"the model can't be differentiated twice, as Newton asks ({error}): use GaussNewton or KL"
-            ) from error
+            raise _not_twice(error) from error
+
+
+def _not_twice(error: Exception) -> NotTwiceDifferentiableError:
+    return NotTwiceDifferentiableError(
+        f"the model can't be differentiated twice, as Newton asks ({error}): use GaussNewton or KL"
+    )
 
 
 @contextmanager

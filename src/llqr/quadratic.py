@@ -7,7 +7,7 @@ Newton's term is a Hessian product. Damping and L2 terms are a diagonal.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,6 +108,14 @@ class _Problem:
     terms: list[tuple[float, Term]]
     places: dict[str | int, str]
 
+    def steep(self) -> list[tuple[float, OutputTerm]]:
+        """The terms that aren't flat, which take Hessian products."""
+        return [(weight, term) for weight, term in self.terms if isinstance(term, OutputTerm) and not term.flat]
+
+    def has_flat(self) -> bool:
+        """Whether a term takes a push and a pull."""
+        return any(term.flat and not isinstance(term, L2) for _, term in self.terms)
+
 
 class _Part:
     """One chunk of the batch. `share` is its share of the mean over variables, `examples` of the mean over examples."""
@@ -127,32 +135,29 @@ class _Part:
         self._recorded: _Recorded | None = None
 
     def gradient(self) -> Parameters:
+        """This chunk's share of g."""
         recorded = self._record()
-        slope = recorded.slope
-        assert slope is not None
-        others = [torch.zeros_like(value) for value in recorded.linear.values[1:]]
-        return self._named(recorded.linear.pull([slope * self._share, *others]))
+        if recorded.gradient is None:
+            raise LLQRError("there is no loss to take the gradient of")
+        return self._named(recorded.gradient)
 
     def curvature(self, direction: Mapping[str, Tensor]) -> Parameters:
         problem, recorded = self._problem, self._record()
         tangents = [direction[name] for name in problem.parameters]
         product: list[Tensor] | None = None
-        flat = [(weight, term) for weight, term in problem.terms if term.flat and not isinstance(term, L2)]
-        if flat:
-            product = recorded.linear.pull(self._curve(flat, recorded, recorded.linear.push(tangents)))
+        if recorded.linear is not None:
+            product = recorded.linear.pull(self._curve(recorded, recorded.linear.push(tangents)))
         if recorded.second is not None:
             steep = recorded.second.product(tangents)
             product = steep if product is None else [a + b for a, b in zip(product, steep, strict=True)]
-        if product is None:
-            product = [torch.zeros_like(v) for v in tangents]
-        return self._named(product)
+        return self._named([torch.zeros_like(v) for v in tangents] if product is None else product)
 
-    def _curve(self, terms: Sequence[tuple[float, Term]], recorded: _Recorded, tangents: list[Tensor]) -> list[Tensor]:
+    def _curve(self, recorded: _Recorded, tangents: list[Tensor]) -> list[Tensor]:
         """W J v: the output-space products of the flat terms."""
         curved = [torch.zeros_like(tangent) for tangent in tangents]
         places = list(self._problem.places)
-        for weight, term in terms:
-            if isinstance(term, OutputTerm):
+        for weight, term in self._problem.terms:
+            if isinstance(term, OutputTerm) and term.flat:
                 curved[0] += term.hessian_product(tangents[0], recorded.base) * (weight * self._factor(term))
             elif isinstance(term, ActivationTerm):
                 index = 1 + places.index(term.place)
@@ -166,37 +171,44 @@ class _Part:
         return self._share if isinstance(term, OutputTerm) else self._examples
 
     def _record(self) -> _Recorded:
+        """Run the chunk and record what its products need; kept if the whole batch is one chunk."""
         if self._recorded is not None:
             return self._recorded
         problem = self._problem
-        linear = Linearization(problem.recorder, problem.parameters, self._inputs)
-        output = linear.values[0]
+        steep = [(weight * self._share, term) for weight, term in problem.steep()]
+        arguments = (problem.recorder, problem.parameters, self._inputs)
+        second = SecondDerivative(*arguments) if steep else None
+        linear = Linearization(*arguments) if problem.has_flat() or second is None else None
+        run = linear or second
+        assert run is not None
+        base, slope = self._base(run.values)
+        gradient: list[Tensor] | None = None
+        if second is not None:
+            second.of(lambda x: torch.stack([weight * term.psi(x, base) for weight, term in steep]).sum())
+        if slope is not None:
+            cotangents = [slope * self._share, *(torch.zeros_like(value) for value in run.values[1:])]
+            gradient = linear.pull_first(cotangents) if linear is not None else run.pull(cotangents)
+        recorded = _Recorded(linear, second, base, gradient)
+        if self._keep:
+            self._recorded = recorded
+        return recorded
+
+    def _base(self, values: list[Tensor]) -> tuple[BasePoint, Tensor | None]:
+        """The point that ψ is expanded around, checked, and ∇ℓ(x_N)."""
+        problem, output = self._problem, values[0]
         check_finite(output, "the output")
         loss: Callable[[Tensor], Tensor] = _no_loss
         slope: Tensor | None = None
         if problem.loss_fn is not None:
             loss, slope = loss_gradient(problem.loss_fn, output, self._targets)
             _check_mean(problem.loss_fn, output, self._targets)
-        base = BasePoint(output, loss, self._weights)
-        second = None
-        steep = [(weight * self._share, term) for weight, term in problem.terms if not term.flat]
         for _, term in problem.terms:
             if isinstance(term, OutputTerm):
                 term.check(output, self._weights)
             elif isinstance(term, ActivationTerm):
-                index = 1 + list(problem.places).index(term.place)
-                term.check(linear.values[index], batch_size_of(self._inputs))
-        if steep:
-
-            def scalar(x: Tensor) -> Tensor:
-                values = [weight * term.psi(x, base) for weight, term in steep if isinstance(term, OutputTerm)]
-                return torch.stack(values).sum()
-
-            second = SecondDerivative(problem.recorder, problem.parameters, self._inputs, scalar)
-        recorded = _Recorded(linear, second, base, slope)
-        if self._keep:
-            self._recorded = recorded
-        return recorded
+                activation = values[1 + list(problem.places).index(term.place)]
+                term.check(activation, batch_size_of(self._inputs))
+        return BasePoint(output, loss, self._weights), slope
 
     def _named(self, tensors: list[Tensor]) -> Parameters:
         return dict(zip(self._problem.parameters, tensors, strict=True))
@@ -204,11 +216,13 @@ class _Part:
 
 @dataclass
 class _Recorded:
-    linear: Linearization
+    """What one run of a chunk left behind."""
+
+    linear: Linearization | None
     second: SecondDerivative | None
     base: BasePoint
-    slope: Tensor | None
-    """∇ℓ(x_N)."""
+    gradient: list[Tensor] | None
+    """Jᵀ∇ℓ(x_N), where there is a loss."""
 
 
 def _no_loss(output: Tensor) -> Tensor:

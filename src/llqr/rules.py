@@ -120,13 +120,15 @@ class Normalise(Rule):
         return torch.addcmul(v - v.mean(self.dims, keepdim=True), self.y, along, value=-1).mul_(self.inverse_std)
 
 
-class linear_rules(TorchFunctionMode):  # noqa: N801  (used as `with linear_rules():`)
-    """While in force, operations that have a rule above are recorded by it."""
+class _Replacing(TorchFunctionMode):
+    """While in force, operations that have a replacement are recorded by it."""
+
+    replacements: dict[Callable[..., Any], Callable[..., Maybe]]
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        replacement = _REPLACEMENTS.get(func)
+        replacement = self.replacements.get(func)
         if replacement is not None:
             result = replacement(*args, **(kwargs or {}))
             if result is not None:
@@ -200,11 +202,20 @@ def _tuple(value: Any, length: int) -> list[int]:
     return values * length if len(values) == 1 else values
 
 
-_REPLACEMENTS: dict[Callable[..., Any], Callable[..., Maybe]] = {
-    torch.conv1d: _convolve(1),
-    torch.conv2d: _convolve(2),
-    torch.conv3d: _convolve(3),
-    functional.layer_norm: _layer_norm,
-    torch.layer_norm: _layer_norm,
-    functional.batch_norm: _batch_norm,
-}
+class exact_rules(_Replacing):  # noqa: N801  (used as `with exact_rules():`)
+    """Replacements by plain operations, right to every order."""
+
+    replacements = {functional.batch_norm: _batch_norm}  # noqa: RUF012
+
+
+class linear_rules(_Replacing):  # noqa: N801
+    """Those, and the linear rules above: right for products with the Jacobian, and for nothing beyond."""
+
+    replacements = {  # noqa: RUF012
+        **exact_rules.replacements,
+        torch.conv1d: _convolve(1),
+        torch.conv2d: _convolve(2),
+        torch.conv3d: _convolve(3),
+        torch.layer_norm: _layer_norm,
+        functional.layer_norm: _layer_norm,
+    }
