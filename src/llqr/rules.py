@@ -120,6 +120,26 @@ class Normalise(Rule):
         return torch.addcmul(v - v.mean(self.dims, keepdim=True), self.y, along, value=-1).mul_(self.inverse_std)
 
 
+class Pointwise(Rule):
+    """y = f(x) number by number: J = diag(f'(x)), computed once in place of at every product."""
+
+    def __init__(self, x: Tensor, function: Callable[[Tensor], Tensor]) -> None:
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            y = function(leaf.clone())  # a copy, for functions that may work in place
+            (self.slope,) = torch.autograd.grad(y, leaf, torch.ones_like(y))
+        self.y = y.detach()
+
+    def forward(self) -> Tensor:
+        return self.y
+
+    def pull(self, u: Tensor) -> tuple[Maybe, ...]:
+        return (u * self.slope,)
+
+    def push(self, v: Sequence[Maybe]) -> Maybe:
+        return None if v[0] is None else v[0] * self.slope
+
+
 class _Replacing(TorchFunctionMode):
     """While in force, operations that have a replacement are recorded by it."""
 
@@ -157,6 +177,13 @@ def _convolve(spatial: int) -> Callable[..., Maybe]:
         return _record(Convolution(input, weight, bias, settings), input, weight, bias)
 
     return convolve
+
+
+def _pointwise(function: Callable[..., Tensor]) -> Callable[..., Maybe]:
+    def replacement(input: Tensor, *args: Any, inplace: bool = False, **kwargs: Any) -> Maybe:
+        return _record(Pointwise(input, lambda x: function(x, *args, **kwargs)), input) if input.requires_grad else None
+
+    return replacement
 
 
 def _layer_norm(
@@ -218,4 +245,5 @@ class linear_rules(_Replacing):  # noqa: N801
         torch.conv3d: _convolve(3),
         torch.layer_norm: _layer_norm,
         functional.layer_norm: _layer_norm,
+        **{f: _pointwise(f) for f in (functional.gelu, functional.silu, functional.mish, functional.softplus)},
     }

@@ -1,0 +1,63 @@
+"""Divergences D(θ_k, θ): what a step is measured by.
+
+The paper's layerwise form is D = ψ_N(x_N(θ)) + Σ_i ψ_i(x_i(θ), θ_i), and H = ∇²D at θ_k. Each ψ is one small object that
+says where in the network it sits, what it is, whether it is *flat* (its gradient vanishes at θ_k, so that it sends no
+adjoint back and asks no stage for second derivatives), and what its Hessian at θ_k does to a vector:
+
+    OutputTerm       ψ_N(x_N)    Newton, GaussNewton, KL, ReverseKL, Renyi
+    ActivationTerm   ψ_i(x_i)    one for each place that Intermediate names
+    L2               ψ_i(θ_i)    a weight on the parameters themselves
+
+Divergences can be added and multiplied by positive numbers: `KL() + 0.1 * Intermediate({"2": 1.0}) + L2(1e-3)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from llqr.divergences.base import BasePoint, Divergence, Sum
+from llqr.divergences.output import KL, GaussNewton, Newton, OutputTerm, Renyi, ReverseKL
+from llqr.divergences.places import L2, ActivationTerm, Intermediate
+from llqr.errors import LLQRError, unknown
+from llqr.families import Bernoulli, Categorical, Gaussian
+
+__all__ = [
+    "KL",
+    "L2",
+    "ActivationTerm",
+    "BasePoint",
+    "Bernoulli",
+    "Categorical",
+    "Divergence",
+    "GaussNewton",
+    "Gaussian",
+    "Intermediate",
+    "Newton",
+    "OutputTerm",
+    "Renyi",
+    "ReverseKL",
+    "Sum",
+    "Term",
+    "resolve",
+]
+
+Term = OutputTerm | ActivationTerm | L2
+
+NAMES: dict[str, Callable[[], Divergence]] = {
+    "newton": Newton,
+    "gauss-newton": GaussNewton,
+    "ngd": KL,
+    "renyi": Renyi,
+    "reverse-kl": ReverseKL,
+}
+
+
+def resolve(divergence: str | Divergence) -> Divergence:
+    """The divergence that a name stands for; a divergence stands for itself."""
+    if isinstance(divergence, Divergence):
+        return divergence
+    if isinstance(divergence, type) and issubclass(divergence, Divergence):
+        raise LLQRError(f"the divergence is a class; write {divergence.__name__}() to make one")
+    if divergence not in NAMES:
+        raise unknown("divergence", divergence, NAMES)
+    return NAMES[divergence]()
