@@ -1,7 +1,21 @@
 """Geometry-aware optimization of deep networks by layerwise LQR."""
 
-from llqr import divergences
+from llqr import divergences, solvers, structures
 from llqr.exact import cg_step, dense_step, exact_step
+from llqr.preconditioner import Preconditioner
+from llqr.quadratic import QuadraticModel
+from llqr.relaxation import fit
 
 __version__ = "0.1.0.dev0"
-__all__ = ["__version__", "cg_step", "dense_step", "divergences", "exact_step"]
+__all__ = [
+    "Preconditioner",
+    "QuadraticModel",
+    "__version__",
+    "cg_step",
+    "dense_step",
+    "divergences",
+    "exact_step",
+    "fit",
+    "solvers",
+    "structures",
+]

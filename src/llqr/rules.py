@@ -9,6 +9,7 @@ only while a forward pass is recorded for such products (`linear_rules`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -64,6 +65,39 @@ class Rule:
     def push(self, v: Sequence[Maybe]) -> Maybe:
         """Jv, from one part for each input, None for zero."""
         raise NotImplementedError
+
+
+class Affine(Rule):
+    """y = x wᵀ + b: Jv = v_x wᵀ + x v_wᵀ + v_b, added up inside the matrix products."""
+
+    def __init__(self, x: Tensor, w: Tensor, b: Maybe) -> None:
+        self.x, self.w, self.b = x.detach(), w.detach(), None if b is None else b.detach()
+        self.shape = (*x.shape[:-1], len(w))
+
+    def forward(self) -> Tensor:
+        return torch._C._nn.linear(self.x, self.w, self.b)
+
+    def pull(self, u: Tensor) -> tuple[Maybe, ...]:
+        rows = u.reshape(-1, u.shape[-1])
+        of_x, of_w, of_b = self.needed
+        return (
+            torch.mm(rows, self.w).reshape(self.x.shape) if of_x else None,
+            torch.mm(rows.T, self.x.reshape(len(rows), -1)) if of_w else None,
+            rows.sum(0) if of_b else None,
+        )
+
+    def push(self, v: Sequence[Maybe]) -> Maybe:
+        v_x, v_w, v_b = v
+        moved: Maybe = None
+        if v_w is not None:
+            x = self.x.reshape(-1, self.x.shape[-1])
+            moved = torch.mm(x, v_w.T) if v_b is None else torch.addmm(v_b, x, v_w.T)
+        elif v_b is not None:
+            moved = v_b.repeat(math.prod(self.shape[:-1]), 1)
+        if v_x is not None:
+            rows = v_x.reshape(-1, v_x.shape[-1])
+            moved = torch.mm(rows, self.w.T) if moved is None else moved.addmm_(rows, self.w.T)
+        return None if moved is None else moved.reshape(self.shape)
 
 
 class Convolution(Rule):
@@ -179,6 +213,10 @@ def _convolve(spatial: int) -> Callable[..., Maybe]:
     return convolve
 
 
+def _linear(input: Tensor, weight: Tensor, bias: Maybe = None) -> Maybe:
+    return _record(Affine(input, weight, bias), input, weight, bias) if weight.dim() == 2 else None
+
+
 def _pointwise(function: Callable[..., Tensor]) -> Callable[..., Maybe]:
     def replacement(input: Tensor, *args: Any, inplace: bool = False, **kwargs: Any) -> Maybe:
         return _record(Pointwise(input, lambda x: function(x, *args, **kwargs)), input) if input.requires_grad else None
@@ -240,6 +278,7 @@ class linear_rules(_Replacing):  # noqa: N801
 
     replacements = {  # noqa: RUF012
         **exact_rules.replacements,
+        functional.linear: _linear,
         torch.conv1d: _convolve(1),
         torch.conv2d: _convolve(2),
         torch.conv3d: _convolve(3),

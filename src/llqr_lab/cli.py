@@ -46,6 +46,27 @@ def demo(
     show(output, seed, steps)
 
 
+@app.command()
+def rosenbrock(
+    output: Annotated[Path, typer.Option(callback=writable_file, help="The JSON file to write.")] = Path(
+        "results/rosenbrock.json"
+    ),
+    loss_figure: Annotated[Path, typer.Option(callback=writable_picture, help="The figure of losses to write.")] = Path(
+        "docs/figures/rosenbrock_loss.png"
+    ),
+    paths_figure: Annotated[Path, typer.Option(callback=writable_picture, help="The figure of paths to write.")] = Path(
+        "docs/figures/rosenbrock_paths.png"
+    ),
+    quick: Annotated[bool, typer.Option("--quick", help="A few iterations of each, to see that it works.")] = False,
+) -> None:
+    """The paper's toy example: Newton, Riccati and LLQR on the Rosenbrock function (some four minutes)."""
+    if loss_figure.resolve() == paths_figure.resolve():
+        raise typer.BadParameter("the same file as --loss-figure", param_hint="--paths-figure")
+    from llqr_lab.rosenbrock.command import main
+
+    main(output, loss_figure, paths_figure, quick)
+
+
 @bench.command("exact")
 def bench_exact(
     output: Annotated[Path, typer.Option(callback=writable_file, help="The JSON file to write.")] = Path(
