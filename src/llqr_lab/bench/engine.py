@@ -33,9 +33,9 @@ QUICK = [Size(batch=16, width=16, depth=1), Size("mlp", 16)]
 FITS = {
     "K-FAC, SGDM × 25": ("kfac", "sgdm", 25),
     "E-KFAC, SGDM × 25": ("ekfac", "sgdm", 25),
-    "K-FAC, ScaleFree × 8": ("kfac", "scale-free", 8),
-    "E-KFAC, ScaleFree × 8": ("ekfac", "scale-free", 8),
-    "diagonal, ScaleFree × 8": ("diagonal", "scale-free", 8),
+    "K-FAC, ScaleFree × 5": ("kfac", "scale-free", 5),
+    "E-KFAC, ScaleFree × 5": ("ekfac", "scale-free", 5),
+    "diagonal, ScaleFree × 5": ("diagonal", "scale-free", 5),
 }
 GROWTH = {
     "width": (64, 128, 256, 512),

@@ -1,0 +1,159 @@
+"""Preconditioner: the learned U, block by block.
+
+Blocks of one structure and one shape are kept as a stack, a `Group`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llqr.errors import LLQRError, unknown
+from llqr.structures.assign import StructureSpec
+from llqr.structures.base import Structure
+from llqr.structures.stacks import Group, identity_groups
+
+Change = list[dict[str, Tensor]]
+"""A change of every tensor of a preconditioner, group by group."""
+
+
+class Preconditioner:
+    """U = diag(U_0, U_1, …): learned inverse curvature, one structured block for each parameter or layer.
+
+    `blocks` maps the name of a parameter (of a module, for blocks `per="layer"`) to that block's tensors; `history` is the
+    objective J at the start of the fit and after each of its steps.
+    """
+
+    def __init__(self, groups: Sequence[Group], history: Sequence[float] = ()) -> None:
+        self.groups = list(groups)
+        self.history = list(history)
+
+    @classmethod
+    def identity(cls, parameters: Mapping[str, Tensor], structure: StructureSpec) -> Preconditioner:
+        """U = I for parameters (or gradients) of these names, shapes, dtypes and devices."""
+        return cls(identity_groups(parameters, structure))
+
+    def apply(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """U g for the parameters that are given."""
+        known = {name for group in self.groups for members in group.members for name in members}
+        for name in gradients:
+            if name not in known:
+                raise unknown("parameter", name, known)
+        applied: dict[str, Tensor] = {}
+        for group in self.groups:
+            chosen = group.select(gradients.keys())
+            if chosen is not None:
+                stack = chosen.structure.apply(chosen.tensors, chosen.gather(gradients))
+                applied.update(chosen.scatter(stack, gradients))
+        return {name: applied[name] for name in gradients}
+
+    @property
+    def blocks(self) -> dict[str, dict[str, Tensor]]:
+        return {
+            key: {name: stack[i] for name, stack in group.tensors.items()}
+            for group in self.groups
+            for i, key in enumerate(group.keys)
+        }
+
+    @property
+    def structures(self) -> dict[str, Structure]:
+        """The structure of each block, under the names of `blocks`."""
+        return {key: group.structure for group in self.groups for key in group.keys}
+
+    @property
+    def memory(self) -> int:
+        """Bytes of all the tensors."""
+        return sum(t.numel() * t.element_size() for group in self.groups for t in group.tensors.values())
+
+    def with_history(self, history: Sequence[float]) -> Preconditioner:
+        """The same blocks, under another history."""
+        return Preconditioner(self.groups, history)
+
+    def clone(self) -> Preconditioner:
+        return self._replaced([{name: t.clone() for name, t in group.tensors.items()} for group in self.groups])
+
+    def moved(self, change: Change, length: float) -> Preconditioner:
+        """U + length · change."""
+        return self._replaced(
+            [
+                {name: tensor.add(part[name], alpha=length) for name, tensor in group.tensors.items()}
+                for group, part in zip(self.groups, change, strict=True)
+            ]
+        )
+
+    def scaled(self, factor: float) -> Preconditioner:
+        """factor · U, for a positive factor."""
+        return self._replaced([group.structure.scaled(group.tensors, factor) for group in self.groups])
+
+    @property
+    def degree(self) -> int:
+        """The degree of U g as a polynomial in the tensors: 1 where every structure is linear."""
+        return max((group.structure.degree(group.shape) for group in self.groups), default=1)
+
+    def blend(self, other: Preconditioner, ema: float) -> Preconditioner:
+        """ema · U + (1 - ema) · other, tensor by tensor."""
+        if not 0 <= ema <= 1:
+            raise LLQRError(f"ema is between 0 and 1, not {ema!r}")
+        self.check_same_blocks(other)
+        return self._replaced(
+            [
+                {name: torch.lerp(theirs.tensors[name], tensor, ema) for name, tensor in mine.tensors.items()}
+                for mine, theirs in zip(self.groups, other.groups, strict=True)
+            ]
+        )
+
+    def is_finite(self) -> bool:
+        """By the sums: a NaN or an infinity anywhere makes one, and a sum is the cheapest pass over a tensor."""
+        return all(bool(tensor.sum().isfinite()) for group in self.groups for tensor in group.tensors.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and builtins alone: the blocks by name, and the history."""
+        return {"blocks": self.blocks, "history": list(self.history)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the blocks of a preconditioner with the same names and structures; device and dtype stay."""
+        blocks: Mapping[str, Mapping[str, Tensor]] = state["blocks"]
+        mine = self.blocks
+        for key in blocks:
+            if key not in mine:
+                raise unknown("block", key, mine)
+        for key, tensors in mine.items():
+            if key not in blocks:
+                raise LLQRError(f"the state has no block for {key!r}")
+            wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+            given = {name: tuple(tensor.shape) for name, tensor in blocks[key].items()}
+            if wanted != given:
+                raise LLQRError(f"the state's block for {key!r} has tensors {given}, and here it has {wanted}")
+        for key, tensors in mine.items():
+            for name, tensor in tensors.items():
+                tensor.copy_(blocks[key][name])
+        self.history = list(state["history"])
+
+    def check_same_blocks(self, other: Preconditioner) -> None:
+        """Raise unless the two have blocks of the same names, structures and shapes."""
+        if not isinstance(other, Preconditioner):
+            raise LLQRError(f"a Preconditioner is wanted here, not {type(other).__name__}")
+        mine, theirs = (
+            {key: (group.structure, group.shapes) for group in u.groups for key in group.keys} for u in (self, other)
+        )
+        different = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
+        if different:
+            raise LLQRError(
+                f"the two preconditioners don't have the same block for {', '.join(map(repr, different[:5]))}"
+            )
+
+    def __repr__(self) -> str:
+        lines = [f"Preconditioner({sum(len(group.keys) for group in self.groups)} blocks, {self.memory:,} bytes"]
+        for group in self.groups:
+            sizes = ", ".join(f"{name}{tuple(tensor.shape[1:])}" for name, tensor in group.tensors.items())
+            keys = ", ".join(group.keys[:3]) + (f", … ({len(group.keys)})" if len(group.keys) > 3 else "")
+            lines.append(f"  {group.structure!r}: {sizes} for {keys}")
+        return "\n".join(lines) + ")"
+
+    def _replaced(self, tensors: Sequence[dict[str, Tensor]]) -> Preconditioner:
+        groups = [replace(group, tensors=mapping) for group, mapping in zip(self.groups, tensors, strict=True)]
+        return Preconditioner(groups, self.history)

@@ -1,0 +1,49 @@
+"""fit: the inner loop that learns U from a quadratic model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from llqr.errors import LLQRError, NonFiniteError
+from llqr.preconditioner import Preconditioner
+from llqr.solvers import Problem, Quadratic, ScaleFree, Solver
+from llqr.structures.assign import StructureSpec
+
+__all__ = ["Quadratic", "fit"]
+
+
+def fit(
+    q: Quadratic,
+    structure: StructureSpec,
+    solver: Solver | None = None,
+    steps: int = 25,
+    start: Preconditioner | None = None,
+) -> Preconditioner:
+    """U that makes J(U) = g·δ + ½ δ·Hδ small, with δ = -U g, after so many steps of a solver (`ScaleFree()` unless given).
+
+    It begins at the identity, or at `start`, which has to have this structure and stays as it is.
+    """
+    if solver is None:
+        solver = ScaleFree()
+    if not isinstance(solver, Solver):
+        raise LLQRError(f"the solver is an object such as ScaleFree() or SGDM(lr=0.005), not {solver!r}")
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise LLQRError(f"steps is a positive integer, not {steps!r}")
+    gradient = q.gradient
+    _check(gradient)
+    u = Preconditioner.identity(gradient, structure)
+    if start is not None:
+        u.check_same_blocks(start)
+        u = start.clone()
+    return solver.solve(Problem(q, u), u, steps)
+
+
+def _check(gradient: Mapping[str, Tensor]) -> None:
+    if not gradient:
+        raise LLQRError("the quadratic model has no parameters")
+    for name, value in gradient.items():
+        if not torch.isfinite(value).all():
+            raise NonFiniteError(f"the gradient of {name!r} has values that are not finite")

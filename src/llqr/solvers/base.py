@@ -1,0 +1,36 @@
+"""What every inner solver does."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+
+from llqr.errors import LLQRError
+from llqr.preconditioner import Preconditioner
+from llqr.solvers.problem import Problem
+
+NOTHING_TO_GAIN = 1e-6
+"""A line search that lowers J by less than this, relative to J, is the last."""
+
+
+class Solver(ABC):
+    """Minimises J(U). A solver is a set of options and holds no state."""
+
+    @abstractmethod
+    def solve(self, problem: Problem, u: Preconditioner, steps: int) -> Preconditioner:
+        """U after at most so many steps from u, which stays as it is; `history` is J at the start and after each step.
+
+        Where U would no longer be finite, the last one that is comes back.
+        """
+
+
+def positive(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise LLQRError(f"{name} is a positive number, not {value!r}")
+    return float(value)
+
+
+def fraction(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+        raise LLQRError(f"{name} is at least 0 and below 1, not {value!r}")
+    return float(value)

@@ -1,0 +1,101 @@
+"""ConjugateGradient: nonlinear conjugate gradients with an exact line search."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from llqr.preconditioner import Change, Preconditioner
+from llqr.solvers.base import NOTHING_TO_GAIN, Solver
+from llqr.solvers.changes import combine, inner, negative
+from llqr.solvers.problem import Problem, add, dot
+
+LONGEST = 10.0
+"""The longest step, relative to the norm of U at the start."""
+
+
+@dataclass(frozen=True)
+class ConjugateGradient(Solver):
+    """Polak–Ribière directions d ← -∇J + β⁺ d, with the length that minimises J along d.
+
+    Along d, δ(a) = δ + a δ' + a² δ'' for Kronecker blocks, and J is a quartic in a whose coefficients two curvature products,
+    Hδ' and Hδ'', give exactly; where δ is linear in U, δ'' = 0 and one does. For E-KFAC, whose δ is of degree five, δ'' is the
+    remainder at the length that minimises J to second order, and a third product tells where the step has led.
+    """
+
+    def solve(self, problem: Problem, u: Preconditioner, steps: int) -> Preconditioner:
+        point = problem.at(u)
+        product = problem.curvature(point.step)
+        longest = LONGEST * _norm(u)
+        history = [problem.value(point.step, product)]
+        direction: Change | None = None
+        before: tuple[Change, float] | None = None
+        for _ in range(steps):
+            slope = problem.slope(product)
+            gradient = point.pullback(slope)
+            squared = inner(gradient, gradient)
+            if not 0 < squared < math.inf:
+                break
+            descent = negative(gradient)
+            if direction is not None and before is not None:
+                beta = (squared - inner(gradient, before[0])) / before[1]
+                direction = combine(descent, direction, max(beta, 0.0))
+            if direction is None or inner(direction, gradient) >= 0:
+                direction = descent
+            before = (gradient, squared)
+
+            first = point.derivative(direction)
+            first_product = problem.curvature(first)
+            decline, bend = dot(slope, first), dot(first, first_product)
+            limit = longest / math.sqrt(inner(direction, direction))
+            length = min(-decline / abs(bend), limit) if bend else limit
+            new_product = add(product, first_product, length)
+            if u.degree > 1:
+                trial = problem.at(u.moved(direction, length)).step
+                second = [(t - s - length * f) / length**2 for t, s, f in zip(trial, point.step, first, strict=True)]
+                second_product = problem.curvature(second)
+                coefficients = [
+                    decline,
+                    bend / 2 + dot(slope, second),
+                    dot(first, second_product),
+                    dot(second, second_product) / 2,
+                ]
+                length = _minimum(coefficients, length, limit)
+                new_product = add(add(product, first_product, length), second_product, length**2)
+            new = problem.at(u.moved(direction, length))
+            if u.degree > 2:
+                new_product = problem.curvature(new.step)
+            value = problem.value(new.step, new_product)
+            gained = history[-1] - value
+            if not (gained > 0 and new.u.is_finite()):
+                break
+            u, point, product = new.u, new, new_product
+            history.append(value)
+            if gained <= NOTHING_TO_GAIN * abs(value):
+                break
+        return u.with_history(history)
+
+
+def _minimum(coefficients: list[float], start: float, limit: float) -> float:
+    """The length in (0, limit] with the least a₁t + a₂t² + a₃t³ + a₄t⁴, among its stationary points, `start` and `limit`."""
+    a1, a2, a3, a4 = coefficients
+    top = max(abs(4 * a4 * start**3), abs(3 * a3 * start**2), abs(2 * a2 * start), abs(a1))
+    scaled = [a1 / top, 2 * a2 * start / top, 3 * a3 * start**2 / top, 4 * a4 * start**3 / top]
+    while len(scaled) > 1 and abs(scaled[-1]) < 1e-14:
+        scaled.pop()
+    candidates = [start, limit]
+    if len(scaled) > 1:
+        companion = torch.zeros(len(scaled) - 1, len(scaled) - 1, dtype=torch.float64)
+        companion.diagonal(-1).fill_(1)
+        companion[:, -1] = -torch.tensor(scaled[:-1], dtype=torch.float64) / scaled[-1]
+        roots = torch.linalg.eigvals(companion)
+        candidates += [start * float(root.real) for root in roots if abs(float(root.imag)) < 1e-6 * abs(complex(root))]
+    inside = [t for t in candidates if 0 < t <= limit]
+    return min(inside, key=lambda t: a1 * t + a2 * t**2 + a3 * t**3 + a4 * t**4)
+
+
+def _norm(u: Preconditioner) -> float:
+    tensors = [group.tensors for group in u.groups]
+    return math.sqrt(inner(tensors, tensors))

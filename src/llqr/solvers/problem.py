@@ -1,0 +1,86 @@
+"""The relaxed problem that inner solvers work on: J(U) = g·δ + ½ δ·Hδ with δ = -U g.
+
+With P = g + Hδ, the gradient of the model at δ, dJ = ⟨P, dδ⟩: the gradient with respect to U is the pullback of P through
+δ = -U g. Steps are kept as one stack for each group of blocks; curvature products, which cost more than all the rest, are
+counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from llqr.preconditioner import Change, Preconditioner
+
+
+class Quadratic(Protocol):
+    """A quadratic model g·δ + ½ δ·Hδ of a step δ, by parameter name."""
+
+    @property
+    def gradient(self) -> Mapping[str, Tensor]: ...
+
+    def curvature(self, direction: dict[str, Tensor]) -> Mapping[str, Tensor]: ...
+
+
+Stacks = list[Tensor]
+
+
+class Problem:
+    """J for a quadratic model and preconditioners with the blocks of `u`."""
+
+    def __init__(self, model: Quadratic, u: Preconditioner) -> None:
+        self.model, self.groups = model, u.groups
+        self.gradient: Stacks = [group.gather(model.gradient).detach() for group in u.groups]
+        self.products = 0
+
+    def curvature(self, step: Stacks) -> Stacks:
+        """H · step, one curvature product."""
+        direction: dict[str, Tensor] = {}
+        for group, stack in zip(self.groups, step, strict=True):
+            direction.update(group.scatter(stack, self.model.gradient))
+        product = self.model.curvature({name: direction[name] for name in self.model.gradient})
+        self.products += 1
+        return [group.gather(product) for group in self.groups]
+
+    def at(self, u: Preconditioner) -> Point:
+        return Point(self, u)
+
+    def value(self, step: Stacks, product: Stacks, scale: float = 1.0) -> float:
+        """J at scale · δ, given δ and Hδ."""
+        return scale * dot(self.gradient, step) + 0.5 * scale**2 * dot(step, product)
+
+    def slope(self, product: Stacks, scale: float = 1.0) -> Stacks:
+        """P = g + Hδ at scale · δ, given Hδ."""
+        return add(self.gradient, product, scale)
+
+
+class Point:
+    """δ = -U g at one U, with its derivatives."""
+
+    def __init__(self, problem: Problem, u: Preconditioner) -> None:
+        self.u = u
+        self._linear = [group.linearize(x) for group, x in zip(u.groups, problem.gradient, strict=True)]
+
+    @cached_property
+    def step(self) -> Stacks:
+        return [-linear.value() for linear in self._linear]
+
+    def derivative(self, change: Change) -> Stacks:
+        """dδ along a change of U."""
+        return [-linear.derivative(part) for linear, part in zip(self._linear, change, strict=True)]
+
+    def pullback(self, slope: Stacks) -> Change:
+        """∇_U J, given P."""
+        return [linear.pullback(-part) for linear, part in zip(self._linear, slope, strict=True)]
+
+
+def dot(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
+    return float(torch.stack([torch.sum(a * b) for a, b in zip(left, right, strict=True)]).sum())
+
+
+def add(left: Sequence[Tensor], right: Sequence[Tensor], factor: float) -> Stacks:
+    return [torch.add(a, b, alpha=factor) for a, b in zip(left, right, strict=True)]

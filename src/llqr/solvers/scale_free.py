@@ -1,0 +1,237 @@
+"""ScaleFree: conjugate directions with lengths taken from the curvature; no learning rate, one curvature product a step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from llqr.preconditioner import Change, Preconditioner
+from llqr.solvers.base import NOTHING_TO_GAIN, Solver, positive
+from llqr.solvers.changes import block_norms, combine, inner, negative, per_block
+from llqr.solvers.problem import Point, Problem, Stacks, add, dot
+
+LONGEST_TRIAL = 1.0
+"""The most that a tensor moves to a trial point, relative to its norm."""
+STRETCH = (0.1, 3.0)
+"""The least and the largest multiple of a trial's length that a step may have."""
+TRIAL_IS_GOOD = (0.8, 1.25)
+"""Where the best multiple is in here, the trial point itself is taken."""
+NEGLIGIBLE = 1e-12
+"""A block whose gradient is below this fraction of the whole is rounding (the bias of attention's keys) and stays."""
+
+
+@dataclass(frozen=True)
+class ScaleFree(Solver):
+    """U = c·V: the scale c is exact at no cost, and V follows Polak–Ribière directions d in the metric of each block.
+
+    *Scale.* δ is linear in c, so c = -g·δ/δ·Hδ needs no product beyond the Hδ that is there.
+    *Metric.* ∇J of a block is of order ‖g_b‖²; dividing it by that (by the mean of g² for a diagonal) lets layers with small
+    gradients move as far as the others. With a·g and b·H in place of g and H, U becomes U/b and J a²/b times what it was.
+    *Length.* Where δ is linear in V: a = -⟨P, δ'⟩/⟨δ', Hδ'⟩ along δ' = dδ[d], after which Hδ + aHδ' is exact. Where it isn't
+    (Kronecker, E-KFAC), the one product is spent on a trial point V + a₀d, with a₀ from the curvature last met, not on δ':
+    so Hδ is exact there, second order in a₀ included, and errors can't pile up. Along the chord v from δ to the trial's δ,
+    c and the multiple r of a₀ minimise a quadratic of two variables. r near 1 takes the trial point, otherwise V + r·a₀·d, with
+    the chord's value for Hδ.
+    *Safety.* Negative curvature counts by its absolute value. The norm of each tensor of V may become `reach` times that at
+    the start, and c `reach` times ‖δ‖/‖Hδ‖; a block that has come to its bound stays there. The U with the least J of those
+    where J is known exactly is returned, so J never rises; `history` holds J along the chord where the trial point wasn't
+    taken, and ends with the exact one.
+    """
+
+    reach: float = 100.0
+
+    def __post_init__(self) -> None:
+        positive("reach", self.reach)
+
+    def solve(self, problem: Problem, u: Preconditioner, steps: int) -> Preconditioner:
+        point = problem.at(u)
+        state = _State(1.0, point, point.step, problem.curvature(point.step))
+        history = [state.value(problem)]
+        best = (history[0], state)
+        bounds = _Bounds(u, self.reach)
+        state = replace(state, scale=bounds.scale(problem, state))
+        if not math.isfinite(history[0]) or not state.descends(problem):
+            return u.with_history(history)
+        advance = _along_tangent if u.degree == 1 else _along_chord
+        directions = _Directions(problem)
+        for _ in range(steps):
+            before = state.value(problem)
+            if before < best[0] and state.exact:
+                best = (before, state)
+            moved = advance(problem, state, directions, bounds)
+            if moved is None or not (moved.point.u.is_finite() and math.isfinite(moved.value(problem))):
+                break
+            state = moved
+            history.append(state.value(problem))
+            if abs(before - history[-1]) <= NOTHING_TO_GAIN * abs(history[-1]):
+                break
+        if not state.exact:
+            step = state.point.step
+            state = replace(state, step=step, product=problem.curvature(step), exact=True)
+            state = replace(state, scale=bounds.scale(problem, state))
+        best = min(best, (state.value(problem), state), key=lambda pair: pair[0])
+        if len(history) > 1:
+            history[-1] = best[0]
+        return best[1].point.u.scaled(best[1].scale).with_history(history)
+
+
+@dataclass(frozen=True)
+class _State:
+    """c, V with its derivatives, and a pair (δ, Hδ) for c = 1: `exact` says that δ is V's own.
+
+    `chord` is the last chord's Rayleigh quotient of H and the length of the step along it.
+    """
+
+    scale: float
+    point: Point
+    step: Stacks
+    product: Stacks
+    exact: bool = True
+    chord: tuple[float, float] | None = None
+
+    def value(self, problem: Problem) -> float:
+        return problem.value(self.step, self.product, self.scale)
+
+    def slope(self, problem: Problem) -> Stacks:
+        return problem.slope(self.product, self.scale)
+
+    def descends(self, problem: Problem) -> bool:
+        return dot(problem.gradient, self.step) != 0
+
+
+class _Directions:
+    """d ← -M∇J + β⁺ d, with β⁺ = max(0, ⟨M∇J, ∇J - ∇J_before⟩ / ⟨M∇J_before, ∇J_before⟩)."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._metric = []
+        negligible = NEGLIGIBLE**2 * dot(problem.gradient, problem.gradient)
+        for group, gradient in zip(problem.groups, problem.gradient, strict=True):
+            squares = block_norms(gradient).square()
+            spread = group.structure.spread(group.shape)
+            self._metric.append((spread / squares).masked_fill(squares <= negligible, 0.0))
+        self._last: tuple[Change, float, Change] | None = None
+
+    def next(self, gradient: Change, free: list[Tensor]) -> Change | None:
+        """The direction, of the blocks that are free to move; None where there is no descent left."""
+        metric = [weight * open_ for weight, open_ in zip(self._metric, free, strict=True)]
+        preconditioned = _weighted(metric, gradient)
+        squared = inner(preconditioned, gradient)
+        if not 0 < squared < math.inf:
+            return None
+        direction = descent = negative(preconditioned)
+        if self._last is not None:
+            gradient_before, squared_before, direction_before = self._last
+            beta = (squared - inner(preconditioned, gradient_before)) / squared_before
+            direction = combine(descent, _weighted(free, direction_before), max(beta, 0.0))
+            if inner(direction, gradient) >= 0:
+                direction = descent
+        self._last = (gradient, squared, direction)
+        return direction
+
+
+class _Bounds:
+    """How far U may go."""
+
+    def __init__(self, start: Preconditioner, reach: float) -> None:
+        self._reach = reach
+        self._start = [{name: block_norms(tensor) for name, tensor in group.tensors.items()} for group in start.groups]
+
+    def scale(self, problem: Problem, state: _State) -> float:
+        """The best c for a pair (δ, Hδ), or the one that is there if δ isn't a descent direction.
+
+        |δ·Hδ| counts as ‖δ‖ ‖Hδ‖ / reach at least, so that a curvature that nearly cancels doesn't send c far away.
+        """
+        decline, bend = dot(problem.gradient, state.step), abs(dot(state.step, state.product))
+        least = math.sqrt(dot(state.step, state.step) * dot(state.product, state.product)) / self._reach
+        scale = _ratio(-decline, max(bend, least))
+        return scale if 0 < scale < math.inf else state.scale
+
+    def free(self, u: Preconditioner) -> list[Tensor]:
+        """For each block 1, or 0 where one of its tensors has come to the bound."""
+        masks = []
+        for group, start in zip(u.groups, self._start, strict=True):
+            inside = [block_norms(t) < 0.99 * self._reach * start[name] for name, t in group.tensors.items()]
+            masks.append(torch.stack(inside).all(0).to(group.dtype))
+        return masks
+
+    def length(self, u: Preconditioner, direction: Change, relative: float = math.inf) -> float:
+        """The longest a that leaves every tensor's norm within `reach` of that at the start, and moves none by more than
+        `relative` of its norm (now or at the start, the larger)."""
+        longest = math.inf
+        for group, part, start in zip(u.groups, direction, self._start, strict=True):
+            for name, tensor in group.tensors.items():
+                norms, moves = block_norms(tensor), block_norms(part[name])
+                room = (self._reach * start[name] - norms).minimum(relative * norms.maximum(start[name]))
+                longest = min(longest, float((room.clamp_min(0) / moves).masked_fill(moves == 0, math.inf).min()))
+        return longest
+
+
+def _along_tangent(problem: Problem, state: _State, directions: _Directions, bounds: _Bounds) -> _State | None:
+    """A step where δ is linear in V: exact with the product Hδ'."""
+    slope = state.slope(problem)
+    direction = directions.next(state.point.pullback(slope), bounds.free(state.point.u))
+    if direction is None:
+        return None
+    tangent = state.point.derivative(direction)
+    product = problem.curvature(tangent)
+    longest = bounds.length(state.point.u, direction)
+    length = min(_ratio(-dot(slope, tangent), state.scale * abs(dot(tangent, product))), longest)
+    if not 0 < length < math.inf:
+        return None
+    moved = problem.at(state.point.u.moved(direction, length))
+    return _State(state.scale, moved, add(state.step, tangent, length), add(state.product, product, length))
+
+
+def _along_chord(problem: Problem, state: _State, directions: _Directions, bounds: _Bounds) -> _State | None:
+    """A step where δ isn't linear in V: the product is spent on a trial point."""
+    slope = state.slope(problem)
+    direction = directions.next(state.point.pullback(slope), bounds.free(state.point.u))
+    if direction is None:
+        return None
+    length = min(_predicted(state, slope, direction), bounds.length(state.point.u, direction, LONGEST_TRIAL))
+    if not 0 < length < math.inf:
+        return None
+    trial = problem.at(state.point.u.moved(direction, length))
+    trial_product = problem.curvature(trial.step)
+    chord, product = add(trial.step, state.step, -1.0), add(trial_product, state.product, -1.0)
+    multiple = min(max(_multiple(problem, state, chord, product), STRETCH[0]), STRETCH[1])
+    if TRIAL_IS_GOOD[0] <= multiple <= TRIAL_IS_GOOD[1]:
+        there = replace(state, point=trial, step=trial.step, product=trial_product, exact=True)
+    else:
+        moved = problem.at(state.point.u.moved(direction, multiple * length))
+        step, product_there = add(state.step, chord, multiple), add(state.product, product, multiple)
+        there = replace(state, point=moved, step=step, product=product_there, exact=False)
+    quotient = _ratio(dot(chord, product), dot(chord, chord))
+    return replace(there, scale=bounds.scale(problem, there), chord=(quotient, multiple * length))
+
+
+def _predicted(state: _State, slope: Stacks, direction: Change) -> float:
+    """a₀ if H is along d as it was along the last chord; the geometric mean of that and of the last length."""
+    tangent = state.point.derivative(direction)
+    quotient = state.chord[0] if state.chord else _ratio(dot(state.step, state.product), dot(state.step, state.step))
+    length = _ratio(-dot(slope, tangent), state.scale * abs(quotient) * dot(tangent, tangent))
+    return math.sqrt(length * state.chord[1]) if state.chord and length > 0 else length
+
+
+def _multiple(problem: Problem, state: _State, chord: Stacks, product: Stacks) -> float:
+    """r of the (c, r) that minimise J(c (δ + r v)) for a chord v; with c as it is where no such pair is positive."""
+    g_step, g_chord = dot(problem.gradient, state.step), dot(problem.gradient, chord)
+    step_step, step_chord, chord_chord = dot(state.step, state.product), dot(chord, state.product), dot(chord, product)
+    determinant = step_step * chord_chord - step_chord**2
+    if step_step > 0 and chord_chord > 0 and determinant > 1e-12 * step_step * chord_chord:
+        scale = (step_chord * g_chord - chord_chord * g_step) / determinant
+        along = (step_chord * g_step - step_step * g_chord) / determinant
+        if scale > 0 and along > 0:
+            return along / scale
+    return _ratio(-(g_chord + state.scale * step_chord), state.scale * abs(chord_chord))
+
+
+def _weighted(weights: list[Tensor], change: Change) -> Change:
+    return [{n: per_block(w, t) for n, t in part.items()} for w, part in zip(weights, change, strict=True)]
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator else math.copysign(math.inf, numerator) if numerator else 0.0

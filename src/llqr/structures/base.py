@@ -1,0 +1,140 @@
+"""What every block structure of U can do.
+
+A structure says how a block of U is stored and how it acts. It is written for a stack: `x` has shape `(k, *shape)`, one
+gradient for each of k blocks of one shape, and each of the block's tensors has the same leading dimension k.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from llqr.errors import LLQRError, unknown
+
+Tensors = Mapping[str, Tensor]
+Per = Literal["parameter", "layer"]
+Modes = Literal["matrix", "all"]
+
+
+class Linearization(ABC):
+    """The action of a block on x at one value of its tensors, with what its derivatives share computed once."""
+
+    @abstractmethod
+    def value(self) -> Tensor:
+        """U x."""
+
+    @abstractmethod
+    def derivative(self, change: Tensors) -> Tensor:
+        """d(U x) along a change of the tensors."""
+
+    @abstractmethod
+    def pullback(self, cotangent: Tensor) -> dict[str, Tensor]:
+        """The gradient of ⟨cotangent, U x⟩ with respect to the tensors: the adjoint of `derivative`."""
+
+
+class Structure(ABC):
+    """How the blocks of U are stored and how they act.
+
+    `per` says what one block covers: a parameter, or all the parameters that a module owns itself, joined to one vector.
+    """
+
+    per: Per = "parameter"
+
+    @abstractmethod
+    def sizes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        """The name and shape of each tensor of a block for a parameter of this shape."""
+
+    @abstractmethod
+    def identity(self, shape: Sequence[int], like: Tensor, count: int = 1) -> dict[str, Tensor]:
+        """`count` blocks that leave everything as it is; dtype (at least float32) and device are those of `like`."""
+
+    @abstractmethod
+    def apply(self, tensors: Tensors, x: Tensor) -> Tensor:
+        """U x."""
+
+    @abstractmethod
+    def linearize(self, tensors: Tensors, x: Tensor) -> Linearization:
+        """U x with its derivatives by the tensors."""
+
+    @abstractmethod
+    def degree(self, shape: Sequence[int]) -> int:
+        """The degree of U x as a polynomial in the tensors of a block for a parameter of this shape."""
+
+    @abstractmethod
+    def scaled(self, tensors: Tensors, factor: float) -> dict[str, Tensor]:
+        """The tensors of factor · U, for a positive factor."""
+
+    def spread(self, shape: Sequence[int]) -> int:
+        """How many numbers the block spreads the gradient's squared norm over: n for a diagonal, 1 for mixing blocks."""
+        return 1
+
+    def memory(self, shape: Sequence[int], itemsize: int = 4) -> int:
+        """Bytes that one block takes for a parameter of this shape."""
+        return itemsize * sum(math.prod(size) for size in self.sizes(shape).values())
+
+
+class Linear(Linearization):
+    """A block with one tensor, in which its action is linear: the derivative is the action of the change."""
+
+    def __init__(self, structure: LinearStructure, tensors: Tensors, x: Tensor) -> None:
+        self._structure, self._tensors, self._x = structure, tensors, x
+
+    def value(self) -> Tensor:
+        return self._structure.apply(self._tensors, self._x)
+
+    def derivative(self, change: Tensors) -> Tensor:
+        return self._structure.apply(change, self._x)
+
+    def pullback(self, cotangent: Tensor) -> dict[str, Tensor]:
+        return self._structure.pullback(self._x, cotangent)
+
+
+class LinearStructure(Structure):
+    """A structure that is linear in its tensors, so that the pullback doesn't depend on them."""
+
+    @abstractmethod
+    def pullback(self, x: Tensor, cotangent: Tensor) -> dict[str, Tensor]:
+        """The gradient of ⟨cotangent, U x⟩ with respect to the tensors."""
+
+    def linearize(self, tensors: Tensors, x: Tensor) -> Linearization:
+        return Linear(self, tensors, x)
+
+    def degree(self, shape: Sequence[int]) -> int:
+        return 1
+
+    def scaled(self, tensors: Tensors, factor: float) -> dict[str, Tensor]:
+        return {name: tensor * factor for name, tensor in tensors.items()}
+
+
+def block_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a block for gradients of this one: the same, but at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def eye(size: int, like: Tensor, count: int) -> Tensor:
+    """`count` identity matrices, (count, size, size)."""
+    stack = torch.zeros(count, size, size, dtype=block_dtype(like.dtype), device=like.device)
+    stack.diagonal(dim1=1, dim2=2).fill_(1)
+    return stack
+
+
+def ones(shape: Sequence[int], like: Tensor, count: int) -> Tensor:
+    """`count` tensors of ones, (count, *shape)."""
+    return torch.ones(count, *shape, dtype=block_dtype(like.dtype), device=like.device)
+
+
+def check_per(per: Per) -> None:
+    if per not in ("parameter", "layer"):
+        raise unknown("extent of a block", per, ("parameter", "layer"))
+
+
+def check_factors(max_dim: int, modes: Modes) -> None:
+    if isinstance(max_dim, bool) or not isinstance(max_dim, int) or max_dim < 1:
+        raise LLQRError(f"max_dim is a positive integer, the longest side that gets a full factor; not {max_dim!r}")
+    if modes not in ("matrix", "all"):
+        raise unknown("modes", modes, ("matrix", "all"))

@@ -1,0 +1,120 @@
+"""EigenKronecker: a basis for each side of a matrix, and a scale for each coordinate in it (E-KFAC's shape, learned)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from llqr.structures.base import Linearization, Modes, Structure, Tensors, check_factors, ones
+from llqr.structures.diagonal import Diagonal
+from llqr.structures.modes import (
+    AllButOne,
+    factor_size,
+    identity_factor,
+    multiply,
+    multiply_all,
+    outer,
+    sides,
+    transpose,
+)
+
+BASES = ("Q_L", "Q_R", "Q_K")
+SCALE = "s"
+VECTOR = Diagonal()
+
+
+@dataclass(frozen=True)
+class EigenKronecker(Structure):
+    """U X = Q_L (s ∘ (Q_Lᵀ X Q_R)) Q_Rᵀ, for X the parameter (m, ...) seen as m × n; a vector is diagonal.
+
+    Q_L, Q_R and s are all free: nothing keeps the bases orthogonal. `max_dim` and `modes` are as for `Kronecker`: a side longer
+    than `max_dim` has a diagonal in place of a basis, and with `modes="all"` a convolution has a third basis Q_K over k².
+    """
+
+    max_dim: int = 8192
+    modes: Modes = "matrix"
+
+    def __post_init__(self) -> None:
+        check_factors(self.max_dim, self.modes)
+
+    def sizes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        if len(shape) < 2:
+            return VECTOR.sizes(shape)
+        folded = sides(shape, self.modes)
+        bases = {name: factor_size(side, self.max_dim) for name, side in zip(BASES, folded, strict=False)}
+        return {**bases, SCALE: folded}
+
+    def identity(self, shape: Sequence[int], like: Tensor, count: int = 1) -> dict[str, Tensor]:
+        if len(shape) < 2:
+            return VECTOR.identity(shape, like, count)
+        return {
+            name: ones(size, like, count) if name == SCALE else identity_factor(size, like, count)
+            for name, size in self.sizes(shape).items()
+        }
+
+    def apply(self, tensors: Tensors, x: Tensor) -> Tensor:
+        if x.dim() < 3:
+            return VECTOR.apply(tensors, x)
+        bases = _bases(tensors)
+        hat = multiply_all(self._folded(x), [transpose(basis) for basis in bases])
+        return multiply_all(tensors[SCALE] * hat, bases).reshape(x.shape)
+
+    def linearize(self, tensors: Tensors, x: Tensor) -> Linearization:
+        if x.dim() < 3:
+            return VECTOR.linearize(tensors, x)
+        return _Linearization(tensors, self._folded(x), x.shape)
+
+    def degree(self, shape: Sequence[int]) -> int:
+        return 2 * len(self.sizes(shape)) - 1
+
+    def scaled(self, tensors: Tensors, factor: float) -> dict[str, Tensor]:
+        """The bases stay; s (d of a vector) takes it all."""
+        return {name: tensor if name in BASES else tensor * factor for name, tensor in tensors.items()}
+
+    def _folded(self, x: Tensor) -> Tensor:
+        return x.reshape(x.shape[0], *sides(x.shape[1:], self.modes))
+
+
+class _Linearization(Linearization):
+    """With X̂ = Q_Lᵀ X Q_R and Y = Q_L (s ∘ X̂) Q_Rᵀ,
+
+        dX̂ = dQ_Lᵀ (X Q_R) + (Q_Lᵀ X) dQ_R
+        dY = dQ_L ((s ∘ X̂) Q_Rᵀ) + (Q_L (s ∘ X̂)) dQ_Rᵀ + Q_L (ds ∘ X̂ + s ∘ dX̂) Q_Rᵀ
+
+    and with P̂ = Q_Lᵀ P Q_R the pullback of P is P̂ ∘ X̂ for s and P (Q_R (s ∘ X̂)ᵀ) + (X Q_R) (s ∘ P̂)ᵀ for Q_L.
+    """
+
+    def __init__(self, tensors: Tensors, x: Tensor, shape: Sequence[int]) -> None:
+        self._shape, self._scale, self._bases = shape, tensors[SCALE], _bases(tensors)
+        self._names = BASES[: len(self._bases)]
+        self._transposed = [transpose(basis) for basis in self._bases]
+        self._inner = AllButOne(x, self._transposed)
+        self._hat = multiply(self._inner[0], self._transposed[0], 0)
+        self._outer = AllButOne(self._scale * self._hat, self._bases)
+
+    def value(self) -> Tensor:
+        return multiply(self._outer[0], self._bases[0], 0).reshape(self._shape)
+
+    def derivative(self, change: Tensors) -> Tensor:
+        names = list(enumerate(self._names))
+        hat = sum(multiply(self._inner[mode], transpose(change[name]), mode) for mode, name in names)
+        moved = multiply_all(change[SCALE] * self._hat + self._scale * hat, self._bases)
+        for mode, name in names:
+            moved = moved + multiply(self._outer[mode], change[name], mode)
+        return moved.reshape(self._shape)
+
+    def pullback(self, cotangent: Tensor) -> dict[str, Tensor]:
+        cotangent = cotangent.reshape(self._hat.shape)
+        hat = multiply_all(cotangent, self._transposed)
+        scaled = self._scale * hat
+        gradient = {
+            name: outer(cotangent, self._outer[mode], mode, basis) + outer(self._inner[mode], scaled, mode, basis)
+            for mode, (name, basis) in enumerate(zip(self._names, self._bases, strict=True))
+        }
+        return {**gradient, SCALE: hat * self._hat}
+
+
+def _bases(tensors: Tensors) -> list[Tensor]:
+    return [tensor for name, tensor in tensors.items() if name != SCALE]

@@ -1,0 +1,85 @@
+"""Kronecker: a factor for each side of a matrix (K-FAC's shape, learned)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from llqr.structures.base import Linearization, Modes, Structure, Tensors, check_factors
+from llqr.structures.diagonal import Diagonal
+from llqr.structures.modes import AllButOne, factor_size, identity_factor, multiply, multiply_all, outer, sides
+
+FACTORS = ("C", "D", "E")
+VECTOR = Diagonal()
+
+
+@dataclass(frozen=True)
+class Kronecker(Structure):
+    """U X = C X Dᵀ, vec(U X) = (D ⊗ C) vec(X), for X the parameter (m, ...) seen as m × n; a vector is diagonal.
+
+    `max_dim`: a side longer than that has a diagonal factor (a vector), so that an embedding of 50,000 words doesn't ask for
+    a 50,000 × 50,000 matrix. `modes="all"`: a convolution (C_out, C_in, k, k) gets three factors, C over C_out, D over C_in and
+    E over k², in place of two.
+    """
+
+    max_dim: int = 8192
+    modes: Modes = "matrix"
+
+    def __post_init__(self) -> None:
+        check_factors(self.max_dim, self.modes)
+
+    def sizes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        if len(shape) < 2:
+            return VECTOR.sizes(shape)
+        return {
+            name: factor_size(side, self.max_dim) for name, side in zip(FACTORS, sides(shape, self.modes), strict=False)
+        }
+
+    def identity(self, shape: Sequence[int], like: Tensor, count: int = 1) -> dict[str, Tensor]:
+        if len(shape) < 2:
+            return VECTOR.identity(shape, like, count)
+        return {name: identity_factor(size, like, count) for name, size in self.sizes(shape).items()}
+
+    def apply(self, tensors: Tensors, x: Tensor) -> Tensor:
+        if x.dim() < 3:
+            return VECTOR.apply(tensors, x)
+        return multiply_all(self._folded(x), list(tensors.values())).reshape(x.shape)
+
+    def linearize(self, tensors: Tensors, x: Tensor) -> Linearization:
+        if x.dim() < 3:
+            return VECTOR.linearize(tensors, x)
+        return _Linearization(tensors, self._folded(x), x.shape)
+
+    def degree(self, shape: Sequence[int]) -> int:
+        return len(self.sizes(shape))
+
+    def scaled(self, tensors: Tensors, factor: float) -> dict[str, Tensor]:
+        """Each factor takes an equal share."""
+        return {name: tensor * factor ** (1 / len(tensors)) for name, tensor in tensors.items()}
+
+    def _folded(self, x: Tensor) -> Tensor:
+        return x.reshape(x.shape[0], *sides(x.shape[1:], self.modes))
+
+
+class _Linearization(Linearization):
+    """d(C X Dᵀ) = dC (X Dᵀ) + (C X) dDᵀ; the pullback of P is P (X Dᵀ)ᵀ for C and Pᵀ (C X) for D."""
+
+    def __init__(self, tensors: Tensors, x: Tensor, shape: Sequence[int]) -> None:
+        self._tensors, self._shape, self._sides = tensors, shape, x.shape
+        self._rest = AllButOne(x, list(tensors.values()))
+
+    def value(self) -> Tensor:
+        return multiply(self._rest[0], next(iter(self._tensors.values())), 0).reshape(self._shape)
+
+    def derivative(self, change: Tensors) -> Tensor:
+        parts = [multiply(self._rest[mode], change[name], mode) for mode, name in enumerate(self._tensors)]
+        return sum(parts[1:], start=parts[0]).reshape(self._shape)
+
+    def pullback(self, cotangent: Tensor) -> dict[str, Tensor]:
+        cotangent = cotangent.reshape(self._sides)
+        return {
+            name: outer(cotangent, self._rest[mode], mode, factor)
+            for mode, (name, factor) in enumerate(self._tensors.items())
+        }

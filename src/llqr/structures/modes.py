@@ -1,0 +1,85 @@
+"""Products of stacked tensors with a matrix along one of their sides (modes): the algebra of Kronecker factors.
+
+A stack `x` has shape (k, n_0, n_1, …). The factor of side i is a stack of matrices (k, n_i, n_i), or of vectors (k, n_i)
+that stand for diagonal matrices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from llqr.structures.base import Modes, eye, ones
+
+
+def sides(shape: Sequence[int], modes: Modes) -> tuple[int, ...]:
+    """The sides that a parameter is seen with: m × n, or C_out × C_in × k² for a convolution with `modes="all"`."""
+    if modes == "all" and len(shape) > 2:
+        return shape[0], shape[1], math.prod(shape[2:])
+    return shape[0], math.prod(shape[1:])
+
+
+def factor_size(side: int, max_dim: int) -> tuple[int, ...]:
+    """The shape of a side's factor: a matrix, or a diagonal where the side is longer than max_dim."""
+    return (side, side) if side <= max_dim else (side,)
+
+
+def identity_factor(size: tuple[int, ...], like: Tensor, count: int) -> Tensor:
+    return eye(size[0], like, count) if len(size) == 2 else ones(size, like, count)
+
+
+def transpose(factor: Tensor) -> Tensor:
+    return factor.mT if factor.dim() == 3 else factor
+
+
+def multiply(x: Tensor, factor: Tensor, mode: int) -> Tensor:
+    """x with its side `mode` multiplied by the factor: F X for mode 0 of a matrix, X Fᵀ for mode 1."""
+    if factor.dim() == 2:
+        return x * _along(factor, x, mode)
+    if mode == 0:
+        return torch.bmm(factor, x.flatten(2)).reshape(x.shape)
+    if mode == x.dim() - 2:
+        return torch.bmm(x.flatten(1, -2), factor.mT).reshape(x.shape)
+    return torch.einsum("kij,kajc->kaic", factor, x)
+
+
+def multiply_all(x: Tensor, factors: Sequence[Tensor]) -> Tensor:
+    for mode, factor in enumerate(factors):
+        x = multiply(x, factor, mode)
+    return x
+
+
+class AllButOne:
+    """For each side, x multiplied by the factors of all the others (X Dᵀ and C X for a matrix); computed when asked for."""
+
+    def __init__(self, x: Tensor, factors: Sequence[Tensor]) -> None:
+        self._x, self._factors = x, factors
+        self._products: dict[int, Tensor] = {}
+
+    def __getitem__(self, left_out: int) -> Tensor:
+        if left_out not in self._products:
+            product = self._x
+            for mode, factor in enumerate(self._factors):
+                if mode != left_out:
+                    product = multiply(product, factor, mode)
+            self._products[left_out] = product
+        return self._products[left_out]
+
+
+def outer(cotangent: Tensor, x: Tensor, mode: int, factor: Tensor) -> Tensor:
+    """The gradient of ⟨cotangent, multiply(x, factor, mode)⟩ with respect to the factor."""
+    if factor.dim() == 2:
+        others = [dim for dim in range(1, x.dim()) if dim != mode + 1]
+        return (cotangent * x).sum(others)
+    return torch.bmm(_unfold(cotangent, mode), _unfold(x, mode).mT)
+
+
+def _unfold(x: Tensor, mode: int) -> Tensor:
+    return x.transpose(1, mode + 1).flatten(2)
+
+
+def _along(vector: Tensor, x: Tensor, mode: int) -> Tensor:
+    return vector.reshape(x.shape[0], *(x.shape[dim] if dim == mode + 1 else 1 for dim in range(1, x.dim())))

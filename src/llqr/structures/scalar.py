@@ -1,0 +1,32 @@
+"""Scalar: one number a block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from llqr.structures.base import LinearStructure, Per, Tensors, check_per, ones
+
+
+@dataclass(frozen=True)
+class Scalar(LinearStructure):
+    """U x = u·x: a learned length for each parameter, or for each layer with `per="layer"`."""
+
+    per: Per = "parameter"
+
+    def __post_init__(self) -> None:
+        check_per(self.per)
+
+    def sizes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        return {"u": ()}
+
+    def identity(self, shape: Sequence[int], like: Tensor, count: int = 1) -> dict[str, Tensor]:
+        return {"u": ones((), like, count)}
+
+    def apply(self, tensors: Tensors, x: Tensor) -> Tensor:
+        return tensors["u"].reshape(-1, *(1 for _ in x.shape[1:])) * x
+
+    def pullback(self, x: Tensor, cotangent: Tensor) -> dict[str, Tensor]:
+        return {"u": (x * cotangent).flatten(1).sum(1) if x.dim() > 1 else x * cotangent}

@@ -1,0 +1,152 @@
+"""Blocks of one structure and one shape, kept as a stack so that they act in one batched product."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from llqr.errors import LLQRError
+from llqr.structures.assign import StructureSpec, assign, owner
+from llqr.structures.base import Linearization, Structure, block_dtype
+
+STACK_LIMIT = 2**15
+"""Parameters with more numbers than this are not stacked: their products fill a processor alone, and stacking copies them."""
+
+BLOCK_LIMIT = 2 * 2**30
+"""Bytes that one block may take."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A stack of blocks: `members[i]` are the parameters that block `keys[i]` covers, all of the same `shapes`."""
+
+    structure: Structure
+    keys: tuple[str, ...]
+    members: tuple[tuple[str, ...], ...]
+    shapes: tuple[torch.Size, ...]
+    tensors: dict[str, Tensor]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(iter(self.tensors.values())).dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape that the structure sees: a parameter's own, or one vector for a layer."""
+        return _seen(self.structure, self.shapes)
+
+    def gather(self, values: Mapping[str, Tensor]) -> Tensor:
+        """The stack (k, *shape) of the members' values; the parameters of a layer are joined to one vector."""
+        blocks = [self._block([values[name] for name in names]) for names in self.members]
+        return blocks[0].unsqueeze(0) if len(blocks) == 1 else torch.stack(blocks)
+
+    def scatter(self, stack: Tensor, dtypes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The inverse of `gather`: a value for each member, in the dtype of the tensor of that name in `dtypes`."""
+        scattered = {}
+        for names, block in zip(self.members, stack.unbind(), strict=True):
+            parts = (
+                [block] if self.structure.per == "parameter" else torch.split(block, [s.numel() for s in self.shapes])
+            )
+            for name, part, shape in zip(names, parts, self.shapes, strict=True):
+                scattered[name] = part.reshape(shape).to(dtypes[name].dtype)
+        return scattered
+
+    def select(self, names: Collection[str]) -> Group | None:
+        """The blocks that cover some of these parameters."""
+        chosen = [i for i, members in enumerate(self.members) if any(name in names for name in members)]
+        if not chosen:
+            return None
+        for i in chosen:
+            missing = [name for name in self.members[i] if name not in names]
+            if missing:
+                raise LLQRError(
+                    f"the block of module {self.keys[i]!r} covers {', '.join(map(repr, self.members[i]))}, and there is no "
+                    f'gradient of {", ".join(map(repr, missing))}: give zeros for it, or use per="parameter"'
+                )
+        if len(chosen) == len(self.keys):
+            return self
+        return replace(
+            self,
+            keys=tuple(self.keys[i] for i in chosen),
+            members=tuple(self.members[i] for i in chosen),
+            tensors={name: tensor[chosen] for name, tensor in self.tensors.items()},
+        )
+
+    def linearize(self, stack: Tensor) -> Linearization:
+        return self.structure.linearize(self.tensors, stack)
+
+    def _block(self, values: Sequence[Tensor]) -> Tensor:
+        if self.structure.per == "parameter":
+            return values[0].to(self.dtype)
+        return torch.cat([value.reshape(-1).to(self.dtype) for value in values])
+
+
+def identity_groups(parameters: Mapping[str, Tensor], structure: StructureSpec) -> list[Group]:
+    """The blocks of U = I for parameters (or gradients) of these names, shapes, dtypes and devices."""
+    stacks: dict[_Kind, list[tuple[str, tuple[str, ...]]]] = {}
+    for key, members, block in _blocks(assign(structure, parameters)):
+        kind = _Kind.of(block, key, [parameters[name] for name in members])
+        stacks.setdefault(kind, []).append((key, members))
+    groups = []
+    for kind, entries in stacks.items():
+        keys, covered = (tuple(column) for column in zip(*entries, strict=True))
+        groups.append(Group(kind.structure, keys, covered, kind.shapes, kind.identity(len(keys))))
+    return groups
+
+
+class _Kind(NamedTuple):
+    """What blocks have to share to be in one stack; `alone` is the name of one that is too large for that."""
+
+    structure: Structure
+    shapes: tuple[torch.Size, ...]
+    dtype: torch.dtype
+    device: torch.device
+    alone: str | None
+
+    @classmethod
+    def of(cls, structure: Structure, key: str, parameters: Sequence[Tensor]) -> _Kind:
+        dtype = block_dtype(parameters[0].dtype)
+        for parameter in parameters:
+            if not parameter.is_floating_point():
+                raise LLQRError(
+                    f"{key!r} is of {parameter.dtype}; only real floating-point parameters have a structure"
+                )
+            dtype = torch.promote_types(dtype, parameter.dtype)
+        numbers = sum(parameter.numel() for parameter in parameters)
+        shapes = tuple(parameter.shape for parameter in parameters)
+        kind = cls(structure, shapes, dtype, parameters[0].device, key if numbers > STACK_LIMIT else None)
+        size = structure.memory(_seen(structure, shapes), dtype.itemsize)
+        if size > BLOCK_LIMIT:
+            raise LLQRError(
+                f"the {structure!r} block of {key!r} would take {size / 2**30:,.1f} GB: use a structure with smaller blocks "
+                'there, such as "diagonal", "kfac" or Kronecker(max_dim=...)'
+            )
+        return kind
+
+    def identity(self, count: int) -> dict[str, Tensor]:
+        like = torch.empty(0, dtype=self.dtype, device=self.device)
+        return self.structure.identity(_seen(self.structure, self.shapes), like, count)
+
+
+def _seen(structure: Structure, shapes: Sequence[torch.Size]) -> tuple[int, ...]:
+    return tuple(shapes[0]) if structure.per == "parameter" else (sum(shape.numel() for shape in shapes),)
+
+
+def _blocks(assigned: Mapping[str, Structure]) -> Iterator[tuple[str, tuple[str, ...], Structure]]:
+    """The name, the parameters and the structure of each block."""
+    layers: dict[str, tuple[Structure, list[str]]] = {}
+    for name, structure in assigned.items():
+        if structure.per == "parameter":
+            yield name, (name,), structure
+            continue
+        module = owner(name)
+        first, members = layers.setdefault(module, (structure, []))
+        if first != structure:
+            raise LLQRError(f'module {module!r} has two structures per="layer", {first!r} and {structure!r}: use one')
+        members.append(name)
+    for module, (structure, members) in layers.items():
+        yield module, tuple(members), structure

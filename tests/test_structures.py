@@ -1,0 +1,231 @@
+"""Promise: every structure acts by its formula, its derivatives are exact, and names are given structures as documented."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llqr.errors import LLQRError
+from llqr.preconditioner import Preconditioner
+from llqr.structures import Dense, Diagonal, EigenKronecker, Kronecker, Scalar, Structure
+from llqr.structures.assign import assign
+
+STRUCTURES = [
+    Scalar(),
+    Diagonal(),
+    Dense(),
+    Kronecker(),
+    Kronecker(max_dim=2),
+    Kronecker(modes="all"),
+    Kronecker(max_dim=2, modes="all"),
+    EigenKronecker(),
+    EigenKronecker(max_dim=2),
+    EigenKronecker(modes="all"),
+    EigenKronecker(max_dim=2, modes="all"),
+]
+SHAPES = [(), (3,), (1,), (2, 3), (4, 1), (3, 2, 2), (3, 2, 2, 2), (2, 1, 3, 3)]
+
+
+def random_block(structure: Structure, shape: tuple[int, ...], count: int, seed: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    identity = structure.identity(shape, torch.empty(0, dtype=torch.float64), count)
+    return {name: tensor + 0.5 * torch.randn_like(tensor) for name, tensor in identity.items()}
+
+
+CASES = st.tuples(st.sampled_from(STRUCTURES), st.sampled_from(SHAPES), st.integers(1, 3), st.integers(0, 1000))
+
+
+@given(CASES)
+def test_derivative_and_pullback_are_autograds(case: tuple[Structure, tuple[int, ...], int, int]) -> None:
+    """derivative(dT) = ∂(U x)/∂T · dT and pullback(P) = (∂(U x)/∂T)ᵀ P, on stacks of blocks."""
+    structure, shape, count, seed = case
+    tensors, change = random_block(structure, shape, count, seed), random_block(structure, shape, count, seed + 1)
+    x, cotangent = torch.randn(count, *shape).double(), torch.randn(count, *shape).double()
+    linear = structure.linearize(tensors, x)
+
+    value, tangent = torch.func.jvp(lambda t: structure.apply(t, x), (tensors,), (change,))
+    torch.testing.assert_close(linear.value(), value, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(linear.derivative(change), tangent, rtol=1e-12, atol=1e-12)
+    expected = torch.func.vjp(lambda t: structure.apply(t, x), tensors)[1](cotangent)[0]
+    pulled = linear.pullback(cotangent)
+    assert pulled.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(pulled[name], expected[name], rtol=1e-12, atol=1e-12)
+
+
+@given(CASES)
+def test_stack_is_its_blocks(case: tuple[Structure, tuple[int, ...], int, int]) -> None:
+    """Block i of a stack acts on x_i alone."""
+    structure, shape, count, seed = case
+    tensors, x = random_block(structure, shape, count, seed), torch.randn(count, *shape).double()
+    together = structure.apply(tensors, x)
+    for i in range(count):
+        alone = structure.apply({name: tensor[i : i + 1] for name, tensor in tensors.items()}, x[i : i + 1])
+        torch.testing.assert_close(together[i], alone[0], rtol=1e-12, atol=1e-12)
+
+
+@given(CASES, st.floats(0.01, 100))
+def test_identity_scale_degree_and_memory(case: tuple[Structure, tuple[int, ...], int, int], factor: float) -> None:
+    """I x = x; scaled(T, c) acts as c U; U x is a polynomial of the stated degree in T; memory counts the tensors' bytes."""
+    structure, shape, count, seed = case
+    x = torch.randn(count, *shape).double()
+    identity = structure.identity(shape, x, count)
+    torch.testing.assert_close(structure.apply(identity, x), x, rtol=0, atol=0)
+    assert {name: tuple(tensor.shape[1:]) for name, tensor in identity.items()} == structure.sizes(shape)
+    assert structure.memory(shape, itemsize=8) * count == sum(8 * tensor.numel() for tensor in identity.values())
+    tensors = random_block(structure, shape, count, seed)
+    torch.testing.assert_close(
+        structure.apply(structure.scaled(tensors, factor), x),
+        factor * structure.apply(tensors, x),
+        rtol=1e-11,
+        atol=1e-11,
+    )
+    doubled = structure.apply({name: 2 * tensor for name, tensor in tensors.items()}, x)
+    torch.testing.assert_close(
+        doubled, 2 ** structure.degree(shape) * structure.apply(tensors, x), rtol=1e-11, atol=1e-11
+    )
+
+
+def columns(x: torch.Tensor) -> torch.Tensor:
+    """vec of a matrix: its columns on top of each other."""
+    return x.T.reshape(-1)
+
+
+def test_kronecker_is_the_dense_kronecker_product() -> None:
+    """vec(C X Dᵀ) = (D ⊗ C) vec(X)."""
+    block = random_block(Kronecker(), (3, 4), 1, 0)
+    x = torch.randn(3, 4).double()
+    y = Kronecker().apply(block, x[None])[0]
+    torch.testing.assert_close(columns(y), torch.kron(block["D"][0], block["C"][0]) @ columns(x))
+
+
+def test_eigen_kronecker_is_the_dense_formula() -> None:
+    """vec(Y) = (Q_R ⊗ Q_L) diag(s) (Q_R ⊗ Q_L)ᵀ vec(X)."""
+    block = random_block(EigenKronecker(), (3, 4), 1, 0)
+    x = torch.randn(3, 4).double()
+    basis = torch.kron(block["Q_R"][0], block["Q_L"][0])
+    y = EigenKronecker().apply(block, x[None])[0]
+    torch.testing.assert_close(columns(y), basis @ torch.diag(columns(block["s"][0])) @ basis.T @ columns(x))
+
+
+def test_all_modes_of_a_convolution() -> None:
+    """Y_oik = Σ C_oa D_ib E_kc X_abc over C_out, C_in and k²; with s in between for E-KFAC."""
+    x = torch.randn(4, 3, 2, 2).double()
+    block = {name: tensor[0] for name, tensor in random_block(Kronecker(modes="all"), (4, 3, 2, 2), 1, 0).items()}
+    y = Kronecker(modes="all").apply({name: tensor[None] for name, tensor in block.items()}, x[None])[0]
+    expected = torch.einsum("oa,ib,kc,abc->oik", block["C"], block["D"], block["E"], x.reshape(4, 3, 4))
+    torch.testing.assert_close(y, expected.reshape(4, 3, 2, 2))
+
+    block = {name: tensor[0] for name, tensor in random_block(EigenKronecker(modes="all"), (4, 3, 2, 2), 1, 0).items()}
+    y = EigenKronecker(modes="all").apply({name: tensor[None] for name, tensor in block.items()}, x[None])[0]
+    bases = block["Q_L"], block["Q_R"], block["Q_K"]
+    hat = block["s"] * torch.einsum("ao,bi,ck,abc->oik", *bases, x.reshape(4, 3, 4))
+    torch.testing.assert_close(y, torch.einsum("oa,ib,kc,abc->oik", *bases, hat).reshape(4, 3, 2, 2))
+
+
+def test_long_sides_are_diagonal() -> None:
+    """A side beyond max_dim gets a vector: Y = diag(c) X Dᵀ. By default a vocabulary is one, and a ResNet's 4608 is not."""
+    assert Kronecker().sizes((50_000, 256)) == {"C": (50_000,), "D": (256, 256)}
+    assert Kronecker().sizes((512, 512, 3, 3)) == {"C": (512, 512), "D": (4608, 4608)}
+    assert EigenKronecker().sizes((50_000, 256)) == {"Q_L": (50_000,), "Q_R": (256, 256), "s": (50_000, 256)}
+    block = random_block(Kronecker(max_dim=3), (5, 3), 1, 0)
+    x = torch.randn(5, 3).double()
+    y = Kronecker(max_dim=3).apply(block, x[None])[0]
+    torch.testing.assert_close(y, torch.diag(block["C"][0]) @ x @ block["D"][0].T)
+
+
+def test_layer_blocks_join_what_a_module_owns() -> None:
+    """per="layer": one U for vec(weight) and vec(bias) together, and u·g for both."""
+    gradients = {
+        "a.weight": torch.randn(2, 3).double(),
+        "a.bias": torch.randn(2).double(),
+        "top": torch.randn(2).double(),
+    }
+    u = Preconditioner.identity(gradients, Dense(per="layer"))
+    assert {key: block["U"].shape for key, block in u.blocks.items()} == {"a": (8, 8), "": (2, 2)}
+    u.blocks["a"]["U"].copy_(torch.randn(8, 8))
+    joined = torch.cat([gradients["a.weight"].reshape(-1), gradients["a.bias"]])
+    applied = u.apply(gradients)
+    expected = u.blocks["a"]["U"] @ joined
+    torch.testing.assert_close(torch.cat([applied["a.weight"].reshape(-1), applied["a.bias"]]), expected)
+    with pytest.raises(LLQRError, match=r"no gradient of 'a\.bias'"):
+        u.apply({"a.weight": gradients["a.weight"]})
+
+    scalars = Preconditioner.identity(gradients, Scalar(per="layer"))
+    scalars.blocks["a"]["u"].fill_(3.0)
+    torch.testing.assert_close(scalars.apply(gradients)["a.bias"], 3 * gradients["a.bias"])
+    torch.testing.assert_close(scalars.apply(gradients)["top"], gradients["top"])
+
+
+def test_low_precision_gradients_have_float32_blocks() -> None:
+    gradients = {"w": torch.randn(3, 2).bfloat16(), "v": torch.randn(3).double()}
+    u = Preconditioner.identity(gradients, "kfac")
+    assert u.blocks["w"]["C"].dtype == torch.float32
+    assert u.blocks["v"]["d"].dtype == torch.float64
+    assert u.apply(gradients)["w"].dtype == torch.bfloat16
+
+
+NAMES = ["embed.weight", "layers.0.attn.weight", "layers.0.attn.bias", "layers.1.mlp.weight", "head.weight"]
+
+
+def test_patterns() -> None:
+    """A key is a parameter, a module, or a pattern for either; the first that matches wins."""
+    given = assign({"embed": "diagonal", "*.bias": "scalar", "layers.*.mlp": Dense(), "*": "kfac"}, NAMES)
+    assert list(given.values()) == [Diagonal(), Kronecker(), Scalar(), Dense(), Kronecker()]
+    assert set(assign("ekfac", NAMES).values()) == {EigenKronecker()}
+
+
+@pytest.mark.parametrize(
+    ("structure", "message"),
+    [
+        ("kfca", "did you mean 'kfac'"),
+        ({"*": "diagnoal"}, "did you mean 'diagonal'"),
+        (Kronecker, r"write Kronecker\(\)"),
+        (3, "unknown structure 3"),
+        ({"haed": "scalar", "*": "kfac"}, "did you mean 'head'"),
+        ({"embed": "scalar"}, r"'layers\.0\.attn\.weight'.*\"\*\""),
+        ({0: "scalar"}, "not a string"),
+        ({"layers.0.attn.weight": Dense(per="layer"), "*": Scalar(per="layer")}, "two structures"),
+    ],
+)
+def test_bad_structures_are_explained(structure: object, message: str) -> None:
+    with pytest.raises(LLQRError, match=message):
+        Preconditioner.identity({name: torch.zeros(2) for name in NAMES}, structure)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Scalar(per="module"),
+        lambda: Kronecker(max_dim=0),
+        lambda: EigenKronecker(modes="some"),
+        lambda: Dense(per=1),
+    ],
+)
+def test_bad_options_are_refused(make: object) -> None:
+    with pytest.raises(LLQRError):
+        make()
+
+
+def test_a_block_too_large_says_so() -> None:
+    """A dense block for n numbers takes n² of them: 30,000² · 4 bytes = 3.4 GB; nothing is allocated to find out."""
+    large = {"w": torch.empty(300, 100, device="meta")}
+    with pytest.raises(LLQRError, match=r"'w' would take 3\.4 GB.*kfac"):
+        Preconditioner.identity(large, "dense")
+    with pytest.raises(LLQRError, match="floating-point"):
+        Preconditioner.identity({"w": torch.zeros(3, dtype=torch.int64)}, "dense")
+
+
+def test_blocks_of_one_shape_share_a_stack() -> None:
+    """Forty layers of one shape are one batched product; large parameters stay by themselves."""
+    layers = {f"{i}.weight": torch.zeros(4, 4) for i in range(40)} | {
+        f"large{i}": torch.zeros(300, 200) for i in range(2)
+    }
+    u = Preconditioner.identity(layers, "kfac")
+    assert sorted(len(group.keys) for group in u.groups) == [1, 1, 40]
+    assert u.memory == 4 * (40 * 32 + 2 * (300**2 + 200**2))
+    assert math.isclose(u.memory, sum(Kronecker().memory(tuple(p.shape)) for p in layers.values()))
