@@ -5,7 +5,9 @@ The truth is torch.autograd.functional.hessian of the divergence written out her
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -294,3 +296,23 @@ def test_a_convolution_with_only_its_bias_free() -> None:
     lqr = build(Chain(model), inputs, targets, nn.CrossEntropyLoss(), KL())
     step = {name: torch.randn_like(g) for name, g in q.gradient.items()}
     torch.testing.assert_close(dot(step, q.curvature(step)), lqr.quadratic_form(step))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_stays_alive(name: str) -> None:
+    """With q gone its graphs are gone, without waiting for the garbage collector: memory of a refit is memory of one refit."""
+    _, arguments = truth_of(name)
+    gc.collect()
+    gc.disable()
+    try:
+        for divergence in (KL(), Newton()):
+            q = QuadraticModel.build(*arguments, divergence, output=pick)
+            recorded = q._parts[0]._recorded
+            assert recorded is not None
+            held = [weakref.ref(run) for run in (recorded.linear, recorded.second) if run is not None]
+            outputs = [weakref.ref(t) for ref in held for t in getattr(ref(), "_outputs")]  # noqa: B009
+            q.curvature(q.gradient)
+            del q, recorded
+            assert all(ref() is None for ref in [*held, *outputs])
+    finally:
+        gc.enable()

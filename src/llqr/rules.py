@@ -141,7 +141,7 @@ class Normalise(Rule):
         self.y, _, self.inverse_std = torch.native_layer_norm(x.detach(), shape, None, None, eps)
 
     def forward(self) -> Tensor:
-        return self.y
+        return self.y.detach()  # another object: what is returned gets a graph that holds this rule
 
     def pull(self, u: Tensor) -> tuple[Maybe, ...]:
         return (self._product(u),)
@@ -162,10 +162,12 @@ class Pointwise(Rule):
             leaf = x.detach().requires_grad_()
             y = function(leaf.clone())  # a copy, for functions that may work in place
             (self.slope,) = torch.autograd.grad(y, leaf, torch.ones_like(y))
-        self.y = y.detach()
+        self._y = y.detach()
 
     def forward(self) -> Tensor:
-        return self.y
+        y = self._y
+        del self._y  # the products don't need it
+        return y
 
     def pull(self, u: Tensor) -> tuple[Maybe, ...]:
         return (u * self.slope,)

@@ -40,3 +40,10 @@ def clipped(change: Change, norm: float) -> Change:
         {name: per_block(norm / block_norms(stack).clamp_min(norm), stack) for name, stack in part.items()}
         for part in change
     ]
+
+
+def accumulate(buffer: Change, change: Change, factor: float) -> None:
+    """buffer ← factor · buffer + change, in place."""
+    for old, new in zip(buffer, change, strict=True):
+        for name, tensor in old.items():
+            tensor.mul_(factor).add_(new[name])

@@ -40,5 +40,7 @@ class FirstOrder(Solver):
             gradient = point.pullback(problem.slope(product))
             if step == 0 and inner(gradient, gradient) == 0:
                 break
-            u = u.moved(*rule(gradient))
+            direction, length = rule(gradient)
+            del gradient  # as large as U; not to be there beside the next one
+            u = u.moved(direction, length)
         return last.with_history(history)

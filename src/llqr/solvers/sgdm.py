@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from llqr.preconditioner import Change
 from llqr.solvers.base import fraction, positive
-from llqr.solvers.changes import clipped, combine
+from llqr.solvers.changes import accumulate, clipped
 from llqr.solvers.first_order import FirstOrder, Rule
 
 
@@ -34,7 +34,10 @@ class SGDM(FirstOrder):
             nonlocal buffer
             if self.clip is not None:
                 gradient = clipped(gradient, self.clip)
-            buffer = gradient if buffer is None else combine(gradient, buffer, self.momentum)
+            if buffer is None:
+                buffer = gradient
+            else:
+                accumulate(buffer, gradient, self.momentum)
             return buffer, -self.lr
 
         return update

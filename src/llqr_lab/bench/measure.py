@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import statistics
@@ -94,6 +95,7 @@ def peak_memory(preparations: Mapping[str, tuple[Callable[..., Job], tuple[Any, 
 
 
 def _peak(prepare: Callable[..., Job], arguments: tuple[Any, ...]) -> int | None:
+    _give_back_freed_memory()
     with one_thread():
         job = prepare(*arguments)
         _forget_peak()
@@ -101,6 +103,19 @@ def _peak(prepare: Callable[..., Job], arguments: tuple[Any, ...]) -> int | None
         job()
         after = _peak_resident()
     return None if before is None or after is None else after - before
+
+
+def _give_back_freed_memory() -> None:
+    """Have the C library return large blocks to the system when they are freed.
+
+    Otherwise it keeps what the preparation freed, and a job that fits into that seems to need nothing.
+    """
+    if sys.platform == "linux":
+        library = ctypes.CDLL(None)
+        if hasattr(library, "mallopt"):
+            largest_kept = 2**16
+            for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+                library.mallopt(option, largest_kept)
 
 
 def _forget_peak() -> None:

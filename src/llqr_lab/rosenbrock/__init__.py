@@ -1,0 +1,1 @@
+"""The Rosenbrock function, where every approximate step can be held against the exact one."""
