@@ -240,8 +240,9 @@ def test_the_model_is_left_as_it_was(name: str) -> None:
     gradients = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
     modes, random = [module.training for module in model.modules()], torch.get_rng_state()
     for divergence in (KL(), Newton()):
-        q = QuadraticModel.build(model, inputs, targets, loss_fn, divergence, 0.1, output=pick, training=False)
-        q.curvature(q.gradient)
+        for training in (False, None):
+            q = QuadraticModel.build(model, inputs, targets, loss_fn, divergence, 0.1, output=pick, training=training)
+            q.curvature(q.gradient)
     assert torch.equal(torch.get_rng_state(), random)
     assert [module.training for module in model.modules()] == modes
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
@@ -316,3 +317,104 @@ def test_nothing_stays_alive(name: str) -> None:
             assert all(ref() is None for ref in [*held, *outputs])
     finally:
         gc.enable()
+
+
+class Silent(torch.autograd.Function):
+    """A square whose backward formula is cut from the graph, without a mark that says so."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.square()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0])
+        ctx.save_for_forward(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return (2 * ctx.saved_tensors[0] * gradient).detach()
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        return 2 * ctx.saved_tensors[0] * tangent
+
+
+class Cut(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Silent.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def test_a_backward_formula_that_hides_is_noticed() -> None:
+    """⟨v, JᵀWJv⟩ isn't ⟨Jv, WJv⟩ then: products go on in forward mode, with a warning, and right."""
+    inputs, targets = torch.randn(5, 3).double(), torch.randint(2, (5,))
+    odd = nn.Sequential(nn.Linear(3, 4), Cut(), nn.Linear(4, 2)).double()
+    even = nn.Sequential(odd[0], Plain(), odd[2])
+    loss = nn.CrossEntropyLoss()
+    q, same = (QuadraticModel.build(model, inputs, targets, loss, KL(), 0.1) for model in (odd, even))
+    v = {name: torch.randn_like(g) for name, g in q.gradient.items()}
+    with pytest.warns(UserWarning, match="though nothing says so"):
+        product = q.curvature(v)
+    for name, expected in same.curvature(v).items():
+        torch.testing.assert_close(product[name], expected, rtol=1e-10, atol=1e-13)
+
+
+def test_checkpointed_blocks() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.LayerNorm(4))
+            self.again = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.again:
+                return self.inner(x)  # type: ignore[no-any-return]
+            return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    model = nn.Sequential(nn.Linear(3, 4), Block(), nn.Linear(4, 2)).double()
+    inputs, targets = torch.randn(5, 3).double(), torch.randint(2, (5,))
+    for divergence in (KL(), Newton()):
+        products = []
+        for again in (False, True):
+            model[1].again = again
+            q = QuadraticModel.build(model, inputs, targets, nn.CrossEntropyLoss(), divergence, 0.1)
+            products.append(q.curvature(q.gradient))
+        for name, expected in products[0].items():
+            torch.testing.assert_close(products[1][name], expected, rtol=1e-10, atol=1e-13)
+
+
+def test_under_autocast() -> None:
+    """Autocast chooses its own dtypes: the products are those of its forward pass, to bfloat16."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+    inputs, targets = torch.randn(6, 8), torch.randint(4, (6,))
+    q = QuadraticModel.build(model, inputs, targets, nn.CrossEntropyLoss(), KL(), 0.1)
+    with torch.autocast("cpu", torch.bfloat16):
+        low = QuadraticModel.build(model, inputs, targets, nn.CrossEntropyLoss(), KL(), 0.1)
+        product = low.curvature(q.gradient)
+    for name, expected in q.curvature(q.gradient).items():
+        assert (product[name] - expected).norm() < 0.1 * expected.norm()
+
+
+def test_metrics_before_in_place_functions() -> None:
+    """A metric sits on what its module returned, not on what the next one made of it."""
+    plain = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).double()
+    inplace = nn.Sequential(plain[0], nn.ReLU(inplace=True), plain[2])
+    inputs, targets = torch.randn(5, 3).double(), torch.randint(2, (5,))
+    q, same = (
+        QuadraticModel.build(model, inputs, targets, nn.CrossEntropyLoss(), KL() + Intermediate({"0": 1.0}))
+        for model in (inplace, plain)
+    )
+    for name, expected in same.curvature(q.gradient).items():
+        torch.testing.assert_close(q.curvature(q.gradient)[name], expected)
+
+
+def test_later_changes_of_the_model_do_not_reach_it() -> None:
+    """Chunks run the model again at every product, in the modes and with the buffers of the time when it was built."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double().eval()
+    inputs, targets = torch.randn(5, 3).double(), torch.randint(2, (5,))
+    q = QuadraticModel.build(model, inputs, targets, nn.CrossEntropyLoss(), KL(), 0.0, 2)
+    expected = q.curvature(q.gradient)
+    model.train()
+    model[1].running_mean.add_(1.0)
+    for name, product in q.curvature(q.gradient).items():
+        torch.testing.assert_close(product, expected[name])

@@ -130,10 +130,34 @@ def test_scale_free_on_newton_stays_finite_and_descends(name: str) -> None:
         assert u.history[-1] <= u.history[0]
 
 
-@pytest.mark.parametrize("factor", [1e-4, 1e4])
 @pytest.mark.parametrize("structure", STRUCTURES[:4])
-def test_the_scale_of_the_loss_changes_nothing(structure: str, factor: float) -> None:
-    """With g and H both c times as large, H⁻¹g is what it was: the fitted step too, and J is c times what it was."""
+def test_negative_curvature_does_not_bring_the_identity_back(structure: str) -> None:
+    """Where H is negative along g, J has no bottom: the step is bounded by the curvature, whatever the scale of the loss."""
+
+    class Downhill:
+        def __init__(self, scale: float) -> None:
+            torch.manual_seed(0)
+            self.gradient = {"w": scale * torch.randn(4, 3).double(), "b": scale * torch.randn(4).double()}
+            self.scale = scale
+
+        def curvature(self, direction: Any) -> dict[str, Tensor]:
+            return {name: -self.scale * v for name, v in direction.items()}
+
+    sizes = []
+    for scale in (1.0, 2.0**13):
+        q = Downhill(scale)
+        step = fit(q, structure, ScaleFree(), steps=10).apply(q.gradient)
+        sizes.append(torch.cat([part.reshape(-1) for part in step.values()]).norm())
+    torch.testing.assert_close(sizes[0], sizes[1])
+
+
+@pytest.mark.parametrize(("factor", "tolerance"), [(2.0**-13, 1e-9), (2.0**13, 1e-9), (1e-4, 1e-2), (1e4, 1e-2)])
+@pytest.mark.parametrize("structure", STRUCTURES[:4])
+def test_the_scale_of_the_loss_changes_nothing(structure: str, factor: float, tolerance: float) -> None:
+    """With g and H both c times as large, H⁻¹g is what it was: the fitted step too, and J is c times what it was.
+
+    Powers of two scale without rounding, so they show it sharply; others let conjugate directions drift apart by rounding.
+    """
     _, (model, inputs, targets, loss_fn) = truth_of("residual")
 
     def scaled(output: Tensor, labels: Tensor) -> Tensor:
@@ -143,6 +167,8 @@ def test_the_scale_of_the_loss_changes_nothing(structure: str, factor: float) ->
         QuadraticModel.build(model, inputs, targets, loss, "gauss-newton", output=pick) for loss in (loss_fn, scaled)
     )
     u, v = fit(one, structure, steps=10), fit(two, structure, steps=10)
-    assert v.history[-1] == pytest.approx(factor * u.history[-1], rel=1e-6)
+    assert v.history[-1] == pytest.approx(factor * u.history[-1], rel=tolerance)
     for name, step in u.apply(one.gradient).items():
-        torch.testing.assert_close(v.apply(two.gradient)[name], step, rtol=1e-5, atol=1e-7 * float(step.abs().max()))
+        torch.testing.assert_close(
+            v.apply(two.gradient)[name], step, rtol=tolerance, atol=tolerance * float(step.norm())
+        )

@@ -85,8 +85,12 @@ def test_names() -> None:
     refuse("unknown parameter in the gradient '0.wight'.*'0.weight'", model, inputs, None, None, KL(),
            gradient={"0.wight": torch.ones(4, 3)})  # fmt: skip
     q = QuadraticModel.build(model, inputs, targets, LOSS, KL())
-    with pytest.raises(LLQRError, match="parameter in a direction"):
+    with pytest.raises(LLQRError, match=r"lacks '0.bias'"):
         q.curvature({"0.weight": torch.ones(4, 3).double()})
+    with pytest.raises(LLQRError, match="unknown parameter in a direction 'x'"):
+        q.curvature({**q.gradient, "x": torch.ones(1)})
+    with pytest.raises(LLQRError, match=r"shape \(1,\), and the parameter \(4, 3\)"):
+        q.curvature({**q.gradient, "0.weight": torch.ones(1).double()})
     refuse("damping.*zero or more", model, inputs, targets, LOSS, KL(), -0.1)
 
 
@@ -97,7 +101,12 @@ def test_chunks() -> None:
         r"'2' normalises with the statistics of the batch.*training=False", normed, inputs, targets, LOSS, KL(), 0.0, 2
     )
     QuadraticModel.build(normed, inputs, targets, LOSS, KL(), 0.0, 2, training=False)
-    refuse("drops at random", network(nn.Dropout(0.5)), inputs, targets, LOSS, KL(), 0.0, 2)
+    refuse("random numbers.*training=False", network(nn.Dropout(0.5)), inputs, targets, LOSS, KL(), 0.0, 2)
+    unweighted = nn.CrossEntropyLoss(weight=torch.tensor([0.1, 5.0]).double())
+    mixed = torch.tensor([0, 1, 1, 1, 0])
+    refuse("isn't a mean over examples.*weights", network(), inputs, mixed, unweighted, KL(), 0.0, 2)
+    stateless = network(nn.BatchNorm1d(4, track_running_stats=False).double()).eval()
+    refuse("statistics of the batch", stateless, inputs, targets, LOSS, KL(), 0.0, 2)
     for size in (0, -1, 2.5, True):
         refuse("chunk_size is a positive", network(), inputs, targets, LOSS, KL(), 0.0, size)
 

@@ -60,6 +60,40 @@ def convolution() -> nn.Sequential:
     return model
 
 
+class Shapes(nn.Module):
+    """Convolutions in one and three dimensions, dilated and grouped; functions with options; norms over two dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Conv1d(2, 4, 2, dilation=2, groups=2)
+        self.three = nn.Conv3d(1, 2, 2, stride=(1, 2, 1), padding=(0, 1, 0))
+        self.norm = nn.LayerNorm((2, 3), eps=0.1)
+        self.last = nn.Linear(6, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.gelu(self.one(x), approximate="tanh").reshape(len(x), 1, 2, 4, 3)
+        x = functional.softplus(self.three(x), beta=2.0).mean((2, 3))
+        x = self.norm(torch.cat((x, x[..., :1]), -1))
+        return self.last(x.flatten(1))  # type: ignore[no-any-return]
+
+
+class InPlace(nn.Module):
+    """In-place functions whose inputs are read again, a bare LayerNorm before one, and parameters that are added up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(3, 4)
+        self.a, self.b = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
+        self.norm = nn.LayerNorm(4, elementwise_affine=False)
+        self.leave = nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        y = functional.silu(x, inplace=True)
+        x = functional.linear(x + y, self.a + self.b)
+        return self.leave(self.norm(x).mul_(2.0).sin_())  # type: ignore[no-any-return]
+
+
 def token_loss(output: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(output.flatten(0, -2), targets.flatten(), ignore_index=-100)
 
@@ -87,6 +121,8 @@ def cases() -> dict[str, Case]:
             labels,
             functional.cross_entropy,
         ),
+        "shapes": (Shapes().double(), torch.randn(4, 2, 8).double(), labels, functional.cross_entropy),
+        "in place": (InPlace().double(), torch.randn(4, 3).double(), labels, functional.cross_entropy),
         "residual": (
             Residual().double(),
             {"x": torch.randn(4, 3).double(), "shift": torch.randn(4, 4).double()},

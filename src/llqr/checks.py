@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,20 +11,22 @@ from torch import Tensor, nn
 
 from llqr.errors import ChainError, LLQRError, NonFiniteError
 
-Inputs = Tensor | tuple[Any, ...] | dict[str, Any]
+Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
 Loss = Callable[[Tensor, Any], Tensor]
 
 
 def as_arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What a module is called with: a tensor alone, a tuple spread out, a dict as keywords. Copies, for in-place modules."""
-    if isinstance(inputs, dict):
+    if isinstance(inputs, Mapping):
         return (), {name: _copy(value) for name, value in inputs.items()}
     return tuple(map(_copy, inputs)) if isinstance(inputs, (tuple, list)) else (_copy(inputs),), {}
 
 
 def tensors_in(inputs: Inputs) -> list[Tensor]:
     """The tensors of the inputs, in order."""
-    values = inputs.values() if isinstance(inputs, dict) else inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+    values = (
+        inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+    )
     return [value for value in values if isinstance(value, Tensor)]
 
 

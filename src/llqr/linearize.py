@@ -13,9 +13,10 @@ a layer; push and pull are two each. Operations whose second derivatives torch c
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointError
 
 from llqr.checks import Inputs, as_arguments, frozen_rng
 from llqr.errors import LLQRError, NotTwiceDifferentiableError
@@ -37,22 +39,35 @@ class Recorder:
     """How to run a model as a function of its parameters, leaving everything that it holds as it was.
 
     `places` are modules whose outputs are returned beside the model's own; `training` overrides the modules' modes for the
-    time of a run (None: as they are).
+    time of a run (None: as they are now). Modes, buffers and the random stream are those of now in every run. `whole=False`
+    refuses random models, which would draw otherwise for a part of the batch.
     """
 
     def __init__(
-        self, model: nn.Module, places: Sequence[str] = (), select: Selector | None = None, training: bool | None = None
+        self,
+        model: nn.Module,
+        places: Sequence[str] = (),
+        select: Selector | None = None,
+        training: bool | None = None,
+        whole: bool = True,
     ) -> None:
-        self.model, self.places, self.select, self.training = model, list(places), select, training
+        self.model, self.places, self.select, self._whole = model, list(places), select, whole
+        self._modes = [(module, module.training if training is None else training) for module in model.modules()]
+        self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         self._random = torch.get_rng_state()  # every run of one recorder draws the same dropout masks
 
     def run(self, parameters: Parameters, inputs: Inputs) -> list[Tensor]:
         """[x_N, activations at the places …]."""
         caught: dict[str, Tensor] = {}
-        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        with _catching(self.model, self.places, caught), _mode(self.model, self.training), frozen_rng():
+        buffers = {name: buffer.clone() for name, buffer in self._buffers.items()}
+        with _catching(self.model, self.places, caught), _mode(self._modes), frozen_rng(), _eager():
             torch.set_rng_state(self._random)
             output = functional_call(self.model, {**parameters, **buffers}, *as_arguments(inputs))
+            if not self._whole and not torch.equal(torch.get_rng_state(), self._random):
+                raise LLQRError(
+                    "the model draws random numbers (dropout?), other ones in chunks than in the whole batch: give the batch "
+                    "whole, or training=False"
+                )
         missing = [place for place in self.places if place not in caught]
         if missing:
             raise LLQRError(f"module {missing[0]!r} isn't called in a forward pass: a metric can't sit on it")
@@ -80,9 +95,14 @@ class Recording:
         self._recorder, self._inputs = recorder, inputs
         self._names = list(parameters)
         self._leaves = [p.detach().requires_grad_() for p in parameters.values()]
+        self._record(rules)
+
+    def _record(self, rules: TorchFunctionMode) -> None:
         with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), rules:  # fused attention has no second derivative
-            self._outputs = recorder.run(dict(zip(self._names, self._leaves, strict=True)), inputs)
+            self._outputs = self._recorder.run(dict(zip(self._names, self._leaves, strict=True)), self._inputs)
         self.values = [output.detach() for output in self._outputs]
+        if not all(output.requires_grad for output in self._outputs):
+            raise LLQRError("the output doesn't depend on the parameters by anything differentiable (was it detached?)")
 
     def pull(self, cotangents: Sequence[Tensor]) -> list[Tensor]:
         """Jᵀc: one gradient a parameter, from one cotangent an output."""
@@ -109,12 +129,19 @@ class Linearization(Recording):
                     self._outputs, self._leaves, variables, create_graph=True, materialize_grads=True
                 )
             refuse_once_differentiable(rows)
+        except CheckpointError:
+            self._record(exact_rules())  # recomputed blocks don't see the linear rules
+            return self.pull_first(cotangents)
         except RuntimeError as error:
-            self._forward_mode = True
-            warnings.warn(f"products with the Jacobian will run the model forward each time: {error}", stacklevel=2)
+            self.use_forward_mode(str(error))
             return self.pull(cotangents)
         self._cotangents, self._transposed = variables, list(rows)
         return [row.detach() for row in rows]
+
+    def use_forward_mode(self, reason: str) -> None:
+        """Push by running the model forward from now on, and say why."""
+        self._forward_mode = True
+        warnings.warn(f"products with the Jacobian will run the model forward each time: {reason}", stacklevel=3)
 
     def push(self, tangents: Sequence[Tensor]) -> list[Tensor]:
         """Jv: the tangents of the outputs, from one tangent a parameter."""
@@ -185,7 +212,9 @@ def _catching(model: nn.Module, places: Sequence[str], caught: dict[str, Tensor]
         def catch(module: nn.Module, args: Any, output: Tensor) -> None:
             if place in caught:
                 raise LLQRError(f"module {place!r} is called more than once in a pass; a metric needs one place")
-            caught[place] = output
+            if not isinstance(output, Tensor):
+                raise LLQRError(f"module {place!r} returns a {type(output).__name__}; a metric needs a tensor")
+            caught[place] = output.clone()  # what follows may work in place
 
         return catch
 
@@ -198,13 +227,21 @@ def _catching(model: nn.Module, places: Sequence[str], caught: dict[str, Tensor]
 
 
 @contextmanager
-def _mode(model: nn.Module, training: bool | None) -> Iterator[None]:
-    """All modules in one mode for a while; None leaves them as they are."""
-    before = [(module, module.training) for module in model.modules()] if training is not None else []
+def _mode(modes: list[tuple[nn.Module, bool]]) -> Iterator[None]:
+    """Modules in given modes for a while."""
+    before = [(module, module.training) for module, _ in modes]
     try:
-        for module, _ in before:
-            module.training = bool(training)
+        for module, training in modes:
+            module.training = training
         yield
     finally:
-        for module, mode in before:
-            module.training = mode
+        for module, training in before:
+            module.training = training
+
+
+def _eager() -> AbstractContextManager[Any]:
+    """Compiled models run uncompiled: their graphs can't be differentiated twice, and don't know our rules."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance

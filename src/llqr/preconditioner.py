@@ -112,7 +112,7 @@ class Preconditioner:
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and builtins alone: the blocks by name, and the history."""
-        return {"blocks": self.blocks, "history": list(self.history)}
+        return {"blocks": self.clone().blocks, "history": list(self.history)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the blocks of a preconditioner with the same names and structures; device and dtype stay."""

@@ -14,7 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llqr.checks import Inputs, Loss, batch_size_of, check_finite, check_parameter, loss_gradient, tensors_in
+from llqr.checks import (
+    Inputs,
+    Loss,
+    batch_size_of,
+    check_finite,
+    check_parameter,
+    frozen_rng,
+    loss_gradient,
+    tensors_in,
+)
 from llqr.divergences import L2, ActivationTerm, BasePoint, Divergence, OutputTerm, Term, resolve
 from llqr.errors import LLQRError, unknown
 from llqr.linearize import Linearization, Parameters, Recorder, SecondDerivative, Selector
@@ -71,26 +80,39 @@ class QuadraticModel:
             raise LLQRError(f"{divergence!r} needs the loss and its targets: give loss_fn and targets")
         diagonal = _diagonal(model, parameters, terms, damping)
         places = _places(model, terms)
-        recorder = Recorder(model, list(places.values()), output, training)
+        recorder = Recorder(model, list(places.values()), output, training, whole=chunk_size is None)
         problem = _Problem(recorder, parameters, loss_fn if needs_loss else None, terms, places)
         parts = [
             _Part(problem, *piece, keep=chunk_size is None)
-            for piece in _pieces(model, inputs, targets, weights, chunk_size, training)
+            for piece in _pieces(model, inputs, targets, weights, chunk_size, training, bool(places))
         ]
         slope = _total(part.gradient() for part in parts) if gradient is None else _given(gradient, parameters)
         for name, value in slope.items():
             check_finite(value, f"the gradient of {name!r}")
+        if chunk_size is not None and loss_fn is not None and gradient is None:
+            _check_chunks(loss_fn, parts, targets)
         return cls(parameters, parts, slope, diagonal)
 
     def curvature(self, direction: Mapping[str, Tensor]) -> Parameters:
         """H·v, damping included."""
-        if direction.keys() != self.gradient.keys():
-            for name in direction.keys() ^ self.gradient.keys():
-                raise unknown("parameter in a direction", name, self.gradient)
+        self._check(direction)
         if self._versions != [parameter._version for parameter in self._parameters.values()]:
             raise LLQRError("the parameters were changed since this quadratic model was built: build it again")
         product = _total(part.curvature(direction) for part in self._parts)
-        return {name: product[name].add_(v, alpha=self._diagonal[name]) for name, v in direction.items()}
+        return {name: torch.add(product[name], v.detach(), alpha=self._diagonal[name]) for name, v in direction.items()}
+
+    def _check(self, direction: Mapping[str, Tensor]) -> None:
+        for name, v in direction.items():
+            if name not in self.gradient:
+                raise unknown("parameter in a direction", name, self.gradient)
+            if v.shape != self.gradient[name].shape:
+                shape = tuple(self.gradient[name].shape)
+                raise LLQRError(f"the direction of {name!r} has shape {tuple(v.shape)}, and the parameter {shape}")
+        missing = [name for name in self.gradient if name not in direction]
+        if missing:
+            raise LLQRError(
+                f"the direction lacks {', '.join(map(repr, missing[:5]))}: it has a tensor for every parameter"
+            )
 
     def value(self, step: Mapping[str, Tensor]) -> Tensor:
         """m(δ) = g·δ + ½ δ·Hδ."""
@@ -133,6 +155,10 @@ class _Part:
         self._problem, self._inputs, self._targets, self._weights = problem, inputs, targets, weights
         self._share, self._examples, self._keep = share, examples, keep
         self._recorded: _Recorded | None = None
+        self._trusted = False
+        self.share = share
+        self.seen: BasePoint | None = None
+        """Where ψ was last expanded: the chunk's output, and its loss."""
 
     def gradient(self) -> Parameters:
         """This chunk's share of g."""
@@ -143,14 +169,31 @@ class _Part:
 
     def curvature(self, direction: Mapping[str, Tensor]) -> Parameters:
         problem, recorded = self._problem, self._record()
-        tangents = [direction[name] for name in problem.parameters]
+        tangents = [direction[name].detach() for name in problem.parameters]
         product: list[Tensor] | None = None
         if recorded.linear is not None:
-            product = recorded.linear.pull(self._curve(recorded, recorded.linear.push(tangents)))
+            product = self._linear_product(recorded, recorded.linear, tangents)
         if recorded.second is not None:
             steep = recorded.second.product(tangents)
             product = steep if product is None else [a + b for a, b in zip(product, steep, strict=True)]
         return self._named([torch.zeros_like(v) for v in tangents] if product is None else product)
+
+    def _linear_product(self, recorded: _Recorded, linear: Linearization, tangents: list[Tensor]) -> list[Tensor]:
+        """JᵀWJv; the first is held against ⟨v, JᵀWJv⟩ = ⟨Jv, WJv⟩.
+
+        They differ where a backward formula in the model hides a part of itself from the next derivative.
+        """
+        pushed = linear.push(tangents)
+        curved = self._curve(recorded, pushed)
+        product = linear.pull(curved)
+        if not self._trusted:
+            self._trusted = True
+            outside, inside = _dot(tangents, product), _dot(pushed, curved)
+            tolerance = max(torch.finfo(tensor.dtype).eps for tensor in pushed) ** 0.4
+            if abs(outside - inside) > tolerance * max(abs(outside), abs(inside)):
+                linear.use_forward_mode("a backward formula in it can't be differentiated, though nothing says so")
+                return self._linear_product(recorded, linear, tangents)
+        return product
 
     def _curve(self, recorded: _Recorded, tangents: list[Tensor]) -> list[Tensor]:
         """W J v: the output-space products of the flat terms."""
@@ -182,6 +225,7 @@ class _Part:
         run = linear or second
         assert run is not None
         base, slope = self._base(run.values)
+        self.seen = base
         gradient: list[Tensor] | None = None
         if second is not None:
             second.of(lambda x: torch.stack([weight * term.psi(x, base) for weight, term in steep]).sum())
@@ -225,6 +269,10 @@ class _Recorded:
     """Jᵀ∇ℓ(x_N), where there is a loss."""
 
 
+def _dot(left: list[Tensor], right: list[Tensor]) -> float:
+    return sum(float((a * b).sum()) for a, b in zip(left, right, strict=True))
+
+
 def _no_loss(output: Tensor) -> Tensor:
     raise LLQRError("this divergence needs the loss: give loss_fn and targets")
 
@@ -266,11 +314,29 @@ def _check_mean(loss_fn: Loss, output: Tensor, targets: Any) -> None:
     """A mean doesn't change when the batch is given twice; a sum doubles."""
     if not isinstance(targets, Tensor) or targets.dim() == 0 or output.dim() == 0 or len(targets) != len(output):
         return
-    with torch.no_grad():
-        once = float(loss_fn(output, targets))
-        twice = float(loss_fn(torch.cat((output, output)), torch.cat((targets, targets))))
+    try:
+        with torch.no_grad(), frozen_rng():
+            once = float(loss_fn(output, targets))
+            twice = float(loss_fn(torch.cat((output, output)), torch.cat((targets, targets))))
+    except Exception:  # a loss that knows its batch proves nothing
+        return
     if abs(once) > 1e-6 and abs(twice - 2 * once) < 1e-4 * abs(once):
         raise LLQRError("loss_fn adds the examples up: it must return their mean (reduction='mean')")
+
+
+def _check_chunks(loss_fn: Loss, parts: list[_Part], targets: Any) -> None:
+    """The losses of the chunks have to add up to the loss of the batch."""
+    seen = [(part.share, part.seen) for part in parts if part.seen is not None]
+    outputs = torch.cat([base.output for _, base in seen])
+    with torch.no_grad(), frozen_rng():
+        whole = float(loss_fn(outputs, targets))
+        pieces = sum(share * float(base.loss(base.output)) for share, base in seen)
+    if abs(whole - pieces) > 1e-3 * abs(whole):
+        raise LLQRError(
+            f"the losses of the chunks add up to {pieces:.6g}, and the loss of the batch is {whole:.6g}: it isn't a mean over "
+            "examples (class weights, ignored targets?). Give `weights` that say how much each variable counts, or the batch "
+            "whole"
+        )
 
 
 def _places(model: nn.Module, terms: list[tuple[float, Term]]) -> dict[str | int, str]:
@@ -302,9 +368,11 @@ def _diagonal(
 
 
 def _given(gradient: Parameters, parameters: Parameters) -> Parameters:
-    for name in gradient:
+    for name, value in gradient.items():
         if name not in parameters:
             raise unknown("parameter in the gradient", name, parameters)
+        if not isinstance(value, Tensor) or value.shape != parameters[name].shape:
+            raise LLQRError(f"the gradient of {name!r} isn't a tensor of shape {tuple(parameters[name].shape)}")
     return {name: gradient.get(name, torch.zeros_like(p)).detach() for name, p in parameters.items()}
 
 
@@ -312,7 +380,13 @@ Piece = tuple[Inputs, Any, Tensor | None, float, float]
 
 
 def _pieces(
-    model: nn.Module, inputs: Inputs, targets: Any, weights: Tensor | None, size: int | None, training: bool | None
+    model: nn.Module,
+    inputs: Inputs,
+    targets: Any,
+    weights: Tensor | None,
+    size: int | None,
+    training: bool | None,
+    metrics: bool,
 ) -> Iterator[Piece]:
     """The batch in chunks, with each one's share of the mean over variables and over examples."""
     if weights is not None:
@@ -331,6 +405,10 @@ def _pieces(
         own = None if weights is None else weights[rows]
         examples = (rows.stop - rows.start) / count
         share = examples if weights is None or own is None else float(own.sum() / weights.sum())
+        if share == 0 and metrics:
+            raise LLQRError(
+                "a chunk holds padding only, and the intermediate metrics count it: use a larger chunk_size"
+            )
         if share > 0:
             yield _rows(inputs, rows, count), _rows(targets, rows, count), own, share, examples
 
@@ -345,19 +423,18 @@ def _rows(value: Any, rows: slice, count: int) -> Any:
 
 def _refuse_coupled(model: nn.Module, training: bool | None) -> None:
     for name, module in model.named_modules():
-        if not (module.training if training is None else training):
+        batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        if not (module.training if training is None else training) and not (batch_norm and module.running_mean is None):
             continue
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if batch_norm:
             raise LLQRError(
                 f"{name!r} normalises with the statistics of the batch, which a chunk doesn't know: give the batch whole, or "
                 "use running statistics (training=False, or model.eval())"
             )
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-            raise LLQRError(f"{name!r} drops at random, differently in chunks: give the batch whole, or training=False")
 
 
 def _total(parts: Iterator[Parameters]) -> Parameters:
     total = next(parts)
     for part in parts:
-        total = {name: value.add_(part[name]) for name, value in total.items()}
+        total = {name: value + part[name] for name, value in total.items()}  # gradients may share memory
     return total

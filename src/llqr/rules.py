@@ -28,6 +28,7 @@ class _Transposed(torch.autograd.Function):
     def forward(ctx: Any, u: Tensor, rule: Rule) -> tuple[Maybe, ...]:
         ctx.rule = rule
         ctx.set_materialize_grads(False)
+        rule.check()
         return rule.pull(u)
 
     @staticmethod
@@ -54,6 +55,17 @@ class Rule:
 
     needed: Sequence[bool]
     """Which inputs a derivative is asked for."""
+    kept: Sequence[Tensor] = ()
+    """What the products read: nobody may change it meanwhile."""
+    versions: Sequence[int] = ()
+
+    def keep(self, *tensors: Tensor) -> None:
+        self.kept, self.versions = tensors, [tensor._version for tensor in tensors]
+
+    def check(self) -> None:
+        """Raise as autograd does where a tensor that it saved was changed."""
+        if any(tensor._version != version for tensor, version in zip(self.kept, self.versions, strict=True)):
+            raise RuntimeError("a tensor that a derivative needs was changed by an in-place operation")
 
     def forward(self) -> Tensor:
         raise NotImplementedError
@@ -73,6 +85,7 @@ class Affine(Rule):
     def __init__(self, x: Tensor, w: Tensor, b: Maybe) -> None:
         self.x, self.w, self.b = x.detach(), w.detach(), None if b is None else b.detach()
         self.shape = (*x.shape[:-1], len(w))
+        self.keep(self.x, self.w)
 
     def forward(self) -> Tensor:
         return torch._C._nn.linear(self.x, self.w, self.b)
@@ -106,6 +119,7 @@ class Convolution(Rule):
     def __init__(self, x: Tensor, w: Tensor, b: Maybe, settings: tuple[Any, ...]) -> None:
         self.x, self.w, self.b = x.detach(), w.detach(), None if b is None else b.detach()
         self.settings = settings
+        self.keep(self.x, self.w)
 
     def forward(self) -> Tensor:
         y: Tensor = torch.ops.aten.convolution(self.x, self.w, self.b, *self.settings)
@@ -202,7 +216,7 @@ def _convolve(spatial: int) -> Callable[..., Maybe]:
         dilation: Any = 1,
         groups: int = 1,
     ) -> Maybe:
-        if input.dim() != spatial + 2 or isinstance(padding, str):
+        if input.dim() != spatial + 2 or isinstance(padding, str) or _autocast(input):
             return None
         settings = (
             *(_tuple(value, spatial) for value in (stride, padding, dilation)),
@@ -216,11 +230,20 @@ def _convolve(spatial: int) -> Callable[..., Maybe]:
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Maybe = None) -> Maybe:
-    return _record(Affine(input, weight, bias), input, weight, bias) if weight.dim() == 2 else None
+    if weight.dim() != 2 or _autocast(input):
+        return None
+    return _record(Affine(input, weight, bias), input, weight, bias)
+
+
+def _autocast(tensor: Tensor) -> bool:
+    """Under autocast torch chooses the dtypes, and knows how to go back."""
+    return torch.is_autocast_enabled(tensor.device.type)
 
 
 def _pointwise(function: Callable[..., Tensor]) -> Callable[..., Maybe]:
     def replacement(input: Tensor, *args: Any, inplace: bool = False, **kwargs: Any) -> Maybe:
+        if inplace or any(argument is True for argument in args):
+            return None  # what else reads the input has to see the change
         return _record(Pointwise(input, lambda x: function(x, *args, **kwargs)), input) if input.requires_grad else None
 
     return replacement
@@ -235,6 +258,8 @@ def _layer_norm(
     cudnn_enable: bool = True,
 ) -> Maybe:
     y = _record(Normalise(input, len(normalized_shape), eps), input)
+    if weight is None and bias is None:
+        return y.clone()  # the rule keeps y, and what follows may work in place
     if weight is not None:
         y = y * weight
     return y if bias is None else y + bias

@@ -58,6 +58,6 @@ def resolve(divergence: str | Divergence) -> Divergence:
         return divergence
     if isinstance(divergence, type) and issubclass(divergence, Divergence):
         raise LLQRError(f"the divergence is a class; write {divergence.__name__}() to make one")
-    if divergence not in NAMES:
+    if not isinstance(divergence, str) or divergence not in NAMES:
         raise unknown("divergence", divergence, NAMES)
     return NAMES[divergence]()

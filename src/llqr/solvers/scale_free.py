@@ -36,9 +36,9 @@ class ScaleFree(Solver):
     c and the multiple r of a₀ minimise a quadratic of two variables. r near 1 takes the trial point, otherwise V + r·a₀·d, with
     the chord's value for Hδ.
     *Safety.* Negative curvature counts by its absolute value. The norm of each tensor of V may become `reach` times that at
-    the start, and c `reach` times ‖δ‖/‖Hδ‖; a block that has come to its bound stays there. The U with the least J of those
-    where J is known exactly is returned, so J never rises; `history` holds J along the chord where the trial point wasn't
-    taken, and ends with the exact one.
+    the start, and c `reach` times ‖δ‖/‖Hδ‖; a block that has come to its bound stays there. The U with the least J, negative
+    curvature counted so, of those where it is known exactly is returned: J never rises where H is positive. `history` holds J
+    along the chord where the trial point wasn't taken, and ends with the exact one.
     """
 
     reach: float = 100.0
@@ -50,17 +50,17 @@ class ScaleFree(Solver):
         point = problem.at(u)
         state = _State(1.0, point, point.step, problem.curvature(point.step))
         history = [state.value(problem)]
-        best = (history[0], state)
         bounds = _Bounds(u, self.reach)
         state = replace(state, scale=bounds.scale(problem, state))
         if not math.isfinite(history[0]) or not state.descends(problem):
             return u.with_history(history)
+        best = (state.merit(problem), state)
         advance = _along_tangent if u.degree == 1 else _along_chord
         directions = _Directions(problem)
         for _ in range(steps):
             before = state.value(problem)
-            if before < best[0] and state.exact:
-                best = (before, state)
+            if state.exact:
+                best = min(best, (state.merit(problem), state), key=lambda pair: pair[0])
             moved = advance(problem, state, directions, bounds)
             if moved is None or not (moved.point.u.is_finite() and math.isfinite(moved.value(problem))):
                 break
@@ -72,9 +72,9 @@ class ScaleFree(Solver):
             step = state.point.step
             state = replace(state, step=step, product=problem.curvature(step), exact=True)
             state = replace(state, scale=bounds.scale(problem, state))
-        best = min(best, (state.value(problem), state), key=lambda pair: pair[0])
+        best = min(best, (state.merit(problem), state), key=lambda pair: pair[0])
         if len(history) > 1:
-            history[-1] = best[0]
+            history[-1] = best[1].value(problem)
         return best[1].point.u.scaled(best[1].scale).with_history(history)
 
 
@@ -94,6 +94,12 @@ class _State:
 
     def value(self, problem: Problem) -> float:
         return problem.value(self.step, self.product, self.scale)
+
+    def merit(self, problem: Problem) -> float:
+        """J with the curvature's absolute value: what steps are compared by, because J itself has no bottom where H is
+        negative, and the longest step would win. The same as J where H is positive."""
+        bend = dot(self.step, self.product)
+        return self.value(problem) + self.scale**2 * max(0.0, -bend)
 
     def slope(self, problem: Problem) -> Stacks:
         return problem.slope(self.product, self.scale)

@@ -177,8 +177,9 @@ def _seconds(job: Callable[[], object]) -> float:
 
 def report(result: dict[str, Any], console: Console) -> None:
     """Products, fits, memory and growth, as tables."""
-    table = Table(title="In training steps of the same network", title_justify="left", box=box.SIMPLE_HEAD)
-    for header in ("network", "train (ms)", "KL product", "Newton product", "record + first (KL)", "(Newton)"):
+    title = "Curvature products in training steps of the same network; first: recorded anew, with the gradient"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for header in ("network", "training\nstep (ms)", "KL", "Newton", "first\nKL", "first\nNewton"):
         table.add_column(header, justify="right", no_wrap=True)
     for row in result["products"]:
         ratios = [f"{row['ratios'][name]:.2f}" for name in ("kl", "newton", "record kl", "record newton")]
