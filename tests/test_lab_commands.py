@@ -195,3 +195,20 @@ def test_a_result_that_is_not_a_number_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="JSON"):
         write_json(tmp_path / "result.json", {"seconds": float("nan")})
     assert not list(tmp_path.iterdir())
+
+
+def test_bench_engine_measures_and_writes(tmp_path: Path) -> None:
+    """Products, fits and memory of tiny networks: every ratio is a positive number, and ScaleFree's objective is lower."""
+    output, figure = tmp_path / "engine.json", tmp_path / "engine.png"
+    arguments = ["bench", "engine", "--quick", "--repeats", "1", "--output", str(output), "--figure", str(figure)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    content = json.loads(output.read_text(encoding="utf-8"))
+    assert content["command"].startswith("llqr bench engine") and content["seed"] == 0  # noqa: PT018
+    for row in content["products"]:
+        assert set(row["ratios"]) == {"kl", "newton", "record kl", "record newton"}
+        assert all(value > 0 for value in row["ratios"].values())
+    objective = content["fits"]["objective"]
+    assert objective["K-FAC, ScaleFree × 5"] < objective["K-FAC, SGDM × 25"]
+    assert all(row["peak_bytes"]["refit"] for row in content["memory"])
+    assert figure.stat().st_size > 0

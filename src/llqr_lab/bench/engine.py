@@ -68,10 +68,7 @@ def run(
     done()
     memory: list[Row] = []
     for size in networks:
-        peaks = {
-            kind: peak_memory({kind: (prepare_memory, (kind, size, seed))})[kind]
-            for kind in ("train", "refit", "chunked")
-        }
+        peaks = peak_memory({kind: (prepare_memory, (kind, size, seed)) for kind in ("train", "refit", "chunked")})
         memory.append({"model": size.model, "peak_bytes": peaks})
         done()
     return {

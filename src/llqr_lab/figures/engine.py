@@ -29,12 +29,12 @@ def _products(axes: Axes, rows: list[dict[str, Any]]) -> None:
         values = [row["ratios"][name] for row in rows]
         bars = axes.bar(places, values, 0.36, color=colour, label=label)
         axes.bar_label(bars, fmt="%.2f", padding=2)
-    axes.axhline(4 / 3, color=GREY, linestyle=":", label="4/3: matrix products alone (KL)")
+    axes.axhline(4 / 3, color=GREY, linestyle=":", label="4/3: KL's matrix products")
     axes.set_xticks(range(len(rows)), [row["model"] for row in rows])
     axes.set_ylabel("training steps")
     axes.set_title("one curvature product")
-    axes.margins(y=0.2)
-    axes.legend()
+    axes.margins(y=0.4)
+    axes.legend(loc="upper right", ncols=3, fontsize="small")
 
 
 def _fits(axes: Axes, fits: dict[str, Any]) -> None:
