@@ -24,6 +24,7 @@ from llqr.checks import (
     loss_gradient,
     tensors_in,
 )
+from llqr.chunks import pieces
 from llqr.divergences import L2, ActivationTerm, BasePoint, Divergence, OutputTerm, Term, resolve
 from llqr.errors import LLQRError, unknown
 from llqr.linearize import Linearization, Parameters, Recorder, SecondDerivative, Selector
@@ -84,7 +85,7 @@ class QuadraticModel:
         problem = _Problem(recorder, parameters, loss_fn if needs_loss else None, terms, places)
         parts = [
             _Part(problem, *piece, keep=chunk_size is None)
-            for piece in _pieces(model, inputs, targets, weights, chunk_size, training, bool(places))
+            for piece in pieces(model, inputs, targets, weights, chunk_size, training, bool(places))
         ]
         slope = _total(part.gradient() for part in parts) if gradient is None else _given(gradient, parameters)
         for name, value in slope.items():
@@ -374,63 +375,6 @@ def _given(gradient: Parameters, parameters: Parameters) -> Parameters:
         if not isinstance(value, Tensor) or value.shape != parameters[name].shape:
             raise LLQRError(f"the gradient of {name!r} isn't a tensor of shape {tuple(parameters[name].shape)}")
     return {name: gradient.get(name, torch.zeros_like(p)).detach() for name, p in parameters.items()}
-
-
-Piece = tuple[Inputs, Any, Tensor | None, float, float]
-
-
-def _pieces(
-    model: nn.Module,
-    inputs: Inputs,
-    targets: Any,
-    weights: Tensor | None,
-    size: int | None,
-    training: bool | None,
-    metrics: bool,
-) -> Iterator[Piece]:
-    """The batch in chunks, with each one's share of the mean over variables and over examples."""
-    if weights is not None:
-        check_finite(weights, "the weights")
-        if (weights < 0).any() or weights.sum() == 0:
-            raise LLQRError("the weights are numbers of zero or more, not all zero")
-    if size is None:
-        yield inputs, targets, weights, 1.0, 1.0
-        return
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise LLQRError(f"chunk_size is a positive number of examples, or None for the whole batch; not {size!r}")
-    _refuse_coupled(model, training)
-    count = batch_size_of(inputs)
-    for start in range(0, count, size):
-        rows = slice(start, min(start + size, count))
-        own = None if weights is None else weights[rows]
-        examples = (rows.stop - rows.start) / count
-        share = examples if weights is None or own is None else float(own.sum() / weights.sum())
-        if share == 0 and metrics:
-            raise LLQRError(
-                "a chunk holds padding only, and the intermediate metrics count it: use a larger chunk_size"
-            )
-        if share > 0:
-            yield _rows(inputs, rows, count), _rows(targets, rows, count), own, share, examples
-
-
-def _rows(value: Any, rows: slice, count: int) -> Any:
-    if isinstance(value, Tensor):
-        return value[rows] if value.dim() and len(value) == count else value
-    if isinstance(value, dict):
-        return {name: _rows(inner, rows, count) for name, inner in value.items()}
-    return type(value)(_rows(inner, rows, count) for inner in value) if isinstance(value, (tuple, list)) else value
-
-
-def _refuse_coupled(model: nn.Module, training: bool | None) -> None:
-    for name, module in model.named_modules():
-        batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
-        if not (module.training if training is None else training) and not (batch_norm and module.running_mean is None):
-            continue
-        if batch_norm:
-            raise LLQRError(
-                f"{name!r} normalises with the statistics of the batch, which a chunk doesn't know: give the batch whole, or "
-                "use running statistics (training=False, or model.eval())"
-            )
 
 
 def _total(parts: Iterator[Parameters]) -> Parameters:

@@ -1,0 +1,67 @@
+"""A batch in chunks: who gets what, what it weighs, and which models can't be cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from llqr.checks import Inputs, batch_size_of, check_finite
+from llqr.errors import LLQRError
+
+Piece = tuple[Inputs, Any, Tensor | None, float, float]
+
+
+def pieces(
+    model: nn.Module,
+    inputs: Inputs,
+    targets: Any,
+    weights: Tensor | None,
+    size: int | None,
+    training: bool | None,
+    metrics: bool,
+) -> Iterator[Piece]:
+    """The batch in chunks, with each one's share of the mean over variables and over examples."""
+    if weights is not None:
+        check_finite(weights, "the weights")
+        if (weights < 0).any() or weights.sum() == 0:
+            raise LLQRError("the weights are numbers of zero or more, not all zero")
+    if size is None:
+        yield inputs, targets, weights, 1.0, 1.0
+        return
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise LLQRError(f"chunk_size is a positive number of examples, or None for the whole batch; not {size!r}")
+    _refuse_coupled(model, training)
+    count = batch_size_of(inputs)
+    for start in range(0, count, size):
+        rows = slice(start, min(start + size, count))
+        own = None if weights is None else weights[rows]
+        examples = (rows.stop - rows.start) / count
+        share = examples if weights is None or own is None else float(own.sum() / weights.sum())
+        if share == 0 and metrics:
+            raise LLQRError(
+                "a chunk holds padding only, and the intermediate metrics count it: use a larger chunk_size"
+            )
+        if share > 0:
+            yield _rows(inputs, rows, count), _rows(targets, rows, count), own, share, examples
+
+
+def _rows(value: Any, rows: slice, count: int) -> Any:
+    if isinstance(value, Tensor):
+        return value[rows] if value.dim() and len(value) == count else value
+    if isinstance(value, Mapping):
+        return {name: _rows(inner, rows, count) for name, inner in value.items()}
+    return type(value)(_rows(inner, rows, count) for inner in value) if isinstance(value, (tuple, list)) else value
+
+
+def _refuse_coupled(model: nn.Module, training: bool | None) -> None:
+    for name, module in model.named_modules():
+        batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        if not (module.training if training is None else training) and not (batch_norm and module.running_mean is None):
+            continue
+        if batch_norm:
+            raise LLQRError(
+                f"{name!r} normalises with the statistics of the batch, which a chunk doesn't know: give the batch whole, or "
+                "use running statistics (training=False, or model.eval())"
+            )
