@@ -130,6 +130,18 @@ def test_scale_free_on_newton_stays_finite_and_descends(name: str) -> None:
         assert u.history[-1] <= u.history[0]
 
 
+@pytest.mark.parametrize("structure", ["kfac", "ekfac"])
+@pytest.mark.parametrize("name", ["attention", "tied", "convolution", "residual"])
+def test_scale_free_learns_more_than_a_scale(name: str, structure: str) -> None:
+    """The best multiple of the identity has J = -(g·g)² / 2g·Hg; factors have to get below that, not stop at it."""
+    _, arguments = truth_of(name)
+    q = QuadraticModel.build(*arguments, KL(), output=pick)
+    curved = q.curvature(q.gradient)
+    squared = sum(float(g.square().sum()) for g in q.gradient.values())
+    bend = sum(float((g * curved[key]).sum()) for key, g in q.gradient.items())
+    assert fit(q, structure, ScaleFree(), steps=10).history[-1] < -1.2 * squared**2 / (2 * bend)
+
+
 @pytest.mark.parametrize("structure", STRUCTURES[:4])
 def test_negative_curvature_does_not_bring_the_identity_back(structure: str) -> None:
     """Where H is negative along g, J has no bottom: the step is bounded by the curvature, whatever the scale of the loss."""

@@ -10,6 +10,7 @@ only while a forward pass is recorded for such products (`linear_rules`).
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -50,7 +51,7 @@ class _Recorded(torch.autograd.Function):
         return (None, *_Transposed.apply(u, ctx.rule))  # type: ignore[no-untyped-call]
 
 
-class Rule:
+class Rule(ABC):
     """One operation at one point: its value, Jᵀu and Jv."""
 
     needed: Sequence[bool]
@@ -67,16 +68,17 @@ class Rule:
         if any(tensor._version != version for tensor, version in zip(self.kept, self.versions, strict=True)):
             raise RuntimeError("a tensor that a derivative needs was changed by an in-place operation")
 
+    @abstractmethod
     def forward(self) -> Tensor:
-        raise NotImplementedError
+        """y."""
 
+    @abstractmethod
     def pull(self, u: Tensor) -> tuple[Maybe, ...]:
         """Jᵀu, one part for each input, None where not needed."""
-        raise NotImplementedError
 
+    @abstractmethod
     def push(self, v: Sequence[Maybe]) -> Maybe:
         """Jv, from one part for each input, None for zero."""
-        raise NotImplementedError
 
 
 class Affine(Rule):

@@ -171,7 +171,7 @@ class _Problem:
             def catch(module: nn.Module, args: Any, output: Tensor) -> None:
                 if place in caught:
                     raise LLQRError(f"module {place!r} is called more than once in a pass; a metric needs one place")
-                caught[place] = output
+                caught[place] = output.clone()  # what follows may work in place
 
             return catch
 

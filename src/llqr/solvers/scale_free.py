@@ -17,8 +17,6 @@ LONGEST_TRIAL = 1.0
 """The most that a tensor moves to a trial point, relative to its norm."""
 STRETCH = (0.1, 3.0)
 """The least and the largest multiple of a trial's length that a step may have."""
-TRIAL_IS_GOOD = (0.8, 1.25)
-"""Where the best multiple is in here, the trial point itself is taken."""
 NEGLIGIBLE = 1e-12
 """A block whose gradient is below this fraction of the whole is rounding (the bias of attention's keys) and stays."""
 
@@ -33,12 +31,11 @@ class ScaleFree(Solver):
     *Length.* Where δ is linear in V: a = -⟨P, δ'⟩/⟨δ', Hδ'⟩ along δ' = dδ[d], after which Hδ + aHδ' is exact. Where it isn't
     (Kronecker, E-KFAC), the one product is spent on a trial point V + a₀d, with a₀ from the curvature last met, not on δ':
     so Hδ is exact there, second order in a₀ included, and errors can't pile up. Along the chord v from δ to the trial's δ,
-    c and the multiple r of a₀ minimise a quadratic of two variables. r near 1 takes the trial point, otherwise V + r·a₀·d, with
-    the chord's value for Hδ.
+    c and the multiple r of a₀ minimise a quadratic of two variables. The trial point is taken if it is better, at its own best
+    c; r·a₀ says where to try next. A point between the two would have only the chord's value for Hδ, and such values drift.
     *Safety.* Negative curvature counts by its absolute value. The norm of each tensor of V may become `reach` times that at
     the start, and c `reach` times ‖δ‖/‖Hδ‖; a block that has come to its bound stays there. The U with the least J, negative
-    curvature counted so, of those where it is known exactly is returned: J never rises where H is positive. `history` holds J
-    along the chord where the trial point wasn't taken, and ends with the exact one.
+    curvature counted so, of those where it is known exactly is returned: J never rises where H is positive.
     """
 
     reach: float = 100.0
@@ -59,19 +56,15 @@ class ScaleFree(Solver):
         directions = _Directions(problem)
         for _ in range(steps):
             before = state.value(problem)
-            if state.exact:
-                best = min(best, (state.merit(problem), state), key=lambda pair: pair[0])
+            best = min(best, (state.merit(problem), state), key=lambda pair: pair[0])
             moved = advance(problem, state, directions, bounds)
             if moved is None or not (moved.point.u.is_finite() and math.isfinite(moved.value(problem))):
                 break
+            refused = moved.point is state.point  # a trial that was worse; the next is at another length
             state = moved
             history.append(state.value(problem))
-            if abs(before - history[-1]) <= NOTHING_TO_GAIN * abs(history[-1]):
+            if not refused and abs(before - history[-1]) <= NOTHING_TO_GAIN * abs(history[-1]):
                 break
-        if not state.exact:
-            step = state.point.step
-            state = replace(state, step=step, product=problem.curvature(step), exact=True)
-            state = replace(state, scale=bounds.scale(problem, state))
         best = min(best, (state.merit(problem), state), key=lambda pair: pair[0])
         if len(history) > 1:
             history[-1] = best[1].value(problem)
@@ -80,7 +73,7 @@ class ScaleFree(Solver):
 
 @dataclass(frozen=True)
 class _State:
-    """c, V with its derivatives, and a pair (δ, Hδ) for c = 1: `exact` says that δ is V's own.
+    """c, V with its derivatives, and its pair (δ, Hδ) for c = 1.
 
     `chord` is the last chord's Rayleigh quotient of H and the length of the step along it.
     """
@@ -89,7 +82,6 @@ class _State:
     point: Point
     step: Stacks
     product: Stacks
-    exact: bool = True
     chord: tuple[float, float] | None = None
 
     def value(self, problem: Problem) -> float:
@@ -204,14 +196,11 @@ def _along_chord(problem: Problem, state: _State, directions: _Directions, bound
     trial_product = problem.curvature(trial.step)
     chord, product = add(trial.step, state.step, -1.0), add(trial_product, state.product, -1.0)
     multiple = min(max(_multiple(problem, state, chord, product), STRETCH[0]), STRETCH[1])
-    if TRIAL_IS_GOOD[0] <= multiple <= TRIAL_IS_GOOD[1]:
-        there = replace(state, point=trial, step=trial.step, product=trial_product, exact=True)
-    else:
-        moved = problem.at(state.point.u.moved(direction, multiple * length))
-        step, product_there = add(state.step, chord, multiple), add(state.product, product, multiple)
-        there = replace(state, point=moved, step=step, product=product_there, exact=False)
     quotient = _ratio(dot(chord, product), dot(chord, chord))
-    return replace(there, scale=bounds.scale(problem, there), chord=(quotient, multiple * length))
+    there = replace(state, point=trial, step=trial.step, product=trial_product)
+    there = replace(there, scale=bounds.scale(problem, there))
+    better = there if there.merit(problem) < state.merit(problem) else state
+    return replace(better, chord=(quotient, multiple * length))
 
 
 def _predicted(state: _State, slope: Stacks, direction: Change) -> float:
