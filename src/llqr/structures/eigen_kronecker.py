@@ -13,9 +13,11 @@ from llqr.structures.modes import (
     AllButOne,
     factor_size,
     identity_factor,
+    longest,
     multiply,
     multiply_all,
     outer,
+    shortest,
     sides,
     transpose,
 )
@@ -83,19 +85,23 @@ class _Linearization(Linearization):
         dX̂ = dQ_Lᵀ (X Q_R) + (Q_Lᵀ X) dQ_R
         dY = dQ_L ((s ∘ X̂) Q_Rᵀ) + (Q_L (s ∘ X̂)) dQ_Rᵀ + Q_L (ds ∘ X̂ + s ∘ dX̂) Q_Rᵀ
 
-    and with P̂ = Q_Lᵀ P Q_R the pullback of P is P̂ ∘ X̂ for s and P (Q_R (s ∘ X̂)ᵀ) + (X Q_R) (s ∘ P̂)ᵀ for Q_L.
+    and with P̂ = Q_Lᵀ P Q_R the pullback of P is P̂ ∘ X̂ for s, P ((s ∘ X̂) Q_Rᵀ)ᵀ + (X Q_R) (s ∘ P̂)ᵀ for Q_L, and
+    (Q_Lᵀ P)ᵀ (s ∘ X̂) + (Q_Lᵀ X)ᵀ (s ∘ P̂) for Q_R: the same in L and R, but for what the first term puts together. That takes
+    what Y (for the longer side) and P̂ (for the others) need anyway, so that five products involve the longer side, not seven.
     """
 
     def __init__(self, tensors: Tensors, x: Tensor, shape: Sequence[int]) -> None:
         self._shape, self._scale, self._bases = shape, tensors[SCALE], _bases(tensors)
         self._names = BASES[: len(self._bases)]
         self._transposed = [transpose(basis) for basis in self._bases]
+        self._long, self._short = longest(x.shape), shortest(x.shape)
         self._inner = AllButOne(x, self._transposed)
-        self._hat = multiply(self._inner[0], self._transposed[0], 0)
-        self._outer = AllButOne(self._scale * self._hat, self._bases)
+        self._hat = multiply(self._inner[self._short], self._transposed[self._short], self._short)
+        self._scaled = self._scale * self._hat
+        self._outer = AllButOne(self._scaled, self._bases)
 
     def value(self) -> Tensor:
-        return multiply(self._outer[0], self._bases[0], 0).reshape(self._shape)
+        return multiply(self._outer[self._long], self._bases[self._long], self._long).reshape(self._shape)
 
     def derivative(self, change: Tensors) -> Tensor:
         names = list(enumerate(self._names))
@@ -107,12 +113,16 @@ class _Linearization(Linearization):
 
     def pullback(self, cotangent: Tensor) -> dict[str, Tensor]:
         cotangent = cotangent.reshape(self._hat.shape)
-        hat = multiply_all(cotangent, self._transposed)
+        pulled = AllButOne(cotangent, self._transposed)
+        hat = multiply(pulled[self._short], self._transposed[self._short], self._short)
         scaled = self._scale * hat
-        gradient = {
-            name: outer(cotangent, self._outer[mode], mode, basis) + outer(self._inner[mode], scaled, mode, basis)
-            for mode, (name, basis) in enumerate(zip(self._names, self._bases, strict=True))
-        }
+        gradient: dict[str, Tensor] = {}
+        for mode, (name, basis) in enumerate(zip(self._names, self._bases, strict=True)):
+            if mode == self._long:
+                direct = outer(cotangent, self._outer[mode], mode, basis)
+            else:
+                direct = outer(pulled[mode], self._scaled, mode, basis)
+            gradient[name] = outer(self._inner[mode], scaled, mode, basis, onto=direct)
         return {**gradient, SCALE: hat * self._hat}
 
 

@@ -9,7 +9,16 @@ from torch import Tensor
 
 from llqr.structures.base import Linearization, Modes, Structure, Tensors, check_factors
 from llqr.structures.diagonal import Diagonal
-from llqr.structures.modes import AllButOne, factor_size, identity_factor, multiply, multiply_all, outer, sides
+from llqr.structures.modes import (
+    AllButOne,
+    factor_size,
+    identity_factor,
+    multiply,
+    multiply_all,
+    outer,
+    shortest,
+    sides,
+)
 
 FACTORS = ("C", "D", "E")
 VECTOR = Diagonal()
@@ -64,14 +73,18 @@ class Kronecker(Structure):
 
 
 class _Linearization(Linearization):
-    """d(C X Dᵀ) = dC (X Dᵀ) + (C X) dDᵀ; the pullback of P is P (X Dᵀ)ᵀ for C and Pᵀ (C X) for D."""
+    """d(C X Dᵀ) = dC (X Dᵀ) + (C X) dDᵀ; the pullback of P is P (X Dᵀ)ᵀ for C and Pᵀ (C X) for D.
+
+    Both X Dᵀ and C X are there for the pullback, so the value is one product more: with the factor of the shorter side.
+    """
 
     def __init__(self, tensors: Tensors, x: Tensor, shape: Sequence[int]) -> None:
         self._tensors, self._shape, self._sides = tensors, shape, x.shape
         self._rest = AllButOne(x, list(tensors.values()))
 
     def value(self) -> Tensor:
-        return multiply(self._rest[0], next(iter(self._tensors.values())), 0).reshape(self._shape)
+        last = shortest(self._sides)
+        return multiply(self._rest[last], list(self._tensors.values())[last], last).reshape(self._shape)
 
     def derivative(self, change: Tensors) -> Tensor:
         parts = [multiply(self._rest[mode], change[name], mode) for mode, name in enumerate(self._tensors)]

@@ -22,6 +22,16 @@ def sides(shape: Sequence[int], modes: Modes) -> tuple[int, ...]:
     return shape[0], math.prod(shape[1:])
 
 
+def shortest(stack: Sequence[int]) -> int:
+    """The side (mode) of a stack's shape (k, n_0, n_1, …) that costs least to multiply."""
+    return min(range(len(stack) - 1), key=lambda mode: stack[mode + 1])
+
+
+def longest(stack: Sequence[int]) -> int:
+    """The side that costs most to multiply; another than the shortest one."""
+    return max(range(len(stack) - 1), key=lambda mode: (stack[mode + 1], mode))
+
+
 def factor_size(side: int, max_dim: int) -> tuple[int, ...]:
     """The shape of a side's factor: a matrix, or a diagonal where the side is longer than max_dim."""
     return (side, side) if side <= max_dim else (side,)
@@ -69,12 +79,14 @@ class AllButOne:
         return self._products[left_out]
 
 
-def outer(cotangent: Tensor, x: Tensor, mode: int, factor: Tensor) -> Tensor:
-    """The gradient of ⟨cotangent, multiply(x, factor, mode)⟩ with respect to the factor."""
+def outer(cotangent: Tensor, x: Tensor, mode: int, factor: Tensor, onto: Tensor | None = None) -> Tensor:
+    """The gradient of ⟨cotangent, multiply(x, factor, mode)⟩ with respect to the factor, added `onto` another."""
     if factor.dim() == 2:
         others = [dim for dim in range(1, x.dim()) if dim != mode + 1]
-        return (cotangent * x).sum(others)
-    return torch.bmm(_unfold(cotangent, mode), _unfold(x, mode).mT)
+        gradient = (cotangent * x).sum(others)
+        return gradient if onto is None else onto.add_(gradient)
+    left, right = _unfold(cotangent, mode), _unfold(x, mode).mT
+    return torch.bmm(left, right) if onto is None else onto.baddbmm_(left, right)
 
 
 def _unfold(x: Tensor, mode: int) -> Tensor:
