@@ -140,6 +140,19 @@ def test_scale_free_is_free_of_scale(structure: Structure, gradient: float, curv
 
 
 @pytest.mark.parametrize("structure", STRUCTURES, ids=repr)
+@pytest.mark.parametrize(("gradient", "curvature"), [(1e-25, 1.0), (1e25, 1.0), (1e-20, 1e-20), (1e20, 1e20)])
+def test_scale_free_in_float32_where_squares_are_not(structure: Structure, gradient: float, curvature: float) -> None:
+    """Gradients whose squares float32 can't hold: the same U/b as in the middle of its range."""
+    double = random_model(damping=0.1)
+    model = DenseModel({name: g.float() for name, g in double.gradient.items()}, double.matrix.float())
+    u = fit(model, structure, ScaleFree(), steps=6)
+    v = fit(model.scaled(gradient, curvature), structure, ScaleFree(), steps=6)
+    for name, step in v.apply(model.gradient).items():
+        expected = u.apply(model.gradient)[name] / curvature
+        torch.testing.assert_close(step, expected, rtol=1e-2, atol=1e-3 * float(expected.norm()))
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=repr)
 @pytest.mark.parametrize("divergence", ["mean", "sum"])
 @pytest.mark.parametrize("kind", ["mlp", "cnn", "deep"])
 def test_scale_free_beats_sgdm_with_fewer_products(kind: str, divergence: str, structure: Structure) -> None:

@@ -85,6 +85,12 @@ class Preconditioner:
             ]
         )
 
+    def move_(self, change: Change, length: float) -> None:
+        """U ← U + length · change."""
+        for group, part in zip(self.groups, change, strict=True):
+            for name, tensor in group.tensors.items():
+                tensor.add_(part[name], alpha=length)
+
     def scaled(self, factor: float) -> Preconditioner:
         """factor · U, for a positive factor."""
         return self._replaced([group.structure.scaled(group.tensors, factor) for group in self.groups])

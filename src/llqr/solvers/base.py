@@ -18,7 +18,7 @@ class Solver(ABC):
 
     @abstractmethod
     def solve(self, problem: Problem, u: Preconditioner, steps: int) -> Preconditioner:
-        """U after at most so many steps from u, which stays as it is; `history` is J at the start and after each step.
+        """U after at most so many steps from u, whose tensors may be overwritten; `history` is J at the start and after each.
 
         Where U would no longer be finite, the last one that is comes back.
         """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,11 @@ def inner(left: Change, right: Change) -> float:
     """⟨left, right⟩ over all tensors."""
     parts = [torch.sum(a[name] * b[name]) for a, b in zip(left, right, strict=True) for name in a]
     return float(torch.stack(parts).sum())
+
+
+def norm(change: Change) -> float:
+    """√⟨change, change⟩; not finite where one of the numbers isn't."""
+    return math.hypot(*(float(torch.linalg.vector_norm(tensor)) for part in change for tensor in part.values()))
 
 
 def combine(left: Change, right: Change, factor: float) -> Change:

@@ -9,7 +9,7 @@ import torch
 
 from llqr.preconditioner import Change, Preconditioner
 from llqr.solvers.base import NOTHING_TO_GAIN, Solver
-from llqr.solvers.changes import combine, inner, negative
+from llqr.solvers.changes import combine, inner, negative, norm
 from llqr.solvers.problem import Problem, add, dot
 
 LONGEST = 10.0
@@ -28,7 +28,7 @@ class ConjugateGradient(Solver):
     def solve(self, problem: Problem, u: Preconditioner, steps: int) -> Preconditioner:
         point = problem.at(u)
         product = problem.curvature(point.step)
-        longest = LONGEST * _norm(u)
+        longest = LONGEST * norm([group.tensors for group in u.groups])
         history = [problem.value(point.step, product)]
         direction: Change | None = None
         before: tuple[Change, float] | None = None
@@ -49,7 +49,7 @@ class ConjugateGradient(Solver):
             first = point.derivative(direction)
             first_product = problem.curvature(first)
             decline, bend = dot(slope, first), dot(first, first_product)
-            limit = longest / math.sqrt(inner(direction, direction))
+            limit = longest / norm(direction)
             length = min(-decline / abs(bend), limit) if bend else limit
             new_product = add(product, first_product, length)
             if u.degree > 1:
@@ -94,8 +94,3 @@ def _minimum(coefficients: list[float], start: float, limit: float) -> float:
         candidates += [start * float(root.real) for root in roots if abs(float(root.imag)) < 1e-6 * abs(complex(root))]
     inside = [t for t in candidates if 0 < t <= limit]
     return min(inside, key=lambda t: a1 * t + a2 * t**2 + a3 * t**3 + a4 * t**4)
-
-
-def _norm(u: Preconditioner) -> float:
-    tensors = [group.tensors for group in u.groups]
-    return math.sqrt(inner(tensors, tensors))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from llqr.preconditioner import Change, Preconditioner
 from llqr.solvers.base import Solver
-from llqr.solvers.changes import inner
+from llqr.solvers.changes import norm
 from llqr.solvers.problem import Problem
 
 Rule = Callable[[Change], tuple[Change, float]]
@@ -18,7 +18,8 @@ Rule = Callable[[Change], tuple[Change, float]]
 class FirstOrder(Solver):
     """U ← U + length · direction, by a rule that sees the gradients one after another.
 
-    A step takes one curvature product; one more at the end tells what the last step gave.
+    A step takes one curvature product; one more at the end tells what the last step gave. U is moved in place, and back where
+    the step has led beyond what is finite: a second copy would be the largest thing in memory.
     """
 
     @abstractmethod
@@ -26,21 +27,25 @@ class FirstOrder(Solver):
         """A fresh rule, for one solve."""
 
     def solve(self, problem: Problem, u: Preconditioner, steps: int) -> Preconditioner:
-        rule, history, last = self.rule(), list[float](), u
+        rule, history = self.rule(), list[float]()
         for step in range(steps + 1):
             point = problem.at(u)
             product = problem.curvature(point.step)
             value = problem.value(point.step, product)
-            if not (math.isfinite(value) and u.is_finite()):
-                return last.with_history(history)
+            if not math.isfinite(value):
+                if history:
+                    u.move_(direction, -length)
+                break
             history.append(value)
-            last = u
             if step == steps:
                 break
             gradient = point.pullback(problem.slope(product))
-            if step == 0 and inner(gradient, gradient) == 0:
+            del point, product
+            if step == 0 and norm(gradient) == 0:
                 break
             direction, length = rule(gradient)
             del gradient  # as large as U; not to be there beside the next one
-            u = u.moved(direction, length)
-        return last.with_history(history)
+            if not math.isfinite(norm(direction)):
+                break
+            u.move_(direction, length)
+        return u.with_history(history)

@@ -1,12 +1,13 @@
 """The relaxed problem that inner solvers work on: J(U) = g·δ + ½ δ·Hδ with δ = -U g.
 
 With P = g + Hδ, the gradient of the model at δ, dJ = ⟨P, dδ⟩: the gradient with respect to U is the pullback of P through
-δ = -U g. Steps are kept as one stack for each group of blocks; curvature products, which cost more than all the rest, are
-counted.
+δ = -U g. Steps are kept as one stack for each group of blocks.
 """
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Protocol
@@ -33,9 +34,15 @@ class Problem:
     """J for a quadratic model and preconditioners with the blocks of `u`."""
 
     def __init__(self, model: Quadratic, u: Preconditioner) -> None:
-        self.model, self.groups = model, u.groups
+        self.model, self.groups = model, [group.layout() for group in u.groups]
         self.gradient: Stacks = [group.gather(model.gradient).detach() for group in u.groups]
-        self.products = 0
+
+    def normalised(self) -> tuple[Problem, float]:
+        """The problem with g/‖g‖ in place of g, and ‖g‖: its J is ‖g‖² times smaller, for the same U."""
+        factor = size(self.gradient)
+        scaled = copy.copy(self)
+        scaled.gradient = [part / factor for part in self.gradient]
+        return scaled, factor
 
     def curvature(self, step: Stacks) -> Stacks:
         """H · step, one curvature product."""
@@ -43,7 +50,6 @@ class Problem:
         for group, stack in zip(self.groups, step, strict=True):
             direction.update(group.scatter(stack, self.model.gradient))
         product = self.model.curvature({name: direction[name] for name in self.model.gradient})
-        self.products += 1
         return [group.gather(product) for group in self.groups]
 
     def at(self, u: Preconditioner) -> Point:
@@ -80,6 +86,11 @@ class Point:
 
 def dot(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
     return float(torch.stack([torch.sum(a * b) for a, b in zip(left, right, strict=True)]).sum())
+
+
+def size(stacks: Sequence[Tensor]) -> float:
+    """‖stacks‖, also where squares are beyond float32."""
+    return math.hypot(*(float(torch.linalg.vector_norm(part, dtype=torch.float64)) for part in stacks))
 
 
 def add(left: Sequence[Tensor], right: Sequence[Tensor], factor: float) -> Stacks:

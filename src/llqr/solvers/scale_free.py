@@ -11,7 +11,7 @@ from torch import Tensor
 from llqr.preconditioner import Change, Preconditioner
 from llqr.solvers.base import NOTHING_TO_GAIN, Solver, positive
 from llqr.solvers.changes import block_norms, combine, inner, negative, per_block
-from llqr.solvers.problem import Point, Problem, Stacks, add, dot
+from llqr.solvers.problem import Point, Problem, Stacks, add, dot, size
 
 LONGEST_TRIAL = 1.0
 """The most that a tensor moves to a trial point, relative to its norm."""
@@ -44,6 +44,13 @@ class ScaleFree(Solver):
         positive("reach", self.reach)
 
     def solve(self, problem: Problem, u: Preconditioner, steps: int) -> Preconditioner:
+        problem, norm = problem.normalised()  # squares of tiny or huge gradients are beyond float32
+        if not 0 < norm < math.inf:
+            return u.with_history([0.0])
+        solved = self._solve(problem, u, steps)
+        return solved.with_history([norm**2 * value for value in solved.history])
+
+    def _solve(self, problem: Problem, u: Preconditioner, steps: int) -> Preconditioner:
         point = problem.at(u)
         state = _State(1.0, point, point.step, problem.curvature(point.step))
         history = [state.value(problem)]
@@ -143,7 +150,7 @@ class _Bounds:
         |δ·Hδ| counts as ‖δ‖ ‖Hδ‖ / reach at least, so that a curvature that nearly cancels doesn't send c far away.
         """
         decline, bend = dot(problem.gradient, state.step), abs(dot(state.step, state.product))
-        least = math.sqrt(dot(state.step, state.step) * dot(state.product, state.product)) / self._reach
+        least = size(state.step) * size(state.product) / self._reach
         scale = _ratio(-decline, max(bend, least))
         return scale if 0 < scale < math.inf else state.scale
 

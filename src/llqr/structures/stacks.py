@@ -76,6 +76,10 @@ class Group:
             tensors={name: tensor[chosen] for name, tensor in self.tensors.items()},
         )
 
+    def layout(self) -> Group:
+        """The group without its numbers: enough to gather and scatter."""
+        return replace(self, tensors={name: tensor.new_empty(0) for name, tensor in self.tensors.items()})
+
     def linearize(self, stack: Tensor) -> Linearization:
         return self.structure.linearize(self.tensors, stack)
 
