@@ -30,6 +30,27 @@ def tensors_in(inputs: Inputs) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
 
 
+def check_model(model: nn.Module, inputs: Inputs) -> None:
+    """Raise for what is no model, and for inputs that it can't take."""
+    if torch.is_inference_mode_enabled():
+        raise LLQRError("torch.inference_mode() is on, and nothing can be differentiated under it: leave it first")
+    if not isinstance(model, nn.Module):
+        raise LLQRError(f"the model is a {type(model).__name__}, not an nn.Module")
+    tensors = tensors_in(inputs)
+    if not tensors:
+        raise LLQRError(f"inputs are a tensor, or a tuple or dict with tensors in it; got {type(inputs).__name__}")
+    devices = {p.device for p in model.parameters()} | {b.device for b in model.buffers()}
+    if len(devices) > 1:
+        raise LLQRError(f"the model is on several devices ({', '.join(sorted(map(str, devices)))}): move it to one")
+    elsewhere = {tensor.device for tensor in tensors} - devices
+    if devices and elsewhere:
+        raise LLQRError(f"the inputs are on {elsewhere.pop()}, the model on {devices.pop()}: move one of them")
+    for tensor in tensors:
+        if tensor.numel() == 0:
+            raise LLQRError(f"the inputs are empty, shape {tuple(tensor.shape)}: give at least one example")
+        check_finite(tensor, "the inputs")
+
+
 def check_inputs(inputs: Inputs, first: nn.Module) -> None:
     """Raise for inputs that are empty, not finite, or integers where no embedding takes them."""
     if torch.is_inference_mode_enabled():
@@ -111,6 +132,20 @@ def loss_gradient(loss_fn: Loss, output: Tensor, targets: Any) -> tuple[Callable
             )
     check_finite(gradient, "the gradient of the loss")
     return loss, gradient
+
+
+def check_mean(loss_fn: Loss, output: Tensor, targets: Any) -> None:
+    """A mean doesn't change when the batch is given twice; a sum doubles."""
+    if not isinstance(targets, Tensor) or targets.dim() == 0 or output.dim() == 0 or len(targets) != len(output):
+        return
+    try:
+        with torch.no_grad(), frozen_rng():
+            once = float(loss_fn(output, targets))
+            twice = float(loss_fn(torch.cat((output, output)), torch.cat((targets, targets))))
+    except Exception:  # a loss that knows its batch proves nothing
+        return
+    if abs(once) > 1e-6 and abs(twice - 2 * once) < 1e-4 * abs(once):
+        raise LLQRError("loss_fn adds the examples up: it must return their mean (reduction='mean')")
 
 
 @contextmanager

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from llqr.checks import Inputs, batch_size_of, check_finite
+from llqr.checks import Inputs, Loss, batch_size_of, check_finite, frozen_rng
+from llqr.divergences import BasePoint
 from llqr.errors import LLQRError
 
 Piece = tuple[Inputs, Any, Tensor | None, float, float]
@@ -65,3 +67,17 @@ def _refuse_coupled(model: nn.Module, training: bool | None) -> None:
                 f"{name!r} normalises with the statistics of the batch, which a chunk doesn't know: give the batch whole, or "
                 "use running statistics (training=False, or model.eval())"
             )
+
+
+def check_losses(loss_fn: Loss, seen: list[tuple[float, BasePoint]], targets: Any) -> None:
+    """The losses of the chunks have to add up to the loss of the batch."""
+    outputs = torch.cat([base.output for _, base in seen])
+    with torch.no_grad(), frozen_rng():
+        whole = float(loss_fn(outputs, targets))
+        pieces = sum(share * float(base.loss(base.output)) for share, base in seen)
+    if abs(whole - pieces) > 1e-3 * abs(whole):
+        raise LLQRError(
+            f"the losses of the chunks add up to {pieces:.6g}, and the loss of the batch is {whole:.6g}: it isn't a mean over "
+            "examples (class weights, ignored targets?). Give `weights` that say how much each variable counts, or the batch "
+            "whole"
+        )
