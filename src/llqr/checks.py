@@ -106,6 +106,28 @@ def check_parameter(name: str, parameter: Tensor) -> None:
     check_finite(parameter, f"parameter {name!r}")
 
 
+def check_weights(weights: Any, device: torch.device) -> None:
+    """Raise unless these are weights of variables: real numbers of zero or more, on the device of the inputs."""
+    if not isinstance(weights, Tensor) or weights.is_complex():
+        got = f"of {weights.dtype}" if isinstance(weights, Tensor) else f"a {type(weights).__name__}"
+        raise LLQRError(f"the weights are a tensor of real numbers, one a variable of the output; these are {got}")
+    if weights.device != device:
+        raise LLQRError(f"the weights are on {weights.device}, the inputs on {device}: move one of them")
+    check_finite(weights, "the weights")
+    if (weights < 0).any() or weights.sum() == 0:
+        raise LLQRError("the weights are numbers of zero or more, not all zero")
+
+
+def check_weights_fit(weights: Tensor, output: Tensor) -> None:
+    """Raise for weights that can't be one a variable of this output, whatever its variables are."""
+    following = iter(output.shape)
+    if weights.dim() == 0 or not all(size in following for size in weights.shape):  # the output's sizes, some left out
+        raise LLQRError(
+            f"the weights have shape {tuple(weights.shape)}, and the output {tuple(output.shape)}: give one a variable of it "
+            "(an example, a token)"
+        )
+
+
 def loss_gradient(loss_fn: Loss, output: Tensor, targets: Any) -> tuple[Callable[[Tensor], Tensor], Tensor]:
     """ℓ with its targets bound, and ∇ℓ(x_N); an error where the loss isn't a finite scalar function of the output alone."""
     if isinstance(targets, Tensor):
@@ -117,7 +139,14 @@ def loss_gradient(loss_fn: Loss, output: Tensor, targets: Any) -> tuple[Callable
 
     leaf = output.detach().clone().requires_grad_()
     with torch.enable_grad():
-        value = loss_fn(leaf, targets)
+        try:
+            value = loss_fn(leaf, targets)
+        except Exception as error:
+            if targets is None:
+                raise LLQRError(
+                    f"the targets are None, and loss_fn failed on them ({error}): give the targets"
+                ) from error
+            raise
         if not isinstance(value, Tensor) or value.numel() != 1:
             got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise LLQRError(f"loss_fn returned {got}; it must return one number, the mean over the batch")

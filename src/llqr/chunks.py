@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llqr.checks import Inputs, Loss, batch_size_of, check_finite, frozen_rng
+from llqr.checks import Inputs, Loss, batch_size_of, check_weights, frozen_rng, tensors_in
 from llqr.divergences import BasePoint
 from llqr.errors import LLQRError
 
@@ -26,9 +26,7 @@ def pieces(
 ) -> Iterator[Piece]:
     """The batch in chunks, with each one's share of the mean over variables and over examples."""
     if weights is not None:
-        check_finite(weights, "the weights")
-        if (weights < 0).any() or weights.sum() == 0:
-            raise LLQRError("the weights are numbers of zero or more, not all zero")
+        check_weights(weights, tensors_in(inputs)[0].device)
     if size is None:
         yield inputs, targets, weights, 1.0, 1.0
         return
@@ -36,6 +34,11 @@ def pieces(
         raise LLQRError(f"chunk_size is a positive number of examples, or None for the whole batch; not {size!r}")
     _refuse_coupled(model, training)
     count = batch_size_of(inputs)
+    if weights is not None and weights.shape[:1] != (count,):
+        raise LLQRError(
+            f"the weights have shape {tuple(weights.shape)}, and the batch {count} examples: their first dimension is that of "
+            "the batch"
+        )
     for start in range(0, count, size):
         rows = slice(start, min(start + size, count))
         own = None if weights is None else weights[rows]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llqr.checks import Inputs, Loss, batch_size_of, check_finite, check_mean, loss_gradient
+from llqr.checks import Inputs, Loss, batch_size_of, check_finite, check_mean, check_weights_fit, loss_gradient
 from llqr.divergences import L2, ActivationTerm, BasePoint, OutputTerm, Term
 from llqr.errors import LLQRError
 from llqr.linearize import Linearization, Parameters, Recorder, SecondDerivative
@@ -141,6 +141,8 @@ class Part:
         if problem.loss_fn is not None:
             loss, slope = loss_gradient(problem.loss_fn, output, self._targets)
             check_mean(problem.loss_fn, output, self._targets)
+        if self._weights is not None:
+            check_weights_fit(self._weights, output)
         for _, term in problem.terms:
             if isinstance(term, OutputTerm):
                 term.check(output, self._weights)
