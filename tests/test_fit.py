@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from llqr.errors import LLQRError, NonFiniteError
 from llqr.preconditioner import Preconditioner
@@ -181,3 +183,48 @@ def test_repr_and_structures() -> None:
     assert "Kronecker(max_dim=8192, modes='all'): C(2, 2), D(3, 3), E(4, 4) for conv.weight" in repr(u)
     assert u.structures["b.bias"] == Diagonal()
     assert u.memory == sum(t.numel() * 8 for block in u.blocks.values() for t in block.values())
+
+
+def test_gradients_that_do_not_fit() -> None:
+    model = random_model()
+    g = model.gradient
+    for structure in ("kfac", Dense(per="layer")):
+        u = fit(model, structure, steps=1)
+        refused: list[tuple[str, Any]] = [
+            (r"'a.weight' has shape \(3, 4\), and the parameter \(4, 3\)", {**g, "a.weight": g["a.weight"].T}),
+            ("'a.weight' is a NoneType.*leave it out", {**g, "a.weight": None}),
+            ("'a.weight' is a list.*leave it out", {**g, "a.weight": [1.0]}),
+            ("'a.weight' is sparse.*to_dense", {**g, "a.weight": g["a.weight"].to_sparse()}),
+            ("'a.weight' is torch.int64", {**g, "a.weight": g["a.weight"].long()}),
+            ("'a.weight' is on meta", {**g, "a.weight": g["a.weight"].to("meta")}),
+            ("mapping from parameter names", list(g.values())),
+            ("mapping from parameter names", g["a.weight"]),
+        ]
+        for match, gradients in refused:
+            with pytest.raises(LLQRError, match=match):
+                u.apply(gradients)
+        assert all(step.dtype == torch.float32 for step in u.apply({n: v.float() for n, v in g.items()}).values())
+
+
+def test_states_and_blends_that_are_none() -> None:
+    u = fit(random_model(), "diagonal", steps=2)
+    before = u.state_dict()
+    states: list[Any] = [{}, None, "x", {"blocks": 1, "history": []}, {"blocks": {"a.bias": 1}, "history": []},
+                         {"history": []}, u.blocks]  # fmt: skip
+    states += [{**before, "blocks": {**before["blocks"], "a.bias": {"diagonal": 1.0}}}, {**before, "history": 3}]
+    for state in states:
+        with pytest.raises(LLQRError, match=r"state_dict\(\) of a Preconditioner"):
+            u.load_state_dict(state)
+    assert torch.equal(u.blocks["a.bias"]["d"], before["blocks"]["a.bias"]["d"])
+    for ema in ("x", None, True, torch.tensor([0.1, 0.2]), float("nan")):
+        with pytest.raises(LLQRError, match="ema is a number between 0 and 1"):
+            u.blend(u, ema)  # type: ignore[arg-type]
+
+
+def test_what_is_no_quadratic_model() -> None:
+    with pytest.raises(LLQRError, match=r"NoneType.*QuadraticModel\.build"):
+        fit(None, "kfac")  # type: ignore[arg-type]
+    with pytest.raises(LLQRError, match=r"Linear.*QuadraticModel\.build"):
+        fit(nn.Linear(3, 2), "kfac")  # type: ignore[arg-type]
+    with pytest.raises(LLQRError, match=r"dict.*QuadraticModel\.build"):
+        fit(random_model().gradient, "kfac")  # type: ignore[arg-type]

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from llqr.divergences import KL, Intermediate, Newton
+from llqr import cg_step
+from llqr.divergences import KL, Divergence, GaussNewton, Intermediate, Newton
 from llqr.errors import LLQRError, NonFiniteError, NotTwiceDifferentiableError
 from llqr.quadratic import QuadraticModel
 
@@ -156,3 +157,31 @@ def test_parameters_changed_behind_its_back() -> None:
             parameter.add_(1.0)
     with pytest.raises(LLQRError, match="changed since"):
         q.curvature(q.gradient)
+
+
+@pytest.mark.parametrize("divergence", [KL(), GaussNewton(), Newton(), KL() + Newton(), Intermediate({"0": 1.0})])
+@pytest.mark.parametrize("size", [None, 2])
+def test_weights(divergence: Divergence, size: int | None) -> None:
+    model, (inputs, targets) = network(), data()
+    for weights in ("x", 1.0, [1.0] * 5, torch.ones(5).to(torch.complex64)):
+        refuse("weights are a tensor", model, inputs, targets, LOSS, divergence, 0.0, size, weights=weights)
+    refuse(
+        "weights are on meta", model, inputs, targets, LOSS, divergence, 0.0, size, weights=torch.ones(5, device="meta")
+    )
+    for weights in (-torch.ones(5), torch.tensor([1.0, -1.0, 1.0, 1.0, 1.0])):
+        refuse("zero or more", model, inputs, targets, LOSS, divergence, 0.0, size, weights=weights)
+    refuse("not all zero", model, inputs, targets, LOSS, divergence, 0.0, size, weights=torch.zeros(5))
+    refuse("not finite", model, inputs, targets, LOSS, divergence, 0.0, size, weights=torch.full((5,), float("nan")))
+    for shape in ((4,), (), (2, 5), (5, 3)):
+        refuse("weights have shape", model, inputs, targets, LOSS, divergence, 0.0, size, weights=torch.ones(shape))
+    for fitting in (torch.ones(5), torch.ones(5, dtype=torch.bool), torch.ones(5, dtype=torch.int64)):
+        QuadraticModel.build(model, inputs, targets, LOSS, divergence, 0.0, size, weights=fitting)
+
+
+def test_targets_that_are_missing() -> None:
+    model, (inputs, _) = network(), data()
+    for divergence in (KL(), Newton(), GaussNewton()):
+        for size in (None, 2):
+            refuse("targets are None.*give the targets", model, inputs, None, LOSS, divergence, 0.0, size)
+    with pytest.raises(LLQRError, match="targets are None"):
+        cg_step(model, inputs, None, LOSS, KL(), 0.1)

@@ -30,6 +30,27 @@ def tensors_in(inputs: Inputs) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
 
 
+def check_model(model: nn.Module, inputs: Inputs) -> None:
+    """Raise for what is no model, and for inputs that it can't take."""
+    if torch.is_inference_mode_enabled():
+        raise LLQRError("torch.inference_mode() is on, and nothing can be differentiated under it: leave it first")
+    if not isinstance(model, nn.Module):
+        raise LLQRError(f"the model is a {type(model).__name__}, not an nn.Module")
+    tensors = tensors_in(inputs)
+    if not tensors:
+        raise LLQRError(f"inputs are a tensor, or a tuple or dict with tensors in it; got {type(inputs).__name__}")
+    devices = {p.device for p in model.parameters()} | {b.device for b in model.buffers()}
+    if len(devices) > 1:
+        raise LLQRError(f"the model is on several devices ({', '.join(sorted(map(str, devices)))}): move it to one")
+    elsewhere = {tensor.device for tensor in tensors} - devices
+    if devices and elsewhere:
+        raise LLQRError(f"the inputs are on {elsewhere.pop()}, the model on {devices.pop()}: move one of them")
+    for tensor in tensors:
+        if tensor.numel() == 0:
+            raise LLQRError(f"the inputs are empty, shape {tuple(tensor.shape)}: give at least one example")
+        check_finite(tensor, "the inputs")
+
+
 def check_inputs(inputs: Inputs, first: nn.Module) -> None:
     """Raise for inputs that are empty, not finite, or integers where no embedding takes them."""
     if torch.is_inference_mode_enabled():
@@ -85,6 +106,28 @@ def check_parameter(name: str, parameter: Tensor) -> None:
     check_finite(parameter, f"parameter {name!r}")
 
 
+def check_weights(weights: Any, device: torch.device) -> None:
+    """Raise unless these are weights of variables: real numbers of zero or more, on the device of the inputs."""
+    if not isinstance(weights, Tensor) or weights.is_complex():
+        got = f"of {weights.dtype}" if isinstance(weights, Tensor) else f"a {type(weights).__name__}"
+        raise LLQRError(f"the weights are a tensor of real numbers, one a variable of the output; these are {got}")
+    if weights.device != device:
+        raise LLQRError(f"the weights are on {weights.device}, the inputs on {device}: move one of them")
+    check_finite(weights, "the weights")
+    if (weights < 0).any() or weights.sum() == 0:
+        raise LLQRError("the weights are numbers of zero or more, not all zero")
+
+
+def check_weights_fit(weights: Tensor, output: Tensor) -> None:
+    """Raise for weights that can't be one a variable of this output, whatever its variables are."""
+    following = iter(output.shape)
+    if weights.dim() == 0 or not all(size in following for size in weights.shape):  # the output's sizes, some left out
+        raise LLQRError(
+            f"the weights have shape {tuple(weights.shape)}, and the output {tuple(output.shape)}: give one a variable of it "
+            "(an example, a token)"
+        )
+
+
 def loss_gradient(loss_fn: Loss, output: Tensor, targets: Any) -> tuple[Callable[[Tensor], Tensor], Tensor]:
     """ℓ with its targets bound, and ∇ℓ(x_N); an error where the loss isn't a finite scalar function of the output alone."""
     if isinstance(targets, Tensor):
@@ -96,7 +139,14 @@ def loss_gradient(loss_fn: Loss, output: Tensor, targets: Any) -> tuple[Callable
 
     leaf = output.detach().clone().requires_grad_()
     with torch.enable_grad():
-        value = loss_fn(leaf, targets)
+        try:
+            value = loss_fn(leaf, targets)
+        except Exception as error:
+            if targets is None:
+                raise LLQRError(
+                    f"the targets are None, and loss_fn failed on them ({error}): give the targets"
+                ) from error
+            raise
         if not isinstance(value, Tensor) or value.numel() != 1:
             got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise LLQRError(f"loss_fn returned {got}; it must return one number, the mean over the batch")
@@ -111,6 +161,20 @@ def loss_gradient(loss_fn: Loss, output: Tensor, targets: Any) -> tuple[Callable
             )
     check_finite(gradient, "the gradient of the loss")
     return loss, gradient
+
+
+def check_mean(loss_fn: Loss, output: Tensor, targets: Any) -> None:
+    """A mean doesn't change when the batch is given twice; a sum doubles."""
+    if not isinstance(targets, Tensor) or targets.dim() == 0 or output.dim() == 0 or len(targets) != len(output):
+        return
+    try:
+        with torch.no_grad(), frozen_rng():
+            once = float(loss_fn(output, targets))
+            twice = float(loss_fn(torch.cat((output, output)), torch.cat((targets, targets))))
+    except Exception:  # a loss that knows its batch proves nothing
+        return
+    if abs(once) > 1e-6 and abs(twice - 2 * once) < 1e-4 * abs(once):
+        raise LLQRError("loss_fn adds the examples up: it must return their mean (reduction='mean')")
 
 
 @contextmanager

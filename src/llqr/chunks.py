@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from llqr.checks import Inputs, batch_size_of, check_finite
+from llqr.checks import Inputs, Loss, batch_size_of, check_weights, frozen_rng, tensors_in
+from llqr.divergences import BasePoint
 from llqr.errors import LLQRError
 
 Piece = tuple[Inputs, Any, Tensor | None, float, float]
@@ -24,9 +26,7 @@ def pieces(
 ) -> Iterator[Piece]:
     """The batch in chunks, with each one's share of the mean over variables and over examples."""
     if weights is not None:
-        check_finite(weights, "the weights")
-        if (weights < 0).any() or weights.sum() == 0:
-            raise LLQRError("the weights are numbers of zero or more, not all zero")
+        check_weights(weights, tensors_in(inputs)[0].device)
     if size is None:
         yield inputs, targets, weights, 1.0, 1.0
         return
@@ -34,6 +34,11 @@ def pieces(
         raise LLQRError(f"chunk_size is a positive number of examples, or None for the whole batch; not {size!r}")
     _refuse_coupled(model, training)
     count = batch_size_of(inputs)
+    if weights is not None and weights.shape[:1] != (count,):
+        raise LLQRError(
+            f"the weights have shape {tuple(weights.shape)}, and the batch {count} examples: their first dimension is that of "
+            "the batch"
+        )
     for start in range(0, count, size):
         rows = slice(start, min(start + size, count))
         own = None if weights is None else weights[rows]
@@ -65,3 +70,17 @@ def _refuse_coupled(model: nn.Module, training: bool | None) -> None:
                 f"{name!r} normalises with the statistics of the batch, which a chunk doesn't know: give the batch whole, or "
                 "use running statistics (training=False, or model.eval())"
             )
+
+
+def check_losses(loss_fn: Loss, seen: list[tuple[float, BasePoint]], targets: Any) -> None:
+    """The losses of the chunks have to add up to the loss of the batch."""
+    outputs = torch.cat([base.output for _, base in seen])
+    with torch.no_grad(), frozen_rng():
+        whole = float(loss_fn(outputs, targets))
+        pieces = sum(share * float(base.loss(base.output)) for share, base in seen)
+    if abs(whole - pieces) > 1e-3 * abs(whole):
+        raise LLQRError(
+            f"the losses of the chunks add up to {pieces:.6g}, and the loss of the batch is {whole:.6g}: it isn't a mean over "
+            "examples (class weights, ignored targets?). Give `weights` that say how much each variable counts, or the batch "
+            "whole"
+        )

@@ -30,6 +30,7 @@ from llqr.checks import Inputs, as_arguments, frozen_rng
 from llqr.errors import LLQRError, NotTwiceDifferentiableError
 from llqr.exact.derivatives import refuse_once_differentiable
 from llqr.rules import exact_rules, linear_rules
+from llqr.sites import catching
 
 Parameters = dict[str, Tensor]
 Selector = Callable[[Any], Tensor]
@@ -58,9 +59,8 @@ class Recorder:
 
     def run(self, parameters: Parameters, inputs: Inputs) -> list[Tensor]:
         """[x_N, activations at the places …]."""
-        caught: dict[str, Tensor] = {}
         buffers = {name: buffer.clone() for name, buffer in self._buffers.items()}
-        with _catching(self.model, self.places, caught), _mode(self._modes), frozen_rng(), _eager():
+        with catching(self.model, self.places) as caught, _mode(self._modes), frozen_rng(), _eager():
             torch.set_rng_state(self._random)
             output = functional_call(self.model, {**parameters, **buffers}, *as_arguments(inputs))
             if not self._whole and not torch.equal(torch.get_rng_state(), self._random):
@@ -68,9 +68,6 @@ class Recorder:
                     "the model draws random numbers (dropout?), other ones in chunks than in the whole batch: give the batch "
                     "whole, or training=False"
                 )
-        missing = [place for place in self.places if place not in caught]
-        if missing:
-            raise LLQRError(f"module {missing[0]!r} isn't called in a forward pass: a metric can't sit on it")
         return [self._selected(output), *(caught[place] for place in self.places)]
 
     def _selected(self, output: Any) -> Tensor:
@@ -204,26 +201,6 @@ def _not_twice(error: Exception) -> NotTwiceDifferentiableError:
     return NotTwiceDifferentiableError(
         f"the model can't be differentiated twice, as Newton asks ({error}): use GaussNewton or KL"
     )
-
-
-@contextmanager
-def _catching(model: nn.Module, places: Sequence[str], caught: dict[str, Tensor]) -> Iterator[None]:
-    def catcher(place: str) -> Callable[..., None]:
-        def catch(module: nn.Module, args: Any, output: Tensor) -> None:
-            if place in caught:
-                raise LLQRError(f"module {place!r} is called more than once in a pass; a metric needs one place")
-            if not isinstance(output, Tensor):
-                raise LLQRError(f"module {place!r} returns a {type(output).__name__}; a metric needs a tensor")
-            caught[place] = output.clone()  # what follows may work in place
-
-        return catch
-
-    hooks = [model.get_submodule(place).register_forward_hook(catcher(place)) for place in places]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from numbers import Real
 from typing import Any
 
 import torch
@@ -39,6 +40,10 @@ class Preconditioner:
 
     def apply(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """U g for the parameters that are given."""
+        if not isinstance(gradients, Mapping):
+            raise LLQRError(
+                f"the gradients are a mapping from parameter names to tensors, not a {type(gradients).__name__}"
+            )
         known = {name for group in self.groups for members in group.members for name in members}
         for name in gradients:
             if name not in known:
@@ -47,6 +52,7 @@ class Preconditioner:
         for group in self.groups:
             chosen = group.select(gradients.keys())
             if chosen is not None:
+                chosen.check(gradients)
                 stack = chosen.structure.apply(chosen.tensors, chosen.gather(gradients))
                 applied.update(chosen.scatter(stack, gradients))
         return {name: applied[name] for name in gradients}
@@ -102,12 +108,12 @@ class Preconditioner:
 
     def blend(self, other: Preconditioner, ema: float) -> Preconditioner:
         """ema · U + (1 - ema) · other, tensor by tensor."""
-        if not 0 <= ema <= 1:
-            raise LLQRError(f"ema is between 0 and 1, not {ema!r}")
+        if isinstance(ema, bool) or not isinstance(ema, Real) or not 0 <= ema <= 1:
+            raise LLQRError(f"ema is a number between 0 and 1, not {ema!r}")
         self.check_same_blocks(other)
         return self._replaced(
             [
-                {name: torch.lerp(theirs.tensors[name], tensor, ema) for name, tensor in mine.tensors.items()}
+                {name: torch.lerp(theirs.tensors[name], tensor, float(ema)) for name, tensor in mine.tensors.items()}
                 for mine, theirs in zip(self.groups, other.groups, strict=True)
             ]
         )
@@ -122,7 +128,7 @@ class Preconditioner:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the blocks of a preconditioner with the same names and structures; device and dtype stay."""
-        blocks: Mapping[str, Mapping[str, Tensor]] = state["blocks"]
+        blocks = _blocks_of(state)
         mine = self.blocks
         for key in blocks:
             if key not in mine:
@@ -163,3 +169,21 @@ class Preconditioner:
     def _replaced(self, tensors: Sequence[dict[str, Tensor]]) -> Preconditioner:
         groups = [replace(group, tensors=mapping) for group, mapping in zip(self.groups, tensors, strict=True)]
         return Preconditioner(groups, self.history)
+
+
+def _blocks_of(state: object) -> Mapping[str, Mapping[str, Tensor]]:
+    """The blocks in a state, which has to look like one."""
+    if not isinstance(state, Mapping) or not isinstance(state.get("history"), Sequence):
+        raise _no_state()
+    blocks = state.get("blocks")
+    if not isinstance(blocks, Mapping) or not all(isinstance(block, Mapping) for block in blocks.values()):
+        raise _no_state()
+    if not all(isinstance(tensor, Tensor) for block in blocks.values() for tensor in block.values()):
+        raise _no_state()
+    return blocks
+
+
+def _no_state() -> LLQRError:
+    return LLQRError(
+        "this isn't the state_dict() of a Preconditioner, which has 'blocks' with mappings of tensors, and a 'history'"
+    )

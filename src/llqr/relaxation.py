@@ -26,6 +26,11 @@ def fit(
 
     It begins at the identity, or at `start`, which has to have this structure and stays as it is.
     """
+    if not isinstance(getattr(q, "gradient", None), Mapping) or not callable(getattr(q, "curvature", None)):
+        raise LLQRError(
+            f"a quadratic model is wanted, with `gradient` and `curvature`; this is a {type(q).__name__}. Build one with "
+            "QuadraticModel.build(model, inputs, targets, loss_fn, divergence)"
+        )
     if solver is None:
         solver = ScaleFree()
     if not isinstance(solver, Solver):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from llqr import sites
 from llqr.checks import (
     Inputs,
     Loss,
@@ -23,17 +24,16 @@ from llqr.checks import (
     batch_size_of,
     check_finite,
     check_inputs,
-    check_parameter,
     frozen_rng,
     loss_gradient,
 )
-from llqr.divergences import L2, ActivationTerm, BasePoint, Divergence, OutputTerm, resolve
-from llqr.errors import ChainError, IndefiniteProblemError, LLQRError, NotTwiceDifferentiableError, unknown
+from llqr.divergences import ActivationTerm, BasePoint, Divergence, OutputTerm, resolve
+from llqr.errors import ChainError, IndefiniteProblemError, NotTwiceDifferentiableError, unknown
 from llqr.exact.chain import named_stages
 from llqr.exact.definite import cholesky, least_norm
 from llqr.exact.derivatives import apply_to_each, refuse_once_differentiable
 from llqr.exact.step import Degenerate
-from llqr.naming import PerLayer, per_parameter
+from llqr.naming import PerLayer
 
 Parameters = dict[str, Tensor]
 
@@ -127,16 +127,10 @@ class _Problem:
         self.model = _as_module(model)
         check_inputs(inputs, self.model)
         self.inputs, self.batch_size = inputs, batch_size_of(inputs)
-        trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        if not trainable:
-            raise ChainError("the model has no parameter that requires a gradient: there is nothing to step")
-        for name, parameter in trainable.items():
-            check_parameter(name, parameter)
-        self.parameters = {name: p.detach().clone().requires_grad_() for name, p in trainable.items()}
-        self.places = {
-            term.place: self._module(term.place) for _, term in self.terms if isinstance(term, ActivationTerm)
-        }
-        self.diagonal = self._diagonal(damping)
+        self.parameters = {name: p.clone().requires_grad_() for name, p in sites.trainable(self.model).items()}
+        self.places = sites.metric_modules(self.model, self.terms)
+        weights = sites.diagonal(self.model, self.parameters, self.terms, damping)
+        self.diagonal = _flat([torch.full_like(p, weights[n], requires_grad=False) for n, p in self.parameters.items()])
         with torch.enable_grad(), frozen_rng():
             output, activations = self._run()
             check_finite(output, "the output")
@@ -163,27 +157,13 @@ class _Problem:
         parts = torch.split(flat, [p.numel() for p in self.parameters.values()])
         return {n: part.reshape(p.shape) for (n, p), part in zip(self.parameters.items(), parts, strict=True)}
 
-    def _run(self) -> tuple[Tensor, dict[str | int, Tensor]]:
+    def _run(self) -> tuple[Tensor, dict[str, Tensor]]:
         """The output, and what the modules that the divergence names return."""
-        caught: dict[str | int, Tensor] = {}
-
-        def catcher(place: str | int) -> Callable[..., None]:
-            def catch(module: nn.Module, args: Any, output: Tensor) -> None:
-                if place in caught:
-                    raise LLQRError(f"module {place!r} is called more than once in a pass; a metric needs one place")
-                caught[place] = output.clone()  # what follows may work in place
-
-            return catch
-
-        hooks = [module.register_forward_hook(catcher(place)) for place, module in self.places.items()]
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         before = torch.get_rng_state()
-        try:
-            with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no second derivative
-                output = functional_call(self.model, {**self.parameters, **buffers}, *as_arguments(self.inputs))
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with sites.catching(self.model, list(self.places.values())) as caught, sdpa_kernel(SDPBackend.MATH):
+            # (the fused attention kernels have no second derivative)
+            output = functional_call(self.model, {**self.parameters, **buffers}, *as_arguments(self.inputs))
         if not isinstance(output, Tensor):
             raise ChainError(
                 f"the model returned a {type(output).__name__}; wrap it in a module that returns one tensor"
@@ -192,7 +172,7 @@ class _Problem:
             raise ChainError("the model draws random numbers (dropout?): call .eval() on it first")
         return output, caught
 
-    def _divergence(self, output: Tensor, activations: dict[str | int, Tensor], base: BasePoint) -> Tensor:
+    def _divergence(self, output: Tensor, activations: dict[str, Tensor], base: BasePoint) -> Tensor:
         """D(θ_k, θ), but for the terms on θ itself, which are diagonal and kept with the damping."""
         total = output.new_zeros(())
         for weight, term in self.terms:
@@ -200,7 +180,7 @@ class _Problem:
                 term.check(output)
                 total = total + weight * term.psi(output, base)
             elif isinstance(term, ActivationTerm):
-                here = activations[term.place]
+                here = activations[self.places[term.place]]
                 term.check(here, self.batch_size)
                 total = total + weight * term.psi(here, here.detach(), self.batch_size)
         return total
@@ -215,27 +195,6 @@ class _Problem:
         except RuntimeError as error:
             raise NotTwiceDifferentiableError(f"the model can't be differentiated twice ({error})") from error
         return _flat(slopes)
-
-    def _diagonal(self, damping: PerLayer) -> Tensor:
-        modules = list(self.model._modules)  # what an integer key counts
-        modules += [
-            name for name, _ in self.model.named_modules(remove_duplicate=False) if name and name not in modules
-        ]
-        weights = per_parameter(damping, self.parameters, modules, "damping")
-        for weight, term in self.terms:
-            if isinstance(term, L2):
-                for name, extra in per_parameter(term.weight, self.parameters, modules, "L2 weights").items():
-                    weights[name] += weight * extra
-        return _flat([torch.full_like(p, weights[name], requires_grad=False) for name, p in self.parameters.items()])
-
-    def _module(self, place: str | int) -> nn.Module:
-        """The module of that name, or a Sequential's child of that index."""
-        modules: dict[str, nn.Module] = dict(self.model.named_modules(remove_duplicate=False))
-        children = list(self.model._modules) if isinstance(self.model, nn.Sequential) else []
-        name = children[place] if isinstance(place, int) and 0 <= place < len(children) else str(place)
-        if name not in modules or not name:
-            raise unknown("module in Intermediate", place, [known for known in modules if known])
-        return modules[name]
 
 
 class _Row(nn.Sequential):

@@ -80,6 +80,14 @@ class Group:
         """The group without its numbers: enough to gather and scatter."""
         return replace(self, tensors={name: tensor.new_empty(0) for name, tensor in self.tensors.items()})
 
+    def check(self, values: Mapping[str, Tensor]) -> None:
+        """Raise for a member's value that isn't a dense tensor of real numbers of its shape, on the device of the block."""
+        device = next(iter(self.tensors.values())).device
+        for members in self.members:
+            for name, shape in zip(members, self.shapes, strict=True):
+                if name in values:
+                    _check_value(name, values[name], shape, device)
+
     def linearize(self, stack: Tensor) -> Linearization:
         return self.structure.linearize(self.tensors, stack)
 
@@ -87,6 +95,23 @@ class Group:
         if self.structure.per == "parameter":
             return values[0].to(self.dtype)
         return torch.cat([value.reshape(-1).to(self.dtype) for value in values])
+
+
+def _check_value(name: str, value: object, shape: torch.Size, device: torch.device) -> None:
+    if not isinstance(value, Tensor):
+        raise LLQRError(
+            f"the gradient of {name!r} is a {type(value).__name__}, not a tensor: where there is none, leave it out"
+        )
+    if value.shape != shape:
+        raise LLQRError(f"the gradient of {name!r} has shape {tuple(value.shape)}, and the parameter {tuple(shape)}")
+    if value.layout != torch.strided:
+        raise LLQRError(
+            f"the gradient of {name!r} is sparse: give value.to_dense(), or build the embedding with sparse=False"
+        )
+    if not value.is_floating_point():
+        raise LLQRError(f"the gradient of {name!r} is {value.dtype}, not of real floating-point numbers")
+    if value.device != device:
+        raise LLQRError(f"the gradient of {name!r} is on {value.device}, its block on {device}: move one of them")
 
 
 def identity_groups(parameters: Mapping[str, Tensor], structure: StructureSpec) -> list[Group]:

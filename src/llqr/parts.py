@@ -1,0 +1,174 @@
+"""One chunk of a batch: run, recorded, and asked for its share of g and of H·v."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llqr.checks import Inputs, Loss, batch_size_of, check_finite, check_mean, check_weights_fit, loss_gradient
+from llqr.divergences import L2, ActivationTerm, BasePoint, OutputTerm, Term
+from llqr.errors import LLQRError
+from llqr.linearize import Linearization, Parameters, Recorder, SecondDerivative
+
+
+@dataclass
+class Problem:
+    """What the chunks of one batch have in common."""
+
+    recorder: Recorder
+    parameters: Parameters
+    loss_fn: Loss | None
+    terms: list[tuple[float, Term]]
+    places: dict[str | int, str]
+
+    def steep(self) -> list[tuple[float, OutputTerm]]:
+        """The terms that aren't flat, which take Hessian products."""
+        return [(weight, term) for weight, term in self.terms if isinstance(term, OutputTerm) and not term.flat]
+
+    def has_flat(self) -> bool:
+        """Whether a term takes a push and a pull."""
+        return any(term.flat and not isinstance(term, L2) for _, term in self.terms)
+
+
+class Part:
+    """One chunk of the batch. `share` is its share of the mean over variables, `examples` of the mean over examples."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        inputs: Inputs,
+        targets: Any,
+        weights: Tensor | None,
+        share: float,
+        examples: float,
+        keep: bool,
+    ) -> None:
+        self._problem, self._inputs, self._targets, self._weights = problem, inputs, targets, weights
+        self._share, self._examples, self._keep = share, examples, keep
+        self._recorded: _Recorded | None = None
+        self._trusted = False
+        self.share = share
+        self.seen: BasePoint | None = None
+        """Where ψ was last expanded: the chunk's output, and its loss."""
+
+    def gradient(self) -> Parameters:
+        """This chunk's share of g."""
+        recorded = self._record()
+        if recorded.gradient is None:
+            raise LLQRError("there is no loss to take the gradient of")
+        return self._named(recorded.gradient)
+
+    def curvature(self, direction: Mapping[str, Tensor]) -> Parameters:
+        problem, recorded = self._problem, self._record()
+        tangents = [direction[name].detach() for name in problem.parameters]
+        product: list[Tensor] | None = None
+        if recorded.linear is not None:
+            product = self._linear_product(recorded, recorded.linear, tangents)
+        if recorded.second is not None:
+            steep = recorded.second.product(tangents)
+            product = steep if product is None else [a + b for a, b in zip(product, steep, strict=True)]
+        return self._named([torch.zeros_like(v) for v in tangents] if product is None else product)
+
+    def _linear_product(self, recorded: _Recorded, linear: Linearization, tangents: list[Tensor]) -> list[Tensor]:
+        """JᵀWJv; the first is held against ⟨v, JᵀWJv⟩ = ⟨Jv, WJv⟩.
+
+        They differ where a backward formula in the model hides a part of itself from the next derivative.
+        """
+        pushed = linear.push(tangents)
+        curved = self._curve(recorded, pushed)
+        product = linear.pull(curved)
+        if not self._trusted:
+            self._trusted = True
+            outside, inside = _dot(tangents, product), _dot(pushed, curved)
+            tolerance = max(torch.finfo(tensor.dtype).eps for tensor in pushed) ** 0.4
+            if abs(outside - inside) > tolerance * max(abs(outside), abs(inside)):
+                linear.use_forward_mode("a backward formula in it can't be differentiated, though nothing says so")
+                return self._linear_product(recorded, linear, tangents)
+        return product
+
+    def _curve(self, recorded: _Recorded, tangents: list[Tensor]) -> list[Tensor]:
+        """W J v: the output-space products of the flat terms."""
+        curved = [torch.zeros_like(tangent) for tangent in tangents]
+        places = list(self._problem.places)
+        for weight, term in self._problem.terms:
+            if isinstance(term, OutputTerm) and term.flat:
+                curved[0] += term.hessian_product(tangents[0], recorded.base) * (weight * self._factor(term))
+            elif isinstance(term, ActivationTerm):
+                index = 1 + places.index(term.place)
+                product = term.hessian_product(tangents[index], batch_size_of(self._inputs))
+                curved[index] += product * (weight * self._factor(term))
+        return curved
+
+    def _factor(self, term: OutputTerm | ActivationTerm) -> float:
+        if term.additive:
+            return 1.0
+        return self._share if isinstance(term, OutputTerm) else self._examples
+
+    def _record(self) -> _Recorded:
+        """Run the chunk and record what its products need; kept if the whole batch is one chunk."""
+        if self._recorded is not None:
+            return self._recorded
+        problem = self._problem
+        steep = [(weight * self._share, term) for weight, term in problem.steep()]
+        arguments = (problem.recorder, problem.parameters, self._inputs)
+        second = SecondDerivative(*arguments) if steep else None
+        linear = Linearization(*arguments) if problem.has_flat() or second is None else None
+        run = linear or second
+        assert run is not None
+        base, slope = self._base(run.values)
+        self.seen = base
+        gradient: list[Tensor] | None = None
+        if second is not None:
+            second.of(lambda x: torch.stack([weight * term.psi(x, base) for weight, term in steep]).sum())
+        if slope is not None:
+            cotangents = [slope * self._share, *(torch.zeros_like(value) for value in run.values[1:])]
+            gradient = linear.pull_first(cotangents) if linear is not None else run.pull(cotangents)
+        recorded = _Recorded(linear, second, base, gradient)
+        if self._keep:
+            self._recorded = recorded
+        return recorded
+
+    def _base(self, values: list[Tensor]) -> tuple[BasePoint, Tensor | None]:
+        """The point that ψ is expanded around, checked, and ∇ℓ(x_N)."""
+        problem, output = self._problem, values[0]
+        check_finite(output, "the output")
+        loss: Callable[[Tensor], Tensor] = _no_loss
+        slope: Tensor | None = None
+        if problem.loss_fn is not None:
+            loss, slope = loss_gradient(problem.loss_fn, output, self._targets)
+            check_mean(problem.loss_fn, output, self._targets)
+        if self._weights is not None:
+            check_weights_fit(self._weights, output)
+        for _, term in problem.terms:
+            if isinstance(term, OutputTerm):
+                term.check(output, self._weights)
+            elif isinstance(term, ActivationTerm):
+                activation = values[1 + list(problem.places).index(term.place)]
+                term.check(activation, batch_size_of(self._inputs))
+        return BasePoint(output, loss, self._weights), slope
+
+    def _named(self, tensors: list[Tensor]) -> Parameters:
+        return dict(zip(self._problem.parameters, tensors, strict=True))
+
+
+@dataclass
+class _Recorded:
+    """What one run of a chunk left behind."""
+
+    linear: Linearization | None
+    second: SecondDerivative | None
+    base: BasePoint
+    gradient: list[Tensor] | None
+    """Jᵀ∇ℓ(x_N), where there is a loss."""
+
+
+def _dot(left: list[Tensor], right: list[Tensor]) -> float:
+    return sum(float((a * b).sum()) for a, b in zip(left, right, strict=True))
+
+
+def _no_loss(output: Tensor) -> Tensor:
+    raise LLQRError("this divergence needs the loss: give loss_fn and targets")

@@ -1,0 +1,79 @@
+"""Where things sit in a model: the parameters to step, the modules that metrics sit on, the numbers on H's diagonal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from llqr.checks import check_parameter
+from llqr.divergences import L2, ActivationTerm, Term
+from llqr.errors import ChainError, LLQRError, unknown
+from llqr.naming import PerLayer, per_parameter
+
+Terms = Sequence[tuple[float, Term]]
+
+
+def trainable(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters that require a gradient, checked, by the names that the model gives them."""
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not parameters:
+        raise ChainError("the model has no parameter that requires a gradient: there is nothing to step")
+    for name, parameter in parameters.items():
+        check_parameter(name, parameter)
+    return {name: p.detach() for name, p in parameters.items()}
+
+
+def metric_modules(model: nn.Module, terms: Terms) -> dict[str | int, str]:
+    """The name of the module that each place of the divergence means: its own, or a Sequential's child of that index."""
+    known = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    children = list(model._modules) if isinstance(model, nn.Sequential) else []
+    places: dict[str | int, str] = {}
+    for _, term in terms:
+        if isinstance(term, ActivationTerm):
+            place = term.place
+            name = children[place] if isinstance(place, int) and 0 <= place < len(children) else str(place)
+            if name not in known:
+                raise unknown("module in Intermediate", place, known)
+            places[place] = name
+    return places
+
+
+def diagonal(model: nn.Module, parameters: Mapping[str, Tensor], terms: Terms, damping: PerLayer) -> dict[str, float]:
+    """What damping and L2 terms put on H's diagonal, for each parameter."""
+    modules = list(model._modules)  # what an integer key counts
+    modules += [name for name, _ in model.named_modules(remove_duplicate=False) if name and name not in modules]
+    weights = per_parameter(damping, parameters, modules, "damping")
+    for weight, term in terms:
+        if isinstance(term, L2):
+            for name, extra in per_parameter(term.weight, parameters, modules, "L2 weights").items():
+                weights[name] += weight * extra
+    return weights
+
+
+@contextmanager
+def catching(model: nn.Module, places: Sequence[str]) -> Iterator[dict[str, Tensor]]:
+    """While in force, what the modules of these names return is put into the mapping."""
+    caught: dict[str, Tensor] = {}
+
+    def catcher(place: str) -> Callable[..., None]:
+        def catch(module: nn.Module, args: Any, output: Tensor) -> None:
+            if place in caught:
+                raise LLQRError(f"module {place!r} is called more than once in a pass; a metric needs one place")
+            if not isinstance(output, Tensor):
+                raise LLQRError(f"module {place!r} returns a {type(output).__name__}; a metric needs a tensor")
+            caught[place] = output.clone()  # what follows may work in place
+
+        return catch
+
+    hooks = [model.get_submodule(place).register_forward_hook(catcher(place)) for place in places]
+    try:
+        yield caught
+    finally:
+        for hook in hooks:
+            hook.remove()
+    missing = [place for place in places if place not in caught]
+    if missing:
+        raise LLQRError(f"module {missing[0]!r} isn't called in a forward pass: a metric can't sit on it")
