@@ -2,12 +2,14 @@
 
 from llqr import divergences, solvers, structures
 from llqr.exact import cg_step, dense_step, exact_step
+from llqr.optimizer import LLQR
 from llqr.preconditioner import Preconditioner
 from llqr.quadratic import QuadraticModel
 from llqr.relaxation import fit
 
 __version__ = "0.1.0.dev0"
 __all__ = [
+    "LLQR",
     "Preconditioner",
     "QuadraticModel",
     "__version__",

@@ -30,14 +30,14 @@ def tensors_in(inputs: Inputs) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
 
 
-def check_model(model: nn.Module, inputs: Inputs) -> None:
+def check_model(model: nn.Module, inputs: Inputs, without_inputs: bool = False) -> None:
     """Raise for what is no model, and for inputs that it can't take."""
     if torch.is_inference_mode_enabled():
         raise LLQRError("torch.inference_mode() is on, and nothing can be differentiated under it: leave it first")
     if not isinstance(model, nn.Module):
         raise LLQRError(f"the model is a {type(model).__name__}, not an nn.Module")
     tensors = tensors_in(inputs)
-    if not tensors:
+    if not tensors and not without_inputs:
         raise LLQRError(f"inputs are a tensor, or a tuple or dict with tensors in it; got {type(inputs).__name__}")
     devices = {p.device for p in model.parameters()} | {b.device for b in model.buffers()}
     if len(devices) > 1:

@@ -30,8 +30,7 @@ def pieces(
     if size is None:
         yield inputs, targets, weights, 1.0, 1.0
         return
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise LLQRError(f"chunk_size is a positive number of examples, or None for the whole batch; not {size!r}")
+    check_chunk_size(size)
     _refuse_coupled(model, training)
     count = batch_size_of(inputs)
     if weights is not None and weights.shape[:1] != (count,):
@@ -50,6 +49,11 @@ def pieces(
             )
         if share > 0:
             yield _rows(inputs, rows, count), _rows(targets, rows, count), own, share, examples
+
+
+def check_chunk_size(size: int | None) -> None:
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        raise LLQRError(f"chunk_size is a positive number of examples, or None for the whole batch; not {size!r}")
 
 
 def _rows(value: Any, rows: slice, count: int) -> Any:

@@ -41,6 +41,10 @@ class IndefiniteProblemError(DegenerateProblemError):
     """H has a negative eigenvalue: the model is unbounded below, its stationary point is a saddle."""
 
 
+class LLQRWarning(UserWarning):
+    """Something that doesn't stop a training but shouldn't go unseen."""
+
+
 def unknown(kind: str, name: object, options: Iterable[object]) -> LLQRError:
     """An error for a name that isn't there, with the nearest one that is."""
     known = [str(option) for option in options]

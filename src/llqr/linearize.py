@@ -41,7 +41,7 @@ class Recorder:
 
     `places` are modules whose outputs are returned beside the model's own; `training` overrides the modules' modes for the
     time of a run (None: as they are now). Modes, buffers and the random stream are those of now in every run. `whole=False`
-    refuses random models, which would draw otherwise for a part of the batch.
+    refuses random models, which would draw otherwise for a part of the batch. `call` is run in place of the model itself.
     """
 
     def __init__(
@@ -51,7 +51,9 @@ class Recorder:
         select: Selector | None = None,
         training: bool | None = None,
         whole: bool = True,
+        call: Callable[[], Tensor] | None = None,
     ) -> None:
+        self._call = call
         self.model, self.places, self.select, self._whole = model, list(places), select, whole
         self._modes = [(module, module.training if training is None else training) for module in model.modules()]
         self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -62,13 +64,19 @@ class Recorder:
         buffers = {name: buffer.clone() for name, buffer in self._buffers.items()}
         with catching(self.model, self.places) as caught, _mode(self._modes), frozen_rng(), _eager():
             torch.set_rng_state(self._random)
-            output = functional_call(self.model, {**parameters, **buffers}, *as_arguments(inputs))
+            output = self._output({**parameters, **buffers}, inputs)
             if not self._whole and not torch.equal(torch.get_rng_state(), self._random):
                 raise LLQRError(
                     "the model draws random numbers (dropout?), other ones in chunks than in the whole batch: give the batch "
                     "whole, or training=False"
                 )
         return [self._selected(output), *(caught[place] for place in self.places)]
+
+    def _output(self, tensors: Parameters, inputs: Inputs) -> Any:
+        if self._call is None:
+            return functional_call(self.model, tensors, *as_arguments(inputs))
+        held = {f"model.{name}": tensor for name, tensor in tensors.items()}
+        return functional_call(_Calling(self.model, self._call), held, ())
 
     def _selected(self, output: Any) -> Tensor:
         if self.select is not None:
@@ -83,6 +91,17 @@ class Recorder:
         if not output.is_floating_point():
             raise LLQRError(f"the output is {output.dtype}, which has no derivatives")
         return output
+
+
+class _Calling(nn.Module):
+    """Something that calls the model, as a module that holds it."""
+
+    def __init__(self, model: nn.Module, call: Callable[[], Tensor]) -> None:
+        super().__init__()
+        self.model, self._call = model, call
+
+    def forward(self) -> Tensor:
+        return self._call()
 
 
 class Recording:

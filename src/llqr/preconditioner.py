@@ -5,10 +5,11 @@ Blocks of one structure and one shape are kept as a stack, a `Group`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,14 @@ from llqr.structures.stacks import Group, identity_groups
 
 Change = list[dict[str, Tensor]]
 """A change of every tensor of a preconditioner, group by group."""
+
+
+class Steered(NamedTuple):
+    """Preconditioned gradients, and the blocks that U would have turned around, or that weren't finite."""
+
+    gradients: dict[str, Tensor]
+    turned: list[str]
+    nonfinite: list[str]
 
 
 class Preconditioner:
@@ -56,6 +65,31 @@ class Preconditioner:
                 stack = chosen.structure.apply(chosen.tensors, chosen.gather(gradients))
                 applied.update(chosen.scatter(stack, gradients))
         return {name: applied[name] for name in gradients}
+
+    def steer(self, gradients: Mapping[str, Tensor]) -> Steered:
+        """U g, block by block where ⟨g, U g⟩ > 0, and g itself where U would turn it around or it isn't finite.
+
+        Parameters that U doesn't know are left out; those of a layer's block that have no gradient count as zero.
+        """
+        values = dict(gradients)
+        for group in self.groups:
+            values.update(group.zeros_beside(gradients))
+        chosen = [group for group in (group.select(values.keys()) for group in self.groups) if group is not None]
+        stacks = [group.gather(values) for group in chosen]
+        results = [group.structure.apply(group.tensors, x) for group, x in zip(chosen, stacks, strict=True)]
+        dots = torch.cat([_block_dots(x, y) for x, y in zip(stacks, results, strict=True)]).tolist() if chosen else []
+        steered = Steered({}, [], [])
+        for group, x, y in zip(chosen, stacks, results, strict=True):
+            own, dots = dots[: len(group.keys)], dots[len(group.keys) :]
+            for i, dot in enumerate(own):
+                if not 0 < dot < math.inf:
+                    y[i] = x[i]
+                    if dot != 0:
+                        (steered.turned if dot < 0 else steered.nonfinite).append(group.keys[i])
+            steered.gradients.update(group.scatter(y, values))
+        return steered._replace(
+            gradients={name: steered.gradients[name] for name in gradients if name in steered.gradients}
+        )
 
     @property
     def blocks(self) -> dict[str, dict[str, Tensor]]:
@@ -117,6 +151,19 @@ class Preconditioner:
                 for mine, theirs in zip(self.groups, other.groups, strict=True)
             ]
         )
+
+    def take(self, other: Preconditioner) -> None:
+        """Take over the blocks that both have; the others stay."""
+        theirs = other.blocks
+        for key, tensors in self.blocks.items():
+            for name, tensor in tensors.items():
+                if key in theirs:
+                    tensor.copy_(theirs[key][name])
+
+    def restricted(self, keys: Collection[str]) -> Preconditioner:
+        """The blocks of these names."""
+        groups = [group.only(keys) for group in self.groups]
+        return Preconditioner([group for group in groups if group is not None], self.history)
 
     def is_finite(self) -> bool:
         """By the sums: a NaN or an infinity anywhere makes one, and a sum is the cheapest pass over a tensor."""
@@ -187,3 +234,9 @@ def _no_state() -> LLQRError:
     return LLQRError(
         "this isn't the state_dict() of a Preconditioner, which has 'blocks' with mappings of tensors, and a 'history'"
     )
+
+
+def _block_dots(x: Tensor, y: Tensor) -> Tensor:
+    """⟨x, y⟩ of each block of a stack."""
+    count = x.shape[0]
+    return torch.bmm(x.reshape(count, 1, -1), y.reshape(count, -1, 1)).reshape(count)

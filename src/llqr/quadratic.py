@@ -7,7 +7,7 @@ Newton's term is a Hessian product. Damping and L2 terms are a diagonal.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from llqr import sites
 from llqr.checks import Inputs, Loss, check_finite, check_model
 from llqr.chunks import check_losses, pieces
-from llqr.divergences import Divergence, OutputTerm, Term, resolve
+from llqr.divergences import Divergence, Newton, OutputTerm, Term, resolve
 from llqr.errors import LLQRError, unknown
 from llqr.linearize import Parameters, Recorder, Selector
 from llqr.naming import PerLayer
@@ -49,6 +49,8 @@ class QuadraticModel:
         weights: Tensor | None = None,
         training: bool | None = None,
         gradient: Parameters | None = None,
+        only: Collection[str] | None = None,
+        closure: Callable[[], Tensor] | None = None,
     ) -> QuadraticModel:
         """Build the model of one step.
 
@@ -64,16 +66,22 @@ class QuadraticModel:
             weights: one weight a variable (an example, a token): 0 for padding. The loss must ignore the same ones.
             training: run the modules in this mode (False: running BatchNorm statistics, no dropout). None: as they are.
             gradient: g, where it is known already.
+            only: the names of the parameters to step; the others are held fixed.
+            closure: returns the loss, for divergences of the loss alone (Newton); it calls the model itself, in place of
+                `model(inputs)`, and `inputs` may be ().
         """
         terms = list(resolve(divergence).terms())
-        check_model(model, inputs)
-        parameters = sites.trainable(model)
+        if closure is not None:
+            _check_closure(terms, chunk_size)
+            loss_fn, output = _itself, None
+        check_model(model, inputs, without_inputs=closure is not None)
+        parameters = sites.trainable(model, only)
         needs_loss = gradient is None or any(_asks_for_loss(term) for _, term in terms)
         if loss_fn is None and needs_loss:
             raise LLQRError(f"{divergence!r} needs the loss and its targets: give loss_fn and targets")
         diagonal = sites.diagonal(model, parameters, terms, damping)
         places = sites.metric_modules(model, terms)
-        recorder = Recorder(model, list(places.values()), output, training, whole=chunk_size is None)
+        recorder = Recorder(model, list(places.values()), output, training, chunk_size is None, closure)
         problem = Problem(recorder, parameters, loss_fn if needs_loss else None, terms, places)
         parts = [
             Part(problem, *piece, keep=chunk_size is None)
@@ -115,6 +123,22 @@ class QuadraticModel:
 
 def _asks_for_loss(term: Term) -> bool:
     return isinstance(term, OutputTerm) and term.needs_loss
+
+
+def _itself(loss: Tensor, targets: Any) -> Tensor:
+    return loss
+
+
+def _check_closure(terms: sites.Terms, chunk_size: int | None) -> None:
+    for _, term in terms:
+        if isinstance(term, OutputTerm) and not isinstance(term, Newton):
+            raise LLQRError(
+                f"a closure gives the loss alone, and {term!r} is about the model's output: give inputs and loss_fn"
+            )
+    if chunk_size is not None:
+        raise LLQRError(
+            "a closure evaluates the whole batch, so chunk_size can't be used: give inputs, targets and loss_fn"
+        )
 
 
 def _given(gradient: Parameters, parameters: Parameters) -> Parameters:

@@ -31,12 +31,7 @@ def fit(
             f"a quadratic model is wanted, with `gradient` and `curvature`; this is a {type(q).__name__}. Build one with "
             "QuadraticModel.build(model, inputs, targets, loss_fn, divergence)"
         )
-    if solver is None:
-        solver = ScaleFree()
-    if not isinstance(solver, Solver):
-        raise LLQRError(f"the solver is an object such as ScaleFree() or SGDM(lr=0.005), not {solver!r}")
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise LLQRError(f"steps is a positive integer, not {steps!r}")
+    solver = checked_solver(solver, steps)
     gradient = q.gradient
     _check(gradient)
     u = Preconditioner.identity(gradient, structure)
@@ -44,6 +39,17 @@ def fit(
         u.check_same_blocks(start)
         u = start.clone()
     return solver.solve(Problem(q, u), u, steps)
+
+
+def checked_solver(solver: Solver | None, steps: int) -> Solver:
+    """The solver that is meant, for so many steps."""
+    if solver is None:
+        solver = ScaleFree()
+    if not isinstance(solver, Solver):
+        raise LLQRError(f"the solver is an object such as ScaleFree() or SGDM(lr=0.005), not {solver!r}")
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise LLQRError(f"steps is a positive integer, not {steps!r}")
+    return solver
 
 
 def _check(gradient: Mapping[str, Tensor]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,9 +16,14 @@ from llqr.naming import PerLayer, per_parameter
 Terms = Sequence[tuple[float, Term]]
 
 
-def trainable(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters that require a gradient, checked, by the names that the model gives them."""
+def trainable(model: nn.Module, only: Collection[str] | None = None) -> dict[str, Tensor]:
+    """The parameters that require a gradient (those of them that are named in `only`), by the names that the model gives."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if only is not None:
+        for name in only:
+            if name not in parameters:
+                raise unknown("parameter that requires a gradient", name, parameters)
+        parameters = {name: p for name, p in parameters.items() if name in only}
     if not parameters:
         raise ChainError("the model has no parameter that requires a gradient: there is nothing to step")
     for name, parameter in parameters.items():

@@ -28,6 +28,7 @@ class FirstOrder(Solver):
 
     def solve(self, problem: Problem, u: Preconditioner, steps: int) -> Preconditioner:
         rule, history = self.rule(), list[float]()
+        direction, length = Change(), 0.0
         for step in range(steps + 1):
             point = problem.at(u)
             product = problem.curvature(point.step)
@@ -40,7 +41,7 @@ class FirstOrder(Solver):
             if step == steps:
                 break
             gradient = point.pullback(problem.slope(product))
-            del point, product
+            del point, product  # they hold U's tensors and the gradient's
             if step == 0 and norm(gradient) == 0:
                 break
             direction, length = rule(gradient)

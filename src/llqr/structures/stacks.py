@@ -67,6 +67,14 @@ class Group:
                     f"the block of module {self.keys[i]!r} covers {', '.join(map(repr, self.members[i]))}, and there is no "
                     f'gradient of {", ".join(map(repr, missing))}: give zeros for it, or use per="parameter"'
                 )
+        return self._subset(chosen)
+
+    def only(self, keys: Collection[str]) -> Group | None:
+        """The blocks of these names."""
+        chosen = [i for i, key in enumerate(self.keys) if key in keys]
+        return self._subset(chosen) if chosen else None
+
+    def _subset(self, chosen: list[int]) -> Group:
         if len(chosen) == len(self.keys):
             return self
         return replace(
@@ -75,6 +83,19 @@ class Group:
             members=tuple(self.members[i] for i in chosen),
             tensors={name: tensor[chosen] for name, tensor in self.tensors.items()},
         )
+
+    def zeros_beside(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Zeros for the members that have no value in blocks where others have one."""
+        if self.structure.per == "parameter":
+            return {}
+        like = next(iter(self.tensors.values()))
+        return {
+            name: like.new_zeros(shape)
+            for members in self.members
+            if any(name in values for name in members)
+            for name, shape in zip(members, self.shapes, strict=True)
+            if name not in values
+        }
 
     def layout(self) -> Group:
         """The group without its numbers: enough to gather and scatter."""

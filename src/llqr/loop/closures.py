@@ -1,0 +1,96 @@
+"""Losses from closures: what `step(closure)` evaluates, as something that a quadratic model can be built from.
+
+A closure clears the gradients, calls the model, takes the loss backward and returns it. While one is re-evaluated here,
+`backward()` does nothing and the gradients that are there stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from llqr.errors import LLQRError
+
+Closure = Callable[[], Any]
+
+
+def whole_loss(closure: Closure, parameters: Iterable[Tensor]) -> Callable[[], Tensor]:
+    """The loss as a function of the parameters that the model holds when it is called."""
+    held = list(parameters)
+
+    def evaluate() -> Tensor:
+        with _gradients_kept(held), _NoBackward():
+            return checked_loss(closure())
+
+    return evaluate
+
+
+def loss_of_output(model: nn.Module, closure: Closure) -> Callable[[Tensor, Any], Tensor]:
+    """ℓ(x): what the closure returns when the model returns x."""
+    evaluate = whole_loss(closure, model.parameters())
+
+    def loss(output: Tensor, targets: Any) -> Tensor:
+        calls = 0
+
+        def forward(*args: Any, **kwargs: Any) -> Tensor:
+            nonlocal calls
+            calls += 1
+            return output
+
+        with _forward(model, forward):
+            value = evaluate()
+        if calls != 1:
+            raise LLQRError(
+                f"the closure calls the model {calls} times; this divergence needs the loss as a function of one output: give "
+                "LLQR a loss_fn and a refit_batch"
+            )
+        return value
+
+    return loss
+
+
+def checked_loss(value: Any) -> Tensor:
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise LLQRError(
+            f"the closure returned {got}: it must return the loss, a tensor with one number, as in "
+            "`def closure(): optimizer.zero_grad(); loss = loss_fn(model(x), y); loss.backward(); return loss`"
+        )
+    return value.reshape(())
+
+
+class _NoBackward(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return None if func is torch.Tensor.backward else func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _gradients_kept(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """A closure's `zero_grad` finds nothing to clear."""
+    kept = [(parameter, parameter.grad) for parameter in parameters]
+    for parameter, _ in kept:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in kept:
+            parameter.grad = gradient
+
+
+@contextmanager
+def _forward(model: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    before = model.__dict__.get("forward")
+    model.forward = forward
+    try:
+        yield
+    finally:
+        del model.forward
+        if before is not None:
+            model.forward = before

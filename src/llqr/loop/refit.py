@@ -1,0 +1,145 @@
+"""Refit: from a model, a batch and gradients to a fitted U."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from llqr import sites
+from llqr.checks import Inputs, Loss, as_arguments
+from llqr.chunks import check_chunk_size
+from llqr.divergences import L2, Divergence, Newton, OutputTerm
+from llqr.errors import LLQRError
+from llqr.linearize import Selector
+from llqr.loop.closures import Closure, loss_of_output, whole_loss
+from llqr.naming import PerLayer
+from llqr.preconditioner import Preconditioner
+from llqr.quadratic import QuadraticModel
+from llqr.relaxation import checked_solver, fit
+from llqr.solvers import Solver
+from llqr.structures.assign import StructureSpec
+from llqr.structures.stacks import identity_groups
+
+Batch = tuple[Inputs, Any]
+"""Inputs and targets."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What there is to fit U on: a batch of its own, or else what the step has evaluated."""
+
+    gradients: Mapping[str, Tensor]
+    seen: Inputs | None = None
+    closure: Closure | None = None
+    batch: Batch | None = None
+    loss_fn: Loss | None = None
+
+
+@dataclass
+class Refit:
+    """How U is fitted; called with what there is to fit it on."""
+
+    model: nn.Module
+    divergence: Divergence
+    structure: StructureSpec
+    solver: Solver | None
+    steps: int
+    damping: PerLayer
+    chunk_size: int | None
+    loss_fn: Loss | None
+    output: Selector | None
+    weights: Callable[[Inputs], Tensor] | None
+    training: bool | None
+
+    def __post_init__(self) -> None:
+        self.solver = checked_solver(self.solver, self.steps)
+        check_chunk_size(self.chunk_size)
+        terms = [term for _, term in self.divergence.terms()]
+        self._needs_loss = any(isinstance(term, OutputTerm) and term.needs_loss for term in terms)
+        self._loss_alone = all(isinstance(term, (Newton, L2)) for term in terms)
+
+    def check(self, parameters: Mapping[str, Tensor]) -> None:
+        """Raise now for what a refit would raise for: structures, metrics and dampings that fit no part of the model."""
+        terms = list(self.divergence.terms())
+        identity_groups({name: p.detach().to("meta") for name, p in parameters.items()}, self.structure)
+        sites.diagonal(self.model, parameters, terms, self.damping)
+        sites.metric_modules(self.model, terms)
+
+    def __call__(
+        self, parameters: Mapping[str, Tensor], source: Source, start: Preconditioner | None
+    ) -> Preconditioner:
+        """U, fitted from the identity or from `start`."""
+        only = [name for name, p in parameters.items() if p.requires_grad]
+        return fit(self._quadratic(only, source), self.structure, self.solver, self.steps, start)
+
+    def _quadratic(self, only: list[str], source: Source) -> QuadraticModel:
+        if source.batch is not None:
+            inputs, targets = source.batch
+            loss_fn = source.loss_fn or self.loss_fn
+            if loss_fn is not None:
+                return self._build(only, inputs, targets, loss_fn)
+        else:
+            inputs = source.seen if source.seen is not None else ()
+        if not source.gradients:
+            raise LLQRError("no parameter has a gradient: call loss.backward() before optimizer.step()")
+        gradient = {name: source.gradients[name] for name in only if name in source.gradients}
+        if self._needs_loss and self._loss_alone:
+            closure = source.closure or self._own_loss(inputs)
+            return self._build(only, inputs, gradient=gradient, closure=whole_loss(closure, self.model.parameters()))
+        if inputs == ():
+            raise LLQRError(
+                "there are no inputs to refit on: the model wasn't called (by model(...), with gradients on) since the last "
+                "step. Call it before optimizer.step(), or give LLQR a refit_batch"
+            )
+        if not self._needs_loss:
+            return self._build(only, inputs, gradient=gradient)
+        if source.closure is None or source.batch is not None:
+            raise LLQRError(self._loss_wanted())
+        return self._build(only, inputs, None, loss_of_output(self.model, source.closure), gradient)
+
+    def _build(
+        self,
+        only: list[str],
+        inputs: Inputs,
+        targets: Any = None,
+        loss_fn: Loss | None = None,
+        gradient: dict[str, Tensor] | None = None,
+        closure: Callable[[], Tensor] | None = None,
+    ) -> QuadraticModel:
+        return QuadraticModel.build(
+            self.model,
+            inputs,
+            targets,
+            loss_fn,
+            self.divergence,
+            self.damping,
+            self.chunk_size,
+            output=self.output,
+            weights=None if self.weights is None else self.weights(inputs),
+            training=self.training,
+            gradient=gradient,
+            only=only,
+            closure=closure,
+        )
+
+    def _own_loss(self, inputs: Inputs) -> Closure:
+        """The loss that the model's output carries, as transformers' models do when they are given labels."""
+
+        def evaluate() -> Any:
+            args, kwargs = as_arguments(inputs)
+            output = None if inputs == () else self.model(*args, **kwargs)
+            loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+            if loss is None:
+                raise LLQRError(self._loss_wanted())
+            return loss
+
+        return evaluate
+
+    def _loss_wanted(self) -> str:
+        return (
+            f"{self.divergence!r} needs the loss: call optimizer.step(closure) with a closure that evaluates it, takes it "
+            "backward and returns it; or give LLQR a loss_fn and a refit_batch that returns (inputs, targets)"
+        )

@@ -1,0 +1,32 @@
+"""Schedule: which steps begin with a refit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from llqr.errors import LLQRError
+
+Every = int | Callable[[int], bool]
+
+
+class Schedule:
+    """Counts steps from 0; step k begins with a refit where k mod `every` = 0, or where `every(k)` is true.
+
+    A callable is asked once a step, when its answer is first needed: by the forward pass or by the step itself.
+    """
+
+    def __init__(self, every: Every) -> None:
+        if isinstance(every, bool) or not (callable(every) or (isinstance(every, int) and every >= 1)):
+            raise LLQRError(
+                f"every is a positive number of steps between refits, or a function of the step's number that tells whether "
+                f"to refit; not {every!r}"
+            )
+        self.every, self.step = every, 0
+        self._answer: tuple[int, bool] | None = None
+
+    def due(self) -> bool:
+        if isinstance(self.every, int):
+            return self.step % self.every == 0
+        if self._answer is None or self._answer[0] != self.step:
+            self._answer = (self.step, bool(self.every(self.step)))
+        return self._answer[1]

@@ -1,0 +1,27 @@
+"""Stats: what the refits of an optimizer came to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Stats:
+    """Counts since the first step; they are saved and loaded with the optimizer."""
+
+    refits: int = 0
+    """Refits whose U was taken."""
+    rejected: int = 0
+    """Refits whose U wasn't: it raised J, or something wasn't finite. The U from before stayed."""
+    turned: int = 0
+    """Blocks that would have turned the gradient around, summed over the steps; such a block was the identity for the step."""
+    nonfinite: int = 0
+    """Blocks whose gradient wasn't finite, summed over the steps; it went to the base optimizer as it was."""
+    objective_before: float | None = None
+    """J of the last fit at its start, and"""
+    objective_after: float | None = None
+    """at its end."""
+    seconds: float = 0.0
+    """Time spent in refits."""
+    memory: int = 0
+    """Bytes of U."""

@@ -1,0 +1,346 @@
+"""LLQR: Algorithm 1 of the paper, as a wrapper around any torch optimizer.
+
+U ← I
+for k = 0, 1, 2, …:
+    g_k ← ∇L(θ_k)                                  (the user's backward pass)
+    if k mod n = 0:  U ← β U + (1 - β) fit(J)      (a refit; J is the relaxed objective at θ_k)
+    θ_{k+1} ← base(θ_k, U g_k)
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+import weakref
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from llqr.checks import Inputs, Loss
+from llqr.divergences import Divergence, resolve
+from llqr.errors import LLQRError, LLQRWarning, NonFiniteError
+from llqr.linearize import Selector
+from llqr.loop.closures import Closure, checked_loss
+from llqr.loop.gradients import gradients_of, replaced, stepped_parameters
+from llqr.loop.inputs import InputHook
+from llqr.loop.refit import Batch, Refit, Source
+from llqr.loop.schedule import Every, Schedule
+from llqr.loop.stats import Stats
+from llqr.naming import PerLayer
+from llqr.preconditioner import Preconditioner
+from llqr.solvers import Solver
+from llqr.structures.assign import StructureSpec
+
+KEY = "llqr"
+"""Where `state_dict` keeps what isn't the base's."""
+
+
+class LLQR(Optimizer):
+    """A torch optimizer whose gradients are preconditioned by a learned inverse curvature U.
+
+    Args:
+        base: the optimizer that steps, with its own learning rate, momentum and weight decay. Its `param_groups`, `state` and
+            `defaults` are this one's too.
+        model: the module whose parameters it steps (it may have others, which are left alone).
+        divergence: what a step is measured by: "ngd", "newton", "gauss-newton", "renyi", "reverse-kl", or an object.
+        structure: of U: "scalar", "diagonal", "kfac", "ekfac", "dense", an object, or a mapping from name patterns to these.
+        every: steps between refits, or a function of the step's number that tells whether it begins with a refit.
+        steps: inner steps of a refit.
+        solver: the inner solver; None is `ScaleFree()`. The paper's is `SGDM(lr=0.005, momentum=0.9)`.
+        ema: β; None is the paper's, 0.95, and 0.9 for divergences that aren't flat (Newton).
+        damping: added to the curvature's diagonal, as for `QuadraticModel`.
+        chunk_size: examples at a time in a refit.
+        warm_start: begin a fit at the U that is there, in place of the identity.
+        loss_fn: `loss_fn(output, targets)`, for refits on a batch of their own.
+        output: picks the tensor that the divergence is about out of what the model returns.
+        weights: from the inputs of a refit to one weight a variable, 0 for padding.
+        refit_batch: returns `(inputs, targets)` for a refit, in place of the batch of the step. Without a `loss_fn`, the
+            gradient stays that of the step.
+        training: the modules' mode in a refit. False: running BatchNorm statistics, no dropout. None: as they are.
+    """
+
+    def __init__(
+        self,
+        base: Optimizer,
+        model: nn.Module,
+        divergence: str | Divergence = "ngd",
+        structure: StructureSpec = "ekfac",
+        every: Every = 500,
+        steps: int = 25,
+        solver: Solver | None = None,
+        ema: float | None = None,
+        damping: PerLayer = 0.0,
+        chunk_size: int | None = None,
+        warm_start: bool = False,
+        *,
+        loss_fn: Loss | None = None,
+        output: Selector | None = None,
+        weights: Callable[[Inputs], Tensor] | None = None,
+        refit_batch: Callable[[], Batch] | None = None,
+        training: bool | None = False,
+    ) -> None:
+        _check_base(base, model)
+        self.base, self.model = base, model
+        parameters = stepped_parameters(base, model)
+        kind = resolve(divergence)
+        self.ema = _checked_ema((0.95 if kind.flat else 0.9) if ema is None else ema)
+        self.warm_start, self.refit_batch = bool(warm_start), refit_batch
+        self._refit = Refit(
+            model, kind, structure, solver, steps, damping, chunk_size, loss_fn, output, weights, training
+        )
+        self._refit.check(parameters)
+        self.preconditioner: Preconditioner | None = None
+        """U; None is the identity, until the first refit."""
+        self.stats = Stats()
+        self._schedule = Schedule(every)
+        self._begin()
+
+    def _begin(self) -> None:
+        """What isn't saved: torch's own hooks, the hook on the model, and what was warned of."""
+        for hooks in ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre"):
+            setattr(self, f"_optimizer_{hooks}_hooks", OrderedDict())
+        self._optimizer_load_state_dict_post_hooks = OrderedDict()
+        self._patch_step_function()
+        self._warned: set[str] = set()
+        self._hook = InputHook(self._schedule)
+        handle = self.model.register_forward_pre_hook(self._hook, with_kwargs=True)
+        self._unhook = weakref.finalize(self, handle.remove)
+
+    # --- what belongs to the base ---
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.base.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.base.param_groups = groups
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        return self.base.state
+
+    @state.setter
+    def state(self, state: defaultdict[Tensor, Any]) -> None:
+        self.base.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return self.base.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.base.defaults = defaults
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """To the base. U is the identity for the new parameters until the next refit."""
+        self.base.add_param_group(param_group)
+        try:
+            self._refit.check(stepped_parameters(self.base, self.model))
+        except LLQRError:
+            self.base.param_groups.pop()
+            raise
+
+    # --- stepping ---
+
+    def step(self, closure: Closure | None = None) -> Any:
+        """Refit U if it is time, then step the base with U g in place of the gradients g.
+
+        With divergences that need no loss (KL, Rényi), the gradients that are there and the model's last inputs are enough.
+        The others take a closure that clears the gradients, evaluates the loss, takes it backward and returns it; it is
+        evaluated once more where U is refitted.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        parameters = stepped_parameters(self.base, self.model)
+        gradients = gradients_of(parameters)
+        if self._schedule.due():
+            if closure is not None:
+                checked_loss(loss)
+            self._refit_on(parameters, Source(gradients, self._hook.inputs(self.model), closure))
+        self._hook.forget()
+        with replaced(parameters, self._preconditioned(gradients)):
+            self.base.step()
+        self._schedule.step += 1
+        return loss
+
+    def refit(
+        self,
+        inputs: Inputs | None = None,
+        targets: Any = None,
+        loss_fn: Loss | None = None,
+        closure: Closure | None = None,
+    ) -> bool:
+        """Refit U now: on a batch (by default what `refit_batch` returns), or on what a closure evaluates.
+
+        The gradient of J is that of the loss on this batch where a loss is given, else the `.grad` that is there. Returns
+        whether the new U was taken; if it raised J or wasn't finite, the one from before stays.
+        """
+        parameters = stepped_parameters(self.base, self.model)
+        batch = None if inputs is None else (inputs, targets)
+        return self._refit_on(parameters, Source(gradients_of(parameters), None, closure, batch, loss_fn))
+
+    def _refit_on(self, parameters: Mapping[str, Tensor], source: Source) -> bool:
+        begun = time.perf_counter()
+        if source.batch is None and self.refit_batch is not None:
+            source = replace(source, batch=_checked_batch(self.refit_batch()))
+        before = self._current(parameters)
+        try:
+            u = self._refit(parameters, source, before if self.warm_start else None)
+        except NonFiniteError as error:
+            return self._reject(str(error))
+        finally:
+            self.stats.seconds += time.perf_counter() - begun
+        self.stats.objective_before, self.stats.objective_after = u.history[0], u.history[-1]
+        if not u.history[-1] <= u.history[0] or not u.is_finite():
+            return self._reject(f"J went from {u.history[0]:.6g} to {u.history[-1]:.6g}")
+        self.preconditioner = before.blend(u, self.ema)
+        self.stats.refits += 1
+        self.stats.memory = self.preconditioner.memory
+        return True
+
+    def _current(self, parameters: Mapping[str, Tensor]) -> Preconditioner:
+        """U for these parameters: the one that is there, the identity for what it doesn't know."""
+        u = Preconditioner.identity(parameters, self._refit.structure)
+        if self.preconditioner is not None:
+            u.take(self.preconditioner)
+        return u
+
+    def _preconditioned(self, gradients: dict[str, Tensor]) -> Mapping[str, Tensor]:
+        if self.preconditioner is None:
+            return {}
+        steered = self.preconditioner.steer(gradients)
+        if steered.turned:
+            self.stats.turned += len(steered.turned)
+            self._warn("turned", f"U would have turned the gradient of {steered.turned[0]!r} around")
+        if steered.nonfinite:
+            self.stats.nonfinite += len(steered.nonfinite)
+            self._warn("nonfinite", f"the gradient of {steered.nonfinite[0]!r} is not finite")
+        return steered.gradients
+
+    def _reject(self, why: str) -> bool:
+        self.stats.rejected += 1
+        self._warn("rejected", f"a refit was rejected, and U stays as it was: {why}")
+        return False
+
+    def _warn(self, kind: str, message: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(f"{message} (counted in optimizer.stats.{kind}; said once)", LLQRWarning, stacklevel=4)
+
+    def close(self) -> None:
+        """Take the hook off the model. U stays and is applied; refits need a batch or a closure from then on."""
+        self._unhook()
+        self._hook.forget()
+
+    # --- state ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """The base's, with what LLQR adds under "llqr": tensors and builtins alone."""
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        u = None if self.preconditioner is None else self.preconditioner.state_dict()
+        own = {"step": self._schedule.step, "preconditioner": u, "stats": asdict(self.stats)}
+        state: dict[str, Any] = {**self.base.state_dict(), KEY: own}
+        for after in self._optimizer_state_dict_post_hooks.values():
+            state = after(self, state) or state
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where the other left off; devices and dtypes are those of the parameters here.
+
+        A state of the base alone is taken too, and U begins at the identity.
+        """
+        state_dict = dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
+        own = state_dict.pop(KEY, None)
+        if own is None:
+            warnings.warn("the state is of a plain optimizer: U begins at the identity", LLQRWarning, stacklevel=2)
+            own = {"step": 0, "preconditioner": None, "stats": {}}
+        u = None
+        if own["preconditioner"] is not None:
+            u = Preconditioner.identity(stepped_parameters(self.base, self.model), self._refit.structure)
+            u = u.restricted(own["preconditioner"]["blocks"])
+            u.load_state_dict(own["preconditioner"])
+        self.base.load_state_dict(state_dict)
+        self.preconditioner, self._schedule.step = u, own["step"]
+        self.stats = Stats(**{f.name: own["stats"][f.name] for f in fields(Stats) if f.name in own["stats"]})
+        self._hook.forget()
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        left_out = {"_hook", "_unhook", "_warned", "step"}  # `step` where a scheduler has wrapped it
+        return {
+            name: value
+            for name, value in self.__dict__.items()
+            if name not in left_out and not name.startswith("_optimizer_")
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
+
+    def memory_usage(self) -> dict[str, int]:
+        """Bytes of U, of the base's state, and of both."""
+        u = 0 if self.preconditioner is None else self.preconditioner.memory
+        held = [value for entry in self.state.values() for value in entry.values() if isinstance(value, Tensor)]
+        base = sum(tensor.numel() * tensor.element_size() for tensor in held)
+        return {"preconditioner": u, "base": base, "total": u + base}
+
+    def __repr__(self) -> str:
+        refit, stats = self._refit, self.stats
+        settings = [
+            f"divergence={refit.divergence!r}",
+            f"structure={refit.structure!r}",
+            f"every={self._schedule.every!r}, steps={refit.steps}, solver={refit.solver!r}",
+            f"ema={self.ema}, damping={refit.damping!r}, chunk_size={refit.chunk_size}, warm_start={self.warm_start}",
+        ]
+        counts = [
+            f"at step {self._schedule.step}: {stats.refits} refits ({stats.seconds:.1f} s), {stats.rejected} rejected, "
+            f"{stats.turned} blocks turned, U of {stats.memory / 2**20:.1f} MiB"
+        ]
+        base = repr(self.base).replace("\n", "\n  ")
+        return "LLQR(\n  " + ",\n  ".join([*settings, *counts, f"base={base}"]) + "\n)"
+
+
+def _check_base(base: Optimizer, model: nn.Module) -> None:
+    if not isinstance(base, Optimizer):
+        raise LLQRError(
+            "LLQR wraps an optimizer, as in LLQR(torch.optim.SGD(model.parameters(), lr=0.1), model); got "
+            f"{type(base).__name__}"
+        )
+    if isinstance(base, LLQR):
+        raise LLQRError("the base is an LLQR already: wrap the optimizer inside it")
+    if isinstance(base, torch.optim.LBFGS):
+        raise LLQRError(
+            "LBFGS evaluates its closure several times a step, and U can't come between: wrap another optimizer"
+        )
+    if not isinstance(model, nn.Module):
+        raise LLQRError(f"the second argument is the model, an nn.Module; got {type(model).__name__}")
+
+
+def _checked_ema(ema: float) -> float:
+    if isinstance(ema, bool) or not isinstance(ema, (int, float)) or not 0 <= ema < 1:
+        raise LLQRError(f"ema is at least 0 (U is the last fit) and below 1, not {ema!r}")
+    return float(ema)
+
+
+def _checked_batch(batch: Any) -> Batch:
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise LLQRError(
+            "refit_batch returns a pair (inputs, targets), with None for targets where the divergence needs none; got "
+            f"{type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, Collection) else "")
+        )
+    return batch[0], batch[1]
