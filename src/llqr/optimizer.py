@@ -51,7 +51,7 @@ class LLQR(Optimizer):
         structure: of U: "scalar", "diagonal", "kfac", "ekfac", "dense", an object, or a mapping from name patterns to these.
         every: steps between refits, or a function of the step's number that tells whether it begins with a refit.
         steps: inner steps of a refit.
-        solver: the inner solver; None is `ScaleFree()`. The paper's is `SGDM(lr=0.005, momentum=0.9)`.
+        solver: the inner solver; None is `ScaleFree()` with `trust`. The paper's is `SGDM(lr=0.005, momentum=0.9)`.
         ema: β; None is the paper's, 0.95, and 0.9 for divergences that aren't flat (Newton).
         damping: added to the curvature's diagonal, as for `QuadraticModel`.
         chunk_size: examples at a time in a refit.
@@ -62,6 +62,8 @@ class LLQR(Optimizer):
         refit_batch: returns `(inputs, targets)` for a refit, in place of the batch of the step. Without a `loss_fn`, the
             gradient stays that of the step.
         training: the modules' mode in a refit. False: running BatchNorm statistics, no dropout. None: as they are.
+        trust: J is that of the base's step, and U lengthens no direction of it by more than about 1/trust (`llqr.loop.trust`).
+            None: 0.1 with the default solver; the paper's objective with a solver that is given.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class LLQR(Optimizer):
         weights: Callable[[Inputs], Tensor] | None = None,
         refit_batch: Callable[[], Batch] | None = None,
         training: bool | None = False,
+        trust: float | None = None,
     ) -> None:
         _check_base(base, model)
         self.base, self.model = base, model
@@ -91,7 +94,7 @@ class LLQR(Optimizer):
         self.ema = _checked_ema((0.95 if kind.flat else 0.9) if ema is None else ema)
         self.warm_start, self.refit_batch = bool(warm_start), refit_batch
         self._refit = Refit(
-            model, kind, structure, solver, steps, damping, chunk_size, loss_fn, output, weights, training
+            model, kind, structure, solver, steps, damping, chunk_size, loss_fn, output, weights, training, trust
         )
         self._refit.check(parameters)
         self.preconditioner: Preconditioner | None = None
@@ -196,7 +199,7 @@ class LLQR(Optimizer):
             source = replace(source, batch=_checked_batch(self.refit_batch()))
         before = self._current(parameters)
         try:
-            u = self._refit(parameters, source, before if self.warm_start else None)
+            u = self._refit(self.base, parameters, source, before if self.warm_start else None)
         except NonFiniteError as error:
             return self._reject(str(error))
         finally:

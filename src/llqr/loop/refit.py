@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from llqr import sites
 from llqr.checks import Inputs, Loss, as_arguments
@@ -15,11 +16,12 @@ from llqr.divergences import L2, Divergence, Newton, OutputTerm
 from llqr.errors import LLQRError
 from llqr.linearize import Selector
 from llqr.loop.closures import Closure, loss_of_output, whole_loss
+from llqr.loop.trust import DEFAULT, check_trust, trusted
 from llqr.naming import PerLayer
 from llqr.preconditioner import Preconditioner
 from llqr.quadratic import QuadraticModel
 from llqr.relaxation import checked_solver, fit
-from llqr.solvers import Solver
+from llqr.solvers import Quadratic, Solver
 from llqr.structures.assign import StructureSpec
 from llqr.structures.stacks import identity_groups
 
@@ -53,8 +55,12 @@ class Refit:
     output: Selector | None
     weights: Callable[[Inputs], Tensor] | None
     training: bool | None
+    trust: float | None
 
     def __post_init__(self) -> None:
+        if self.trust is None and self.solver is None:
+            self.trust = DEFAULT
+        self.trust = None if self.trust is None else check_trust(self.trust)
         self.solver = checked_solver(self.solver, self.steps)
         check_chunk_size(self.chunk_size)
         terms = [term for _, term in self.divergence.terms()]
@@ -69,11 +75,14 @@ class Refit:
         sites.metric_modules(self.model, terms)
 
     def __call__(
-        self, parameters: Mapping[str, Tensor], source: Source, start: Preconditioner | None
+        self, base: Optimizer, parameters: Mapping[str, Tensor], source: Source, start: Preconditioner | None
     ) -> Preconditioner:
         """U, fitted from the identity or from `start`."""
-        only = [name for name, p in parameters.items() if p.requires_grad]
-        return fit(self._quadratic(only, source), self.structure, self.solver, self.steps, start)
+        free = {name: p for name, p in parameters.items() if p.requires_grad}
+        q: Quadratic = self._quadratic(list(free), source)
+        if self.trust is not None:
+            q = trusted(q, base, free, self.trust)
+        return fit(q, self.structure, self.solver, self.steps, start)
 
     def _quadratic(self, only: list[str], source: Source) -> QuadraticModel:
         if source.batch is not None:
