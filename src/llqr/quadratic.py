@@ -68,6 +68,7 @@ class QuadraticModel:
         terms = list(resolve(divergence).terms())
         check_model(model, inputs)
         parameters = sites.trainable(model)
+        versions = {name: p._version for name, p in parameters.items()}
         needs_loss = gradient is None or any(_asks_for_loss(term) for _, term in terms)
         if loss_fn is None and needs_loss:
             raise LLQRError(f"{divergence!r} needs the loss and its targets: give loss_fn and targets")
@@ -84,6 +85,12 @@ class QuadraticModel:
             check_finite(value, f"the gradient of {name!r}")
         if chunk_size is not None and loss_fn is not None and gradient is None:
             check_losses(loss_fn, [(part.share, part.seen) for part in parts if part.seen is not None], targets)
+        for name, version in versions.items():
+            if parameters[name]._version != version:
+                raise LLQRError(
+                    f"the model changes its parameter {name!r} in a forward pass, so there is no point to take derivatives at: "
+                    "do that outside of forward()"
+                )
         return cls(parameters, parts, slope, diagonal)
 
     def curvature(self, direction: Mapping[str, Tensor]) -> Parameters:
