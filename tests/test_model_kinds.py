@@ -56,10 +56,14 @@ class Tied(nn.Module):
 def test_embeddings_that_renormalise(divergence: Divergence, size: int | None, frozen: bool) -> None:
     """Forward renormalises the rows it looks up, in place: the numbers are of such rows, and the model is untouched."""
     inputs, targets = tokens()
-    for model in (embedding(max_norm=0.7), *([Tied().double()] if size is None else [])):
+    for model in (embedding(max_norm=0.7), Tied().double()):
         if frozen:
             next(model.parameters()).requires_grad_(False)
         before = copy.deepcopy(model.state_dict())
+        if size is not None and isinstance(model, Tied):  # the output layer reads rows that other chunks renormalise
+            with pytest.raises(LLQRError, match="depends on the other examples"):
+                QuadraticModel.build(model, inputs, targets, LOSS, divergence, 0.1, size)
+            continue
         q = QuadraticModel.build(model, inputs, targets, LOSS, divergence, 0.1, size)
         q.curvature(q.gradient)
         assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
