@@ -17,6 +17,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError
 
+from llqr import hidden
 from llqr.checks import Inputs, as_arguments, frozen_rng
 from llqr.embeddings import constants, renormalised
 from llqr.errors import LLQRError, NotTwiceDifferentiableError
@@ -57,6 +59,13 @@ class Recorder:
         self._modes = [(module, module.training if training is None else training) for module in model.modules()]
         self._constants, self._renormalised = constants(model), renormalised(model)
         self._random = torch.get_rng_state()  # every run of one recorder draws the same dropout masks
+
+    def in_double(self) -> Recorder:
+        """The same model in double precision, if its parameters and inputs come so."""
+        other = copy(self)
+        frozen = {name: p for name, p in self.model.named_parameters() if not p.requires_grad}
+        other._constants = hidden.in_double({**frozen, **self._constants})
+        return other
 
     def run(self, parameters: Parameters, inputs: Inputs) -> list[Tensor]:
         """[x_N, activations at the places …]."""
@@ -196,6 +205,16 @@ class SecondDerivative(Recording):
             refuse_reentrant(self._outputs, error)
             raise _not_twice(error) from error
         return [slope.detach() for slope in self._slopes]
+
+    def examine(self, slope: Tensor) -> None:
+        """Raise where products would be wrong, at a loss with this slope ∇ℓ(x_N)."""
+        recorder, inputs = self._recorder.in_double(), hidden.in_double(self._inputs)
+
+        def run(leaves: list[Tensor]) -> Tensor:
+            with sdpa_kernel(SDPBackend.MATH), exact_rules():
+                return recorder.run(dict(zip(self._names, leaves, strict=True)), inputs)[0]
+
+        hidden.check_model(self._outputs, run, self._leaves, slope)
 
     def product(self, tangents: Sequence[Tensor]) -> list[Tensor]:
         """Hv."""

@@ -12,6 +12,7 @@ from llqr.checks import Inputs, Loss, check_finite, check_mean, check_weights_fi
 from llqr.chunks import Piece
 from llqr.divergences import L2, ActivationTerm, BasePoint, OutputTerm, Term
 from llqr.errors import LLQRError
+from llqr.hidden import check_loss
 from llqr.linearize import Linearization, Parameters, Recorder, SecondDerivative
 
 
@@ -24,6 +25,8 @@ class Problem:
     loss_fn: Loss | None
     terms: list[tuple[float, Term]]
     places: dict[str | int, str]
+    examined: bool = False
+    """Whether the formulas in model and loss were looked at."""
 
     def values(self, inputs: Inputs) -> list[Tensor]:
         """The output, and the activations at the places; nothing is recorded."""
@@ -124,6 +127,7 @@ class Part:
         gradient: list[Tensor] | None = None
         if second is not None:
             second.of(lambda x: torch.stack([weight * term.psi(x, base) for weight, term in steep]).sum())
+        self._examine(base, slope, second)
         if slope is not None:
             cotangents = [slope * self._piece.share, *(torch.zeros_like(value) for value in run.values[1:])]
             gradient = linear.pull_first(cotangents) if linear is not None else run.pull(cotangents)
@@ -131,6 +135,17 @@ class Part:
         if self._keep:
             self._recorded = recorded
         return recorded
+
+    def _examine(self, base: BasePoint, slope: Tensor | None, second: SecondDerivative | None) -> None:
+        """Once a batch: raise where a formula written by hand gives wrong second derivatives."""
+        problem = self._problem
+        if problem.examined or slope is None:
+            return
+        problem.examined = True
+        if any(isinstance(term, OutputTerm) and term.needs_loss for _, term in problem.terms):
+            check_loss(base.loss, base.output)
+        if second is not None:
+            second.examine(slope)
 
     def _base(self, values: list[Tensor]) -> tuple[BasePoint, Tensor | None]:
         """The point that ψ is expanded around, checked, and ∇ℓ(x_N)."""
