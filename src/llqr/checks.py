@@ -36,6 +36,7 @@ def check_model(model: nn.Module, inputs: Inputs, without_inputs: bool = False) 
         raise LLQRError("torch.inference_mode() is on, and nothing can be differentiated under it: leave it first")
     if not isinstance(model, nn.Module):
         raise LLQRError(f"the model is a {type(model).__name__}, not an nn.Module")
+    refuse_wrapped(model)
     tensors = tensors_in(inputs)
     if not tensors and not without_inputs:
         raise LLQRError(f"inputs are a tensor, or a tuple or dict with tensors in it; got {type(inputs).__name__}")
@@ -49,6 +50,22 @@ def check_model(model: nn.Module, inputs: Inputs, without_inputs: bool = False) 
         if tensor.numel() == 0:
             raise LLQRError(f"the inputs are empty, shape {tuple(tensor.shape)}: give at least one example")
         check_finite(tensor, "the inputs")
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raise for models in wrappers that can't be called as a function of their parameters."""
+    if isinstance(model, torch.jit.ScriptModule):
+        raise LLQRError(
+            "the model is TorchScript, whose parameters can't be exchanged for variables: give the module as it was before it "
+            "was scripted or traced (a scripted module inside another one works)"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            what = f"{name!r} is" if name else "the model is"
+            raise LLQRError(
+                f"{what} wrapped in {type(module).__name__}, which deals its parameters and batches out by itself: give what "
+                "is in it, its attribute .module"
+            )
 
 
 def check_inputs(inputs: Inputs, first: nn.Module) -> None:

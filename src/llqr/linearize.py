@@ -17,6 +17,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from typing import Any
 
 import torch
@@ -26,10 +27,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError
 
+from llqr import hidden
 from llqr.checks import Inputs, as_arguments, frozen_rng
+from llqr.embeddings import constants, renormalised
 from llqr.errors import LLQRError, NotTwiceDifferentiableError
-from llqr.exact.derivatives import refuse_once_differentiable
-from llqr.rules import exact_rules, linear_rules
+from llqr.exact.derivatives import graph_nodes, refuse_once_differentiable
+from llqr.rules import embedding_rules, exact_rules, linear_rules
 from llqr.sites import catching
 
 Parameters = dict[str, Tensor]
@@ -56,15 +59,23 @@ class Recorder:
         self._call = call
         self.model, self.places, self.select, self._whole = model, list(places), select, whole
         self._modes = [(module, module.training if training is None else training) for module in model.modules()]
-        self._buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        self._constants, self._renormalised = constants(model), renormalised(model)
         self._random = torch.get_rng_state()  # every run of one recorder draws the same dropout masks
+
+    def in_double(self) -> Recorder:
+        """The same model in double precision, if its parameters and inputs come so."""
+        other = copy(self)
+        frozen = {name: p for name, p in self.model.named_parameters() if not p.requires_grad}
+        other._constants = hidden.in_double({**frozen, **self._constants})
+        return other
 
     def run(self, parameters: Parameters, inputs: Inputs) -> list[Tensor]:
         """[x_N, activations at the places …]."""
-        buffers = {name: buffer.clone() for name, buffer in self._buffers.items()}
+        fixed = {name: tensor.clone() for name, tensor in self._constants.items()}
+        copies = {name: parameters[name].clone() for name in self._renormalised if name in parameters}
         with catching(self.model, self.places) as caught, _mode(self._modes), frozen_rng(), _eager():
             torch.set_rng_state(self._random)
-            output = self._output({**parameters, **buffers}, inputs)
+            output = self._output({**parameters, **copies, **fixed}, inputs)
             if not self._whole and not torch.equal(torch.get_rng_state(), self._random):
                 raise LLQRError(
                     "the model draws random numbers (dropout?), other ones in chunks than in the whole batch: give the batch "
@@ -122,9 +133,13 @@ class Recording:
 
     def pull(self, cotangents: Sequence[Tensor]) -> list[Tensor]:
         """Jᵀc: one gradient a parameter, from one cotangent an output."""
-        return list(
-            torch.autograd.grad(self._outputs, self._leaves, cotangents, retain_graph=True, materialize_grads=True)
-        )
+        try:
+            return list(
+                torch.autograd.grad(self._outputs, self._leaves, cotangents, retain_graph=True, materialize_grads=True)
+            )
+        except RuntimeError as error:
+            refuse_reentrant(self._outputs, error)
+            raise
 
 
 class Linearization(Recording):
@@ -149,6 +164,7 @@ class Linearization(Recording):
             self._record(exact_rules())  # recomputed blocks don't see the linear rules
             return self.pull_first(cotangents)
         except RuntimeError as error:
+            refuse_reentrant(self._outputs, error)
             self.use_forward_mode(str(error))
             return self.pull(cotangents)
         self._cotangents, self._transposed = variables, list(rows)
@@ -168,12 +184,18 @@ class Linearization(Recording):
         assert self._cotangents is not None
         pairs = [(row, v) for row, v in zip(self._transposed, tangents, strict=True) if row.requires_grad]
         rows, directions = zip(*pairs, strict=True)
-        return list(torch.autograd.grad(rows, self._cotangents, directions, retain_graph=True, materialize_grads=True))
+        try:
+            return list(
+                torch.autograd.grad(rows, self._cotangents, directions, retain_graph=True, materialize_grads=True)
+            )
+        except NotImplementedError as error:  # a backward of torch's that has no derivative
+            self.use_forward_mode(str(error))
+            return self._push_forward(tangents)
 
     def _push_forward(self, tangents: Sequence[Tensor]) -> list[Tensor]:
         points = {name: leaf.detach() for name, leaf in zip(self._names, self._leaves, strict=True)}
         directions = dict(zip(self._names, tangents, strict=True))
-        with sdpa_kernel(SDPBackend.MATH):
+        with sdpa_kernel(SDPBackend.MATH), embedding_rules():
             try:
                 pushed = torch.func.jvp(lambda p: self._recorder.run(p, self._inputs), (points,), (directions,))[1]
                 return list(pushed)
@@ -199,8 +221,19 @@ class SecondDerivative(Recording):
                 self._slopes = torch.autograd.grad(value, self._leaves, create_graph=True, materialize_grads=True)
             refuse_once_differentiable(self._slopes)
         except RuntimeError as error:
+            refuse_reentrant(self._outputs, error)
             raise _not_twice(error) from error
         return [slope.detach() for slope in self._slopes]
+
+    def examine(self, slope: Tensor) -> None:
+        """Raise where products would be wrong, at a loss with this slope ∇ℓ(x_N)."""
+        recorder, inputs = self._recorder.in_double(), hidden.in_double(self._inputs)
+
+        def run(leaves: list[Tensor]) -> Tensor:
+            with sdpa_kernel(SDPBackend.MATH), exact_rules():
+                return recorder.run(dict(zip(self._names, leaves, strict=True)), inputs)[0]
+
+        hidden.check_model(self._outputs, run, self._leaves, slope)
 
     def product(self, tangents: Sequence[Tensor]) -> list[Tensor]:
         """Hv."""
@@ -214,6 +247,15 @@ class SecondDerivative(Recording):
             )
         except RuntimeError as error:
             raise _not_twice(error) from error
+
+
+def refuse_reentrant(outputs: Sequence[Tensor], error: Exception) -> None:
+    """Raise where a derivative failed at a checkpoint that can't be asked for derivatives by something."""
+    if any(type(node).__name__ == "CheckpointFunctionBackward" for node in graph_nodes(outputs)):
+        raise LLQRError(
+            "the model uses torch.utils.checkpoint in its reentrant form, which works with loss.backward() alone: call "
+            "checkpoint(..., use_reentrant=False)"
+        ) from error
 
 
 def _not_twice(error: Exception) -> NotTwiceDifferentiableError:

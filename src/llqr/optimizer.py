@@ -64,6 +64,7 @@ class LLQR(Optimizer):
         training: the modules' mode in a refit. False: running BatchNorm statistics, no dropout. None: as they are.
         trust: J is that of the base's step, and U lengthens no direction of it by more than about 1/trust (`llqr.loop.trust`).
             None: 0.1 with the default solver; the paper's objective with a solver that is given.
+        shared: the inputs that `chunk_size` doesn't cut, as for `QuadraticModel`.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class LLQR(Optimizer):
         refit_batch: Callable[[], Batch] | None = None,
         training: bool | None = False,
         trust: float | None = None,
+        shared: Collection[str | int] = (),
     ) -> None:
         _check_base(base, model)
         self.base, self.model = base, model
@@ -94,7 +96,19 @@ class LLQR(Optimizer):
         self.ema = _checked_ema((0.95 if kind.flat else 0.9) if ema is None else ema)
         self.warm_start, self.refit_batch = bool(warm_start), refit_batch
         self._refit = Refit(
-            model, kind, structure, solver, steps, damping, chunk_size, loss_fn, output, weights, training, trust
+            model,
+            kind,
+            structure,
+            solver,
+            steps,
+            damping,
+            chunk_size,
+            loss_fn,
+            output,
+            weights,
+            training,
+            trust,
+            shared,
         )
         self._refit.check(parameters)
         self.preconditioner: Preconditioner | None = None

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from llqr.checks import Inputs, Loss, batch_size_of, check_finite, check_mean, check_weights_fit, loss_gradient
+from llqr.checks import Inputs, Loss, check_finite, check_mean, check_weights_fit, loss_gradient
+from llqr.chunks import Piece
 from llqr.divergences import L2, ActivationTerm, BasePoint, OutputTerm, Term
 from llqr.errors import LLQRError
+from llqr.hidden import check_loss
 from llqr.linearize import Linearization, Parameters, Recorder, SecondDerivative
 
 
@@ -24,6 +25,13 @@ class Problem:
     loss_fn: Loss | None
     terms: list[tuple[float, Term]]
     places: dict[str | int, str]
+    examined: bool = False
+    """Whether the formulas in model and loss were looked at."""
+
+    def values(self, inputs: Inputs) -> list[Tensor]:
+        """The output, and the activations at the places; nothing is recorded."""
+        with torch.no_grad():
+            return self.recorder.run(self.parameters, inputs)
 
     def steep(self) -> list[tuple[float, OutputTerm]]:
         """The terms that aren't flat, which take Hessian products."""
@@ -35,25 +43,20 @@ class Problem:
 
 
 class Part:
-    """One chunk of the batch. `share` is its share of the mean over variables, `examples` of the mean over examples."""
+    """One chunk of the batch, as one piece of it with what was recorded there."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        inputs: Inputs,
-        targets: Any,
-        weights: Tensor | None,
-        share: float,
-        examples: float,
-        keep: bool,
-    ) -> None:
-        self._problem, self._inputs, self._targets, self._weights = problem, inputs, targets, weights
-        self._share, self._examples, self._keep = share, examples, keep
+    def __init__(self, problem: Problem, piece: Piece, keep: bool) -> None:
+        self._problem, self._piece, self._keep = problem, piece, keep
         self._recorded: _Recorded | None = None
         self._trusted = False
-        self.share = share
-        self.seen: BasePoint | None = None
-        """Where ψ was last expanded: the chunk's output, and its loss."""
+        self._seen: BasePoint | None = None
+
+    def base(self) -> tuple[float, BasePoint]:
+        """The chunk's share, and where ψ is expanded: its output, and its loss."""
+        if self._seen is None:
+            with torch.no_grad():
+                self._seen, _ = self._base(self._problem.values(self._piece.inputs))
+        return self._piece.share, self._seen
 
     def gradient(self) -> Parameters:
         """This chunk's share of g."""
@@ -99,38 +102,50 @@ class Part:
                 curved[0] += term.hessian_product(tangents[0], recorded.base) * (weight * self._factor(term))
             elif isinstance(term, ActivationTerm):
                 index = 1 + places.index(term.place)
-                product = term.hessian_product(tangents[index], batch_size_of(self._inputs))
+                product = term.hessian_product(tangents[index], self._piece.count)
                 curved[index] += product * (weight * self._factor(term))
         return curved
 
     def _factor(self, term: OutputTerm | ActivationTerm) -> float:
         if term.additive:
             return 1.0
-        return self._share if isinstance(term, OutputTerm) else self._examples
+        return self._piece.share if isinstance(term, OutputTerm) else self._piece.examples
 
     def _record(self) -> _Recorded:
         """Run the chunk and record what its products need; kept if the whole batch is one chunk."""
         if self._recorded is not None:
             return self._recorded
         problem = self._problem
-        steep = [(weight * self._share, term) for weight, term in problem.steep()]
-        arguments = (problem.recorder, problem.parameters, self._inputs)
+        steep = [(weight * self._piece.share, term) for weight, term in problem.steep()]
+        arguments = (problem.recorder, problem.parameters, self._piece.inputs)
         second = SecondDerivative(*arguments) if steep else None
         linear = Linearization(*arguments) if problem.has_flat() or second is None else None
         run = linear or second
         assert run is not None
         base, slope = self._base(run.values)
-        self.seen = base
+        self._seen = base
         gradient: list[Tensor] | None = None
         if second is not None:
             second.of(lambda x: torch.stack([weight * term.psi(x, base) for weight, term in steep]).sum())
+        self._examine(base, slope, second)
         if slope is not None:
-            cotangents = [slope * self._share, *(torch.zeros_like(value) for value in run.values[1:])]
+            cotangents = [slope * self._piece.share, *(torch.zeros_like(value) for value in run.values[1:])]
             gradient = linear.pull_first(cotangents) if linear is not None else run.pull(cotangents)
         recorded = _Recorded(linear, second, base, gradient)
         if self._keep:
             self._recorded = recorded
         return recorded
+
+    def _examine(self, base: BasePoint, slope: Tensor | None, second: SecondDerivative | None) -> None:
+        """Once a batch: raise where a formula written by hand gives wrong second derivatives."""
+        problem = self._problem
+        if problem.examined or slope is None:
+            return
+        problem.examined = True
+        if any(isinstance(term, OutputTerm) and term.needs_loss for _, term in problem.terms):
+            check_loss(base.loss, base.output)
+        if second is not None:
+            second.examine(slope)
 
     def _base(self, values: list[Tensor]) -> tuple[BasePoint, Tensor | None]:
         """The point that ψ is expanded around, checked, and ∇ℓ(x_N)."""
@@ -139,17 +154,17 @@ class Part:
         loss: Callable[[Tensor], Tensor] = _no_loss
         slope: Tensor | None = None
         if problem.loss_fn is not None:
-            loss, slope = loss_gradient(problem.loss_fn, output, self._targets)
-            check_mean(problem.loss_fn, output, self._targets)
-        if self._weights is not None:
-            check_weights_fit(self._weights, output)
+            loss, slope = loss_gradient(problem.loss_fn, output, self._piece.targets)
+            check_mean(problem.loss_fn, output, self._piece.targets)
+        if self._piece.weights is not None:
+            check_weights_fit(self._piece.weights, output)
         for _, term in problem.terms:
             if isinstance(term, OutputTerm):
-                term.check(output, self._weights)
+                term.check(output, self._piece.weights)
             elif isinstance(term, ActivationTerm):
                 activation = values[1 + list(problem.places).index(term.place)]
-                term.check(activation, batch_size_of(self._inputs))
-        return BasePoint(output, loss, self._weights), slope
+                term.check(activation, self._piece.count)
+        return BasePoint(output, loss, self._piece.weights), slope
 
     def _named(self, tensors: list[Tensor]) -> Parameters:
         return dict(zip(self._problem.parameters, tensors, strict=True))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from llqr import sites
 from llqr.checks import Inputs, Loss, check_finite, check_model
-from llqr.chunks import check_losses, pieces
+from llqr.chunks import Batch, check_independence, check_losses, pieces
 from llqr.divergences import Divergence, Newton, OutputTerm, Term, resolve
 from llqr.errors import LLQRError, unknown
 from llqr.linearize import Parameters, Recorder, Selector
@@ -49,6 +49,7 @@ class QuadraticModel:
         weights: Tensor | None = None,
         training: bool | None = None,
         gradient: Parameters | None = None,
+        shared: Collection[str | int] = (),
         only: Collection[str] | None = None,
         closure: Callable[[], Tensor] | None = None,
     ) -> QuadraticModel:
@@ -66,6 +67,7 @@ class QuadraticModel:
             weights: one weight a variable (an example, a token): 0 for padding. The loss must ignore the same ones.
             training: run the modules in this mode (False: running BatchNorm statistics, no dropout). None: as they are.
             gradient: g, where it is known already.
+            shared: the inputs (keywords or positions) that belong to all examples, such as a mask: chunks don't cut them.
             only: the names of the parameters to step; the others are held fixed.
             closure: returns the loss, for divergences of the loss alone (Newton); it calls the model itself, in place of
                 `model(inputs)`, and `inputs` may be ().
@@ -75,7 +77,9 @@ class QuadraticModel:
             _check_closure(terms, chunk_size)
             loss_fn, output = _itself, None
         check_model(model, inputs, without_inputs=closure is not None)
+        batch = Batch(inputs, shared)
         parameters = sites.trainable(model, only)
+        versions = {name: p._version for name, p in parameters.items()}
         needs_loss = gradient is None or any(_asks_for_loss(term) for _, term in terms)
         if loss_fn is None and needs_loss:
             raise LLQRError(f"{divergence!r} needs the loss and its targets: give loss_fn and targets")
@@ -83,15 +87,22 @@ class QuadraticModel:
         places = sites.metric_modules(model, terms)
         recorder = Recorder(model, list(places.values()), output, training, chunk_size is None, closure)
         problem = Problem(recorder, parameters, loss_fn if needs_loss else None, terms, places)
-        parts = [
-            Part(problem, *piece, keep=chunk_size is None)
-            for piece in pieces(model, inputs, targets, weights, chunk_size, training, bool(places))
-        ]
+        cut = pieces(model, batch, targets, weights, chunk_size, training, bool(places))
+        parts = [Part(problem, piece, keep=chunk_size is None) for piece in cut]
+        if chunk_size is not None:
+            dtypes = {p.dtype for p in parameters.values()}
+            check_independence(lambda rows: problem.values(rows)[0], batch, chunk_size, dtypes)
         slope = _total(part.gradient() for part in parts) if gradient is None else _given(gradient, parameters)
         for name, value in slope.items():
             check_finite(value, f"the gradient of {name!r}")
-        if chunk_size is not None and loss_fn is not None and gradient is None:
-            check_losses(loss_fn, [(part.share, part.seen) for part in parts if part.seen is not None], targets)
+        if chunk_size is not None and problem.loss_fn is not None:
+            check_losses(problem.loss_fn, [part.base() for part in parts], targets)
+        for name, version in versions.items():
+            if parameters[name]._version != version:
+                raise LLQRError(
+                    f"the model changes its parameter {name!r} in a forward pass, so there is no point to take derivatives at: "
+                    "do that outside of forward()"
+                )
         return cls(parameters, parts, slope, diagonal)
 
     def curvature(self, direction: Mapping[str, Tensor]) -> Parameters:

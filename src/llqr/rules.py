@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from llqr.embeddings import embedding, embedding_bag
+
 Maybe = Tensor | None
 
 
@@ -296,10 +298,16 @@ def _tuple(value: Any, length: int) -> list[int]:
     return values * length if len(values) == 1 else values
 
 
-class exact_rules(_Replacing):  # noqa: N801  (used as `with exact_rules():`)
+class embedding_rules(_Replacing):  # noqa: N801  (used as `with embedding_rules():`)
+    """What torch can't differentiate twice, by plain operations that it can."""
+
+    replacements = {functional.embedding: embedding, functional.embedding_bag: embedding_bag}  # noqa: RUF012
+
+
+class exact_rules(_Replacing):  # noqa: N801
     """Replacements by plain operations, right to every order."""
 
-    replacements = {functional.batch_norm: _batch_norm}  # noqa: RUF012
+    replacements = {**embedding_rules.replacements, functional.batch_norm: _batch_norm}  # noqa: RUF012
 
 
 class linear_rules(_Replacing):  # noqa: N801

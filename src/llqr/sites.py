@@ -34,7 +34,7 @@ def trainable(model: nn.Module, only: Collection[str] | None = None) -> dict[str
 def metric_modules(model: nn.Module, terms: Terms) -> dict[str | int, str]:
     """The name of the module that each place of the divergence means: its own, or a Sequential's child of that index."""
     known = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
-    children = list(model._modules) if isinstance(model, nn.Sequential) else []
+    children = _children(model) if isinstance(getattr(model, "_orig_mod", model), nn.Sequential) else []
     places: dict[str | int, str] = {}
     for _, term in terms:
         if isinstance(term, ActivationTerm):
@@ -48,7 +48,7 @@ def metric_modules(model: nn.Module, terms: Terms) -> dict[str | int, str]:
 
 def diagonal(model: nn.Module, parameters: Mapping[str, Tensor], terms: Terms, damping: PerLayer) -> dict[str, float]:
     """What damping and L2 terms put on H's diagonal, for each parameter."""
-    modules = list(model._modules)  # what an integer key counts
+    modules = _children(model)  # what an integer key counts
     modules += [name for name, _ in model.named_modules(remove_duplicate=False) if name and name not in modules]
     weights = per_parameter(damping, parameters, modules, "damping")
     for weight, term in terms:
@@ -56,6 +56,13 @@ def diagonal(model: nn.Module, parameters: Mapping[str, Tensor], terms: Terms, d
             for name, extra in per_parameter(term.weight, parameters, modules, "L2 weights").items():
                 weights[name] += weight * extra
     return weights
+
+
+def _children(model: nn.Module) -> list[str]:
+    """The names of the model's children; those of the model inside, for one that torch.compile has wrapped."""
+    if list(model._modules) == ["_orig_mod"]:
+        return [f"_orig_mod.{name}" for name, _ in model.get_submodule("_orig_mod").named_children()]
+    return list(model._modules)
 
 
 @contextmanager

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from llqr.checks import Inputs, as_arguments, check_finite, check_inputs, check_parameter, frozen_rng
+from llqr.checks import Inputs, as_arguments, check_finite, check_inputs, check_parameter, frozen_rng, refuse_wrapped
+from llqr.embeddings import constants
 from llqr.errors import ChainError, LLQRError
+from llqr.rules import embedding_rules
 
 
 class Chain:
@@ -23,6 +25,8 @@ class Chain:
         named = named_stages(stages)
         self.names = [name for name, _ in named]
         self.modules = [module for _, module in named]
+        for module in self.modules:
+            refuse_wrapped(module)
         self._refuse_shared_parameters()
         self.parameters: list[dict[str, Tensor]] = [self._trainable(stage) for stage in range(len(named))]
         if not any(self.parameters):
@@ -41,9 +45,10 @@ class Chain:
 
     def apply(self, stage: int, state: Inputs, parameters: dict[str, Tensor]) -> Tensor:
         """f_i(x_i, θ_i), without touching what the module holds: buffers and inputs are copies."""
-        buffers = {name: buffer.clone() for name, buffer in self.modules[stage].named_buffers()}
         try:
-            output = functional_call(self.modules[stage], {**parameters, **buffers}, *as_arguments(state))
+            module = self.modules[stage]
+            with embedding_rules():
+                output = functional_call(module, {**parameters, **constants(module)}, *as_arguments(state))
         except LLQRError:
             raise
         except Exception as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,15 +44,20 @@ def refuse_once_differentiable(gradients: Sequence[Tensor]) -> None:
     Torch leaves an error node in the graph in its place, but connected to nothing, so asking for the next derivative finds no
     dependence and would take it for zero.
     """
+    if any(node.name() == "torch::autograd::Error" for node in graph_nodes(gradients)):
+        raise RuntimeError("a function in it is marked as once differentiable")
+
+
+def graph_nodes(tensors: Sequence[Tensor]) -> Iterator[Any]:
+    """The nodes of the graph that autograd recorded behind some tensors, each once."""
     seen: set[Any] = set()
-    waiting: list[Any] = [gradient.grad_fn for gradient in gradients]
+    waiting: list[Any] = [tensor.grad_fn for tensor in tensors]
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
             continue
-        if node.name() == "torch::autograd::Error":
-            raise RuntimeError("a function in it is marked as once differentiable")
         seen.add(node)
+        yield node
         waiting.extend(following for following, _ in node.next_functions)
 
 

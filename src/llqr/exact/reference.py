@@ -26,14 +26,17 @@ from llqr.checks import (
     check_inputs,
     frozen_rng,
     loss_gradient,
+    refuse_wrapped,
 )
 from llqr.divergences import ActivationTerm, BasePoint, Divergence, OutputTerm, resolve
+from llqr.embeddings import constants
 from llqr.errors import ChainError, IndefiniteProblemError, NotTwiceDifferentiableError, unknown
 from llqr.exact.chain import named_stages
 from llqr.exact.definite import cholesky, least_norm
 from llqr.exact.derivatives import apply_to_each, refuse_once_differentiable
 from llqr.exact.step import Degenerate
 from llqr.naming import PerLayer
+from llqr.rules import embedding_rules
 
 Parameters = dict[str, Tensor]
 
@@ -125,6 +128,7 @@ class _Problem:
     ) -> None:
         self.terms = list(resolve(divergence).terms())
         self.model = _as_module(model)
+        refuse_wrapped(self.model)
         check_inputs(inputs, self.model)
         self.inputs, self.batch_size = inputs, batch_size_of(inputs)
         self.parameters = {name: p.clone().requires_grad_() for name, p in sites.trainable(self.model).items()}
@@ -159,11 +163,15 @@ class _Problem:
 
     def _run(self) -> tuple[Tensor, dict[str, Tensor]]:
         """The output, and what the modules that the divergence names return."""
-        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         before = torch.get_rng_state()
-        with sites.catching(self.model, list(self.places.values())) as caught, sdpa_kernel(SDPBackend.MATH):
-            # (the fused attention kernels have no second derivative)
-            output = functional_call(self.model, {**self.parameters, **buffers}, *as_arguments(self.inputs))
+        catching = sites.catching(self.model, list(self.places.values()))
+        with (
+            catching as caught,
+            embedding_rules(),
+            sdpa_kernel(SDPBackend.MATH),
+        ):  # fused attention has no second derivative
+            given = {**self.parameters, **constants(self.model)}
+            output = functional_call(self.model, given, *as_arguments(self.inputs))
         if not isinstance(output, Tensor):
             raise ChainError(
                 f"the model returned a {type(output).__name__}; wrap it in a module that returns one tensor"

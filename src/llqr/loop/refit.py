@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,7 @@ class Refit:
     weights: Callable[[Inputs], Tensor] | None
     training: bool | None
     trust: float | None
+    shared: Collection[str | int]
 
     def __post_init__(self) -> None:
         if self.trust is None and self.solver is None:
@@ -132,6 +133,7 @@ class Refit:
             gradient=gradient,
             only=only,
             closure=closure,
+            shared=self.shared,
         )
 
     def _own_loss(self, inputs: Inputs) -> Closure:

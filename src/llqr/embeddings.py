@@ -1,0 +1,83 @@
+"""Embeddings by operations that can be differentiated twice, and what a forward pass of one changes.
+
+Torch's `embedding_bag` has no second derivative and no forward mode, and sparse gradients can't be differentiated: both are
+plain operations here. `max_norm` renormalises the weights that are looked up, in place, so those are handed over as copies.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+Maybe = Tensor | None
+
+
+def constants(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of what a forward pass may write to besides the parameters to step: buffers, frozen renormalised weights."""
+    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+    written = {name: frozen[name] for name in renormalised(model) if name in frozen}
+    return {name: tensor.detach().clone() for name, tensor in {**dict(model.named_buffers()), **written}.items()}
+
+
+def renormalised(model: nn.Module) -> list[str]:
+    """The names of the weights that a forward pass renormalises in place."""
+    embeddings = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
+    weights = {id(module.weight) for module in embeddings if module.max_norm is not None}
+    return [name for name, parameter in model.named_parameters() if id(parameter) in weights]
+
+
+def embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Maybe:
+    """With a dense gradient, where it would be sparse."""
+    if not sparse:
+        return None
+    return functional.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq)
+
+
+def embedding_bag(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Maybe = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Maybe = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Maybe:
+    """Looked up, then added up bag by bag."""
+    if scale_grad_by_freq or input.is_floating_point() or (input.dim() == 1) != (offsets is not None):
+        return None  # what isn't a derivative, or a mistake: torch says which
+    words, bags, count = _bags(input, offsets, include_last_offset)
+    scales = None if per_sample_weights is None else per_sample_weights.reshape(-1, 1)
+    if padding_idx is not None:
+        kept = words != padding_idx % len(weight)
+        words, bags, scales = words[kept], bags[kept], None if scales is None else scales[kept]
+    rows = functional.embedding(words, weight, None, max_norm, norm_type)
+    if scales is not None:
+        rows = rows * scales
+    empty = rows.new_zeros(count, rows.shape[1])
+    if mode == "max":
+        return empty.scatter_reduce(0, bags[:, None].expand_as(rows), rows, "amax", include_self=False)
+    total = empty.index_add(0, bags, rows)
+    return total if mode == "sum" else total / torch.bincount(bags, minlength=count).clamp(min=1)[:, None]
+
+
+def _bags(input: Tensor, offsets: Maybe, include_last_offset: bool) -> tuple[Tensor, Tensor, int]:
+    """The words in a row, the bag that each is in, and the number of bags."""
+    if offsets is None:
+        count, length = input.shape
+        return input.reshape(-1), torch.arange(count, device=input.device).repeat_interleave(length), count
+    starts = offsets[:-1] if include_last_offset else offsets
+    lengths = torch.diff(starts, append=starts.new_tensor([len(input)]))
+    return input, torch.arange(len(starts), device=input.device).repeat_interleave(lengths), len(starts)

@@ -1,0 +1,202 @@
+"""Backward formulas written by hand that hide from the next derivative: Newton notices, and refuses nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from llqr import QuadraticModel
+from llqr.divergences import KL, Divergence, GaussNewton, Newton
+from llqr.errors import NotTwiceDifferentiableError
+
+LOSS = nn.CrossEntropyLoss()
+
+
+class Cut(torch.autograd.Function):
+    """A square whose whole backward is cut from the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx: Any, u: Tensor) -> Tensor:
+        return (2 * ctx.saved_tensors[0] * u).detach()
+
+
+class Kept(torch.autograd.Function):
+    """A square that keeps its slope, so that the slope's own derivative is lost. H stays symmetric."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.slope = 2 * x
+        return x.square()
+
+    @staticmethod
+    def backward(ctx: Any, u: Tensor) -> Tensor:
+        return ctx.slope * u  # type: ignore[no-any-return]
+
+
+class Tripled(torch.autograd.Function):
+    """Linear, and right but for what it says about its own dependence on u."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 3 * x
+
+    @staticmethod
+    def backward(ctx: Any, u: Tensor) -> Tensor:
+        return 3 * u.data
+
+
+class Honest(torch.autograd.Function):
+    """A square as it should be written."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.square()
+
+    @staticmethod
+    def backward(ctx: Any, u: Tensor) -> Tensor:
+        return 2 * ctx.saved_tensors[0] * u  # type: ignore[no-any-return]
+
+
+class Ramp(torch.autograd.Function):
+    """A ReLU that keeps its mask: nothing is lost, its slope is constant."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mask = x > 0
+        return x * ctx.mask  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, u: Tensor) -> Tensor:
+        return u * ctx.mask  # type: ignore[no-any-return]
+
+
+class Rounded(torch.autograd.Function):
+    """Straight through: the gradient isn't one, by intent."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return (4 * x).round() / 4
+
+    @staticmethod
+    def backward(ctx: Any, u: Tensor) -> Tensor:
+        return u
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, u: Tensor) -> Tensor:
+        return -u
+
+
+class By(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function.apply(x)  # type: ignore[no-any-return]
+
+
+def network(function: Any, dtype: torch.dtype, width: int = 6) -> nn.Sequential:
+    """ReLUs and norms around a function written by hand; a layer that is frozen."""
+    model = nn.Sequential(
+        nn.Linear(3, width),
+        nn.ReLU(),
+        nn.BatchNorm1d(width),
+        nn.Linear(width, width),
+        By(function),
+        nn.LayerNorm(width),
+        nn.Linear(width, width),
+        nn.ReLU(),
+        nn.Linear(width, 2),
+    ).to(dtype)
+    model[3].requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("function", [Cut, Kept, Tripled])
+def test_hidden_formulas_are_noticed(function: Any, dtype: torch.dtype) -> None:
+    inputs, targets = torch.randn(9, 3).to(dtype), torch.randint(2, (9,))
+    for divergence in (Newton(), KL() + 0.1 * Newton()):
+        for size, training in ((None, None), (4, False)):
+            with pytest.raises(
+                NotTwiceDifferentiableError, match=rf"{function.__name__}.*save_for_backward.*GaussNewton"
+            ):
+                QuadraticModel.build(
+                    network(function, dtype), inputs, targets, LOSS, divergence, 0.1, size, training=training
+                )
+
+
+@pytest.mark.parametrize("function", [Honest, Ramp, Rounded, Reversed])
+@pytest.mark.parametrize("seed", range(4))
+def test_other_formulas_are_not(function: Any, seed: int) -> None:
+    torch.manual_seed(seed)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        inputs, targets = torch.randn(64, 3).to(dtype), torch.randint(2, (64,))
+        model = network(function, dtype, width=64)
+        state, random = {n: v.clone() for n, v in model.state_dict().items()}, torch.get_rng_state()
+        q = QuadraticModel.build(model, inputs, targets, LOSS, Newton(), 0.1)
+        q.curvature(q.gradient)
+        assert all(torch.equal(state[n], v) for n, v in model.state_dict().items())
+        assert torch.equal(torch.get_rng_state(), random)
+    model[6].register_full_backward_hook(lambda module, of_input, of_output: None)
+    QuadraticModel.build(model.float(), inputs.float(), targets, LOSS, Newton(), 0.1)
+
+
+def test_dropout_and_models_that_stay_in_float32() -> None:
+    """One mask in all of it; a model that can't be run in double precision isn't judged."""
+    inputs, targets = torch.randn(9, 3), torch.randint(2, (9,))
+
+    class Single(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x).float() @ torch.eye(6) + self.inner(x.float())  # type: ignore[no-any-return]
+
+    for middle in (nn.Dropout(0.5), Single()):
+        model = nn.Sequential(nn.Linear(3, 6), By(Honest), middle, nn.Linear(6, 2))
+        q = QuadraticModel.build(model, inputs, targets, LOSS, Newton(), 0.1)
+        q.curvature(q.gradient)
+
+
+class SquaredError(torch.autograd.Function):
+    """A loss that computes its gradient with its value, and keeps it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.slope = 2 * (x - y) / x.numel()
+        return (x - y).square().mean()
+
+    @staticmethod
+    def backward(ctx: Any, u: Tensor) -> tuple[Tensor, None]:
+        return ctx.slope * u, None
+
+
+@pytest.mark.parametrize("divergence", [GaussNewton(), Newton()])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_losses_that_keep_their_gradient(divergence: Divergence, dtype: torch.dtype) -> None:
+    """Their second derivative would be zero."""
+    model = nn.Linear(3, 2).to(dtype)
+    inputs, targets = torch.randn(5, 3).to(dtype), torch.randn(5, 2).to(dtype)
+    for size in (None, 2):
+        with pytest.raises(NotTwiceDifferentiableError, match=r"loss.*SquaredError.*KL"):
+            QuadraticModel.build(model, inputs, targets, SquaredError.apply, divergence, 0.1, size)
+        QuadraticModel.build(model, inputs, targets, SquaredError.apply, KL("gaussian"), 0.1, size)
+    QuadraticModel.build(model, inputs, targets, functional.mse_loss, divergence, 0.1)
