@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from llqr_lab.options import writable_file, writable_picture
+from llqr_lab.options import positive_number, writable_file, writable_picture
 
 app = typer.Typer(name="llqr", no_args_is_help=True, add_completion=False)
 bench = typer.Typer(name="bench", no_args_is_help=True, help="Measure the methods against each other.")
@@ -38,10 +38,23 @@ def options(
 def demo(
     output: Annotated[Path, typer.Option(callback=writable_picture, help="The picture to write.")] = Path("demo.png"),
     seed: Seed = 0,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of each optimizer.")] = 600,
+    lr: Annotated[float, typer.Option(callback=positive_number, help="SGDM's learning rate, in all rows.")] = 0.01,
+) -> None:
+    """Train a small network on digits by SGD with momentum, alone and with LLQR around it."""
+    from llqr_lab.demo import show
+
+    show(output, seed, steps, lr)
+
+
+@app.command()
+def exact(
+    output: Annotated[Path, typer.Option(callback=writable_picture, help="The picture to write.")] = Path("exact.png"),
+    seed: Seed = 0,
     steps: Annotated[int, typer.Option(min=1, help="Training steps of each optimizer.")] = 40,
 ) -> None:
-    """Train a small network on digits with exact second-order steps, next to gradient descent."""
-    from llqr_lab.demo import show
+    """Train a tiny network on digits with exact second-order steps, next to gradient descent."""
+    from llqr_lab.exact_training.command import show
 
     show(output, seed, steps)
 
@@ -101,3 +114,30 @@ def bench_engine(
     from llqr_lab.bench.engine import main
 
     main(output, figure, seed, repeats, quick)
+
+
+@bench.command("target")
+def bench_target(
+    suite: Annotated[str, typer.Argument(help="What to compare: solvers, or modes (of a refit).")] = "solvers",
+    output: Annotated[
+        Path | None, typer.Option(help="The JSON file to write; runs that are in it aren't repeated.")
+    ] = None,
+    figure: Annotated[Path | None, typer.Option(help="The figure to write.")] = None,
+    data: Annotated[Path | None, typer.Option(help="The folder with data sets; else LLQR_DATA.")] = None,
+    seed: Seed = 0,
+    seeds: Annotated[int, typer.Option(min=1, help="How many seeds, from --seed on.")] = 5,
+    quick: Annotated[bool, typer.Option("--quick", help="A few steps on digits, to see that it works.")] = False,
+) -> None:
+    """Steps and seconds to a training loss: LLQR against its base at the same learning rate."""
+    output = writable_file(output or Path(f"results/target_{suite}.json"))
+    figure = writable_picture(figure or Path(f"docs/figures/target_{suite}.png"))
+    from llqr_lab.bench.target import main
+    from llqr_lab.data.folder import MissingDataError
+    from llqr_lab.race.methods import SUITES
+
+    if suite not in SUITES:
+        raise typer.BadParameter(f"'{suite}' is none of {', '.join(SUITES)}", param_hint="SUITE")
+    try:
+        main(suite, output, figure, data, seed, seeds, quick)
+    except MissingDataError as error:
+        raise typer.BadParameter(str(error), param_hint="--data") from None

@@ -29,3 +29,9 @@ def writable_picture(path: Path) -> Path:
     if path.suffix.lower() not in PICTURES:
         raise typer.BadParameter(f"'{path}' doesn't end in {', '.join(PICTURES[:-1])} or {PICTURES[-1]}")
     return writable_file(path)
+
+
+def positive_number(value: float) -> float:
+    if not 0 < value < float("inf"):
+        raise typer.BadParameter(f"{value!r} isn't a positive number")
+    return value

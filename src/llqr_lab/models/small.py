@@ -1,4 +1,4 @@
-"""The three networks that engine benchmarks run on: a transformer of the grokking task's size, a small CNN, an MLP."""
+"""Small networks for benchmarks and demonstrations: a transformer of the grokking task's size, CNNs, an MLP."""
 
 from __future__ import annotations
 
@@ -52,3 +52,17 @@ def convnet(classes: int = 10) -> nn.Sequential:
 def mlp(classes: int = 10) -> nn.Sequential:
     """784-512-512-10, for 28 × 28 pictures."""
     return nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, classes))
+
+
+def picture_net(
+    pixels: int, kernel: int, strides: tuple[int, int], classes: int = 10, norm: bool = False, dropout: float = 0.0
+) -> nn.Sequential:
+    """Two convolutions and two linear layers, for grey pictures of pixels × pixels; with BatchNorm or dropout if wanted."""
+    layers: list[nn.Module] = []
+    side, channels = pixels, 1
+    for stride, wider in zip(strides, (16, 32), strict=True):
+        layers += [nn.Conv2d(channels, wider, kernel, stride, kernel // 2), *([nn.BatchNorm2d(wider)] if norm else [])]
+        layers.append(nn.ReLU())
+        side, channels = -(-side // stride), wider
+    layers += [nn.Flatten(), nn.Linear(channels * side * side, 64), nn.ReLU()]
+    return nn.Sequential(*layers, *([nn.Dropout(dropout)] if dropout else []), nn.Linear(64, classes))

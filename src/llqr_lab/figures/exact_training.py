@@ -1,4 +1,4 @@
-"""The picture of `llqr demo`: training loss by steps and by seconds."""
+"""The picture of `llqr exact`: training loss by steps and by seconds."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 
+from llqr_lab.exact_training.loops import Run
 from llqr_lab.figures.style import BLUE, GREEN, GREY, ORANGE, drawing
-from llqr_lab.training import Run
 
 LINES = ((ORANGE, "--", "s"), (BLUE, "-", "o"), (GREEN, "-.", "^"))
 

@@ -1,0 +1,1 @@
+"""`llqr exact`: exact second-order steps next to gradient descent."""
