@@ -97,7 +97,7 @@ class Steering:
             sums[i] = torch.dot(plain[i].reshape(-1), products[i].reshape(-1))
         parts = [torch.stack(sums)] if sums else []
         parts += [_block_dots(x, y) for x, y in zip(stacks, results, strict=True)]
-        return torch.cat(parts).tolist() if parts else []  # type: ignore[no-any-return]
+        return torch.cat(parts).tolist() if parts else []
 
 
 def _key(groups: Sequence[Group], gradients: Mapping[str, Tensor]) -> tuple[list[tuple[int, int]], list[object]]:

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from llqr_lab.options import known_networks, writable_file, writable_picture
+from llqr_lab.options import known_network, known_networks, writable_file, writable_picture
 
 app = typer.Typer(name="llqr", no_args_is_help=True, add_completion=False)
 bench = typer.Typer(name="bench", no_args_is_help=True, help="Measure the methods against each other.")
@@ -44,6 +44,23 @@ def demo(
     from llqr_lab.demo import show
 
     show(output, seed, steps)
+
+
+@app.command()
+def plan(
+    network: Annotated[
+        str, typer.Argument(callback=known_network, help="mlp, convnet, resnet18 or transformer, of the lab.")
+    ],
+    batch: Annotated[int, typer.Option(min=2, help="Examples in a batch.")] = 128,
+    seed: Seed = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds of the measurement; medians are reported.")] = 3,
+    every: Annotated[int, typer.Option(min=1, help="Steps between refits.")] = 500,
+    steps: Annotated[int, typer.Option(min=1, help="Inner steps of a refit.")] = 25,
+) -> None:
+    """What each structure of U costs on a network, in bytes and in training steps, and which one to take."""
+    from llqr_lab.planning import show
+
+    show(network, batch, seed, repeats, every, steps)
 
 
 @app.command()

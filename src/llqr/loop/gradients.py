@@ -70,8 +70,8 @@ def gradients_of(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, gradient in found.items():
         if gradient.layout is not torch.strided:
             raise LLQRError(
-                f"the gradient of {name!r} is sparse, and U acts on dense ones: make the layer with sparse=False, or step it by "
-                "an optimizer of its own"
+                f"the gradient of {name!r} is sparse, and U acts on dense ones: make the layer with sparse=False, or step "
+                "it by an optimizer of its own"
             )
     return found
 

@@ -3,7 +3,7 @@
 Each network is trained by SGD with momentum alone, and by the same inside LLQR with each structure, in turns. Two ratios come
 out: of the whole training steps, and of `optimizer.step()` alone. Forward and backward passes are the same work on both sides
 and vary more than LLQR adds, so the whole is also put together from its parts: 1 + (step with LLQR - step of the base) /
-training step of the base, in medians.
+training step of the base, in medians. Torch runs on one thread: two that wait for each other on a busy machine say nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from llqr import LLQR
+from llqr_lab.bench.measure import one_thread
 from llqr_lab.bench.steps import BASE, Seconds, Trainer, trainers
 from llqr_lab.figures.step import draw
 from llqr_lab.models.named import example
@@ -36,7 +37,7 @@ MOST = 20
 
 def main(output: Path, figure: Path, networks: Sequence[str], batch: int, seed: int, repeats: int) -> None:
     """Run, write the results and the figure, and print the table."""
-    with bar(len(networks), "measuring") as done:
+    with one_thread(), bar(len(networks), "measuring") as done:
         result = run(networks, batch, seed, repeats, done)
     names = "" if tuple(networks) == DEFAULT else "".join(f" --networks {name}" for name in networks)
     command = f"llqr bench step --batch {batch} --seed {seed} --repeats {repeats}{names}"
