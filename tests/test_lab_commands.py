@@ -217,7 +217,8 @@ def test_bench_engine_measures_and_writes(tmp_path: Path) -> None:
     assert figure.stat().st_size > 0
 
 
-def test_bench_step_measures_every_structure_and_writes(tmp_path: Path) -> None:
+def test_bench_step_measures_every_structure_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llqr_lab.bench.step.PATIENCE", 0.0)
     output, figure = tmp_path / "step.json", tmp_path / "step.png"
     small = ("--networks", "transformer", "--batch", "4", "--repeats", "1")
     code, printed = invoke("bench", "step", *small, "--output", output, "--figure", figure)
