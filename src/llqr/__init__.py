@@ -3,6 +3,7 @@
 from llqr import divergences, solvers, structures
 from llqr.exact import cg_step, dense_step, exact_step
 from llqr.optimizer import LLQR
+from llqr.plan import Plan, plan
 from llqr.preconditioner import Preconditioner
 from llqr.quadratic import QuadraticModel
 from llqr.relaxation import fit
@@ -10,6 +11,7 @@ from llqr.relaxation import fit
 __version__ = "0.1.0.dev0"
 __all__ = [
     "LLQR",
+    "Plan",
     "Preconditioner",
     "QuadraticModel",
     "__version__",
@@ -18,6 +20,7 @@ __all__ = [
     "divergences",
     "exact_step",
     "fit",
+    "plan",
     "solvers",
     "structures",
 ]

@@ -114,13 +114,18 @@ def check_finite(tensor: Tensor, what: str) -> None:
 
 def check_parameter(name: str, parameter: Tensor) -> None:
     """Raise for a parameter that can't be stepped."""
+    check_kind(name, parameter)
+    check_finite(parameter, f"parameter {name!r}")
+
+
+def check_kind(name: str, parameter: Tensor) -> None:
+    """Raise for a parameter that isn't of real floating-point numbers; its values aren't looked at."""
     if isinstance(parameter, nn.UninitializedParameter):
         raise ChainError(f"parameter {name!r} has no shape yet: call the model once first")
     if parameter.is_complex():
         raise ChainError(f"parameter {name!r} is complex; only real ones can be stepped")
     if not parameter.is_floating_point():
         raise ChainError(f"parameter {name!r} is {parameter.dtype}; only floating point ones can be stepped")
-    check_finite(parameter, f"parameter {name!r}")
 
 
 def check_weights(weights: Any, device: torch.device) -> None:

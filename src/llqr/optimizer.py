@@ -26,7 +26,7 @@ from llqr.divergences import Divergence, resolve
 from llqr.errors import LLQRError, LLQRWarning, NonFiniteError
 from llqr.linearize import Selector
 from llqr.loop.closures import Closure, checked_loss
-from llqr.loop.gradients import gradients_of, replaced, stepped_parameters
+from llqr.loop.gradients import Stepped, gradients_of, replaced, stepped_parameters
 from llqr.loop.inputs import InputHook
 from llqr.loop.refit import Batch, Refit, Source
 from llqr.loop.schedule import Every, Schedule
@@ -124,6 +124,7 @@ class LLQR(Optimizer):
         self._optimizer_load_state_dict_post_hooks = OrderedDict()
         self._patch_step_function()
         self._warned: set[str] = set()
+        self._stepped = Stepped(self.base, self.model)
         self._hook = InputHook(self._schedule)
         handle = self.model.register_forward_pre_hook(self._hook, with_kwargs=True)
         self._unhook = weakref.finalize(self, handle.remove)
@@ -179,7 +180,7 @@ class LLQR(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        parameters = stepped_parameters(self.base, self.model)
+        parameters = self._stepped()
         gradients = gradients_of(parameters)
         if self._schedule.due():
             if closure is not None:
@@ -298,7 +299,7 @@ class LLQR(Optimizer):
             after(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = {"_hook", "_unhook", "_warned", "step"}  # `step` where a scheduler has wrapped it
+        left_out = {"_hook", "_unhook", "_warned", "_stepped", "step"}  # `step` where a scheduler has wrapped it
         return {
             name: value
             for name, value in self.__dict__.items()

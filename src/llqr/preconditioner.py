@@ -5,30 +5,22 @@ Blocks of one structure and one shape are kept as a stack, a `Group`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from llqr.errors import LLQRError, unknown
+from llqr.steering import Steered, Steering
 from llqr.structures.assign import StructureSpec
 from llqr.structures.base import Structure
 from llqr.structures.stacks import Group, identity_groups
 
 Change = list[dict[str, Tensor]]
 """A change of every tensor of a preconditioner, group by group."""
-
-
-class Steered(NamedTuple):
-    """Preconditioned gradients, and the blocks that U would have turned around, or that weren't finite."""
-
-    gradients: dict[str, Tensor]
-    turned: list[str]
-    nonfinite: list[str]
 
 
 class Preconditioner:
@@ -41,6 +33,7 @@ class Preconditioner:
     def __init__(self, groups: Sequence[Group], history: Sequence[float] = ()) -> None:
         self.groups = list(groups)
         self.history = list(history)
+        self._steering: Steering | None = None
 
     @classmethod
     def identity(cls, parameters: Mapping[str, Tensor], structure: StructureSpec) -> Preconditioner:
@@ -71,25 +64,9 @@ class Preconditioner:
 
         Parameters that U doesn't know are left out; those of a layer's block that have no gradient count as zero.
         """
-        values = dict(gradients)
-        for group in self.groups:
-            values.update(group.zeros_beside(gradients))
-        chosen = [group for group in (group.select(values.keys()) for group in self.groups) if group is not None]
-        stacks = [group.gather(values) for group in chosen]
-        results = [group.structure.apply(group.tensors, x) for group, x in zip(chosen, stacks, strict=True)]
-        dots = torch.cat([_block_dots(x, y) for x, y in zip(stacks, results, strict=True)]).tolist() if chosen else []
-        steered = Steered({}, [], [])
-        for group, x, y in zip(chosen, stacks, results, strict=True):
-            own, dots = dots[: len(group.keys)], dots[len(group.keys) :]
-            for i, dot in enumerate(own):
-                if not 0 < dot < math.inf:
-                    y[i] = x[i]
-                    if dot != 0:
-                        (steered.turned if dot < 0 else steered.nonfinite).append(group.keys[i])
-            steered.gradients.update(group.scatter(y, values))
-        return steered._replace(
-            gradients={name: steered.gradients[name] for name in gradients if name in steered.gradients}
-        )
+        if self._steering is None or not self._steering.fits(self.groups, gradients):
+            self._steering = Steering(self.groups, gradients)
+        return self._steering(gradients)
 
     @property
     def blocks(self) -> dict[str, dict[str, Tensor]]:
@@ -234,9 +211,3 @@ def _no_state() -> LLQRError:
     return LLQRError(
         "this isn't the state_dict() of a Preconditioner, which has 'blocks' with mappings of tensors, and a 'history'"
     )
-
-
-def _block_dots(x: Tensor, y: Tensor) -> Tensor:
-    """⟨x, y⟩ of each block of a stack."""
-    count = x.shape[0]
-    return torch.bmm(x.reshape(count, 1, -1), y.reshape(count, -1, 1)).reshape(count)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from llqr_lab.options import positive_number, writable_file, writable_picture
+from llqr_lab.options import known_network, known_networks, positive_number, writable_file, writable_picture
 
 app = typer.Typer(name="llqr", no_args_is_help=True, add_completion=False)
 bench = typer.Typer(name="bench", no_args_is_help=True, help="Measure the methods against each other.")
@@ -57,6 +57,23 @@ def exact(
     from llqr_lab.exact_training.command import show
 
     show(output, seed, steps)
+
+
+@app.command()
+def plan(
+    network: Annotated[
+        str, typer.Argument(callback=known_network, help="mlp, convnet, resnet18 or transformer, of the lab.")
+    ],
+    batch: Annotated[int, typer.Option(min=2, help="Examples in a batch.")] = 128,
+    seed: Seed = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds of the measurement; medians are reported.")] = 3,
+    every: Annotated[int, typer.Option(min=1, help="Steps between refits.")] = 500,
+    steps: Annotated[int, typer.Option(min=1, help="Inner steps of a refit.")] = 25,
+) -> None:
+    """What each structure of U costs on a network, in bytes and in training steps, and which one to take."""
+    from llqr_lab.planning import show
+
+    show(network, batch, seed, repeats, every, steps)
 
 
 @app.command()
@@ -114,6 +131,30 @@ def bench_engine(
     from llqr_lab.bench.engine import main
 
     main(output, figure, seed, repeats, quick)
+
+
+@bench.command("step")
+def bench_step(
+    output: Annotated[Path, typer.Option(callback=writable_file, help="The JSON file to write.")] = Path(
+        "results/step.json"
+    ),
+    figure: Annotated[Path, typer.Option(callback=writable_picture, help="The figure to write.")] = Path(
+        "docs/figures/bench_step.png"
+    ),
+    networks: Annotated[
+        list[str] | None,
+        typer.Option(
+            callback=known_networks, help="A network; give it again for more. Else mlp, resnet18, transformer."
+        ),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=2, help="Examples in a batch.")] = 128,
+    seed: Seed = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds, more where steps are short; medians are reported.")] = 7,
+) -> None:
+    """What LLQR adds to a training step between refits, over the base optimizer alone, by structure."""
+    from llqr_lab.bench.step import DEFAULT, main
+
+    main(output, figure, tuple(networks or DEFAULT), batch, seed, repeats)
 
 
 @bench.command("target")

@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 import os
+from difflib import get_close_matches
 from pathlib import Path
 
 import typer
 
 PICTURES = (".png", ".pdf", ".svg")
+NETWORKS = ("mlp", "convnet", "resnet18", "transformer")
+"""Those of models/named.py, which takes torch to import."""
+
+
+def known_network(name: str) -> str:
+    if name not in NETWORKS:
+        near = get_close_matches(name, NETWORKS, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise typer.BadParameter(f"no network is called '{name}': {hint}known are {', '.join(NETWORKS)}")
+    return name
+
+
+def known_networks(names: list[str] | None) -> list[str] | None:
+    if names is None:
+        return None
+    for name in names:
+        known_network(name)
+    return list(dict.fromkeys(names))
 
 
 def writable_file(path: Path) -> Path:

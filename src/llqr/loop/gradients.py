@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import is_
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from llqr.checks import check_parameter
-from llqr.errors import LLQRError, NonFiniteError
+from llqr.checks import check_kind
+from llqr.errors import LLQRError
 
 
 def stepped_parameters(base: Optimizer, model: nn.Module) -> dict[str, Tensor]:
@@ -26,11 +27,41 @@ def stepped_parameters(base: Optimizer, model: nn.Module) -> dict[str, Tensor]:
             "the model was moved, wrapped or given new layers)"
         )
     for name, parameter in named.items():
-        try:
-            check_parameter(name, parameter)
-        except NonFiniteError:
-            continue  # the base would step it; a refit will say so
+        check_kind(name, parameter)  # values that aren't finite are the base's to step; a refit will say so
     return named
+
+
+class Stepped:
+    """`stepped_parameters`, looked up again only where the optimizer or the model holds other objects than the last time."""
+
+    def __init__(self, base: Optimizer, model: nn.Module) -> None:
+        self._base, self._model = base, model
+        self._found: dict[str, Tensor] = {}
+        self._groups: list[list[Tensor]] = []
+        self._slots: list[tuple[Mapping[str, object], list[tuple[str, object]]]] = []
+
+    def __call__(self) -> dict[str, Tensor]:
+        if not self._same():
+            self._found = stepped_parameters(self._base, self._model)
+            self._groups = [list(group["params"]) for group in self._base.param_groups]
+            held: list[Mapping[str, object]] = []
+            for module in self._model.modules():
+                held += [module._modules, module._parameters]
+            self._slots = [(mapping, list(mapping.items())) for mapping in held]
+        return self._found
+
+    def _same(self) -> bool:
+        now = [group["params"] for group in self._base.param_groups]
+        if len(now) != len(self._groups) or not all(map(_same_objects, now, self._groups)):
+            return False
+        return bool(self._slots) and all(
+            len(mapping) == len(entries) and all(mapping.get(name) is value for name, value in entries)
+            for mapping, entries in self._slots
+        )
+
+
+def _same_objects(now: Sequence[object], before: Sequence[object]) -> bool:
+    return len(now) == len(before) and all(map(is_, now, before))
 
 
 def gradients_of(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -73,6 +73,10 @@ class Structure(ABC):
         """How many numbers the block spreads the gradient's squared norm over: n for a diagonal, 1 for mixing blocks."""
         return 1
 
+    def multiplier(self, shape: Sequence[int]) -> str | None:
+        """The tensor t of the block with U x = t ∘ x, one number a coordinate or one for all; None where it does more."""
+        return None
+
     def memory(self, shape: Sequence[int], itemsize: int = 4) -> int:
         """Bytes that one block takes for a parameter of this shape."""
         return itemsize * sum(math.prod(size) for size in self.sizes(shape).values())

@@ -21,6 +21,9 @@ class Diagonal(LinearStructure):
     def spread(self, shape: Sequence[int]) -> int:
         return math.prod(shape)
 
+    def multiplier(self, shape: Sequence[int]) -> str | None:
+        return "d"
+
     def identity(self, shape: Sequence[int], like: Tensor, count: int = 1) -> dict[str, Tensor]:
         return {"d": ones(shape, like, count)}
 

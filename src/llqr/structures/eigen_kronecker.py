@@ -48,6 +48,9 @@ class EigenKronecker(Structure):
         bases = {name: factor_size(side, self.max_dim) for name, side in zip(BASES, folded, strict=False)}
         return {**bases, SCALE: folded}
 
+    def multiplier(self, shape: Sequence[int]) -> str | None:
+        return VECTOR.multiplier(shape) if len(shape) < 2 else None
+
     def identity(self, shape: Sequence[int], like: Tensor, count: int = 1) -> dict[str, Tensor]:
         if len(shape) < 2:
             return VECTOR.identity(shape, like, count)

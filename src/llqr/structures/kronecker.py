@@ -46,6 +46,9 @@ class Kronecker(Structure):
             name: factor_size(side, self.max_dim) for name, side in zip(FACTORS, sides(shape, self.modes), strict=False)
         }
 
+    def multiplier(self, shape: Sequence[int]) -> str | None:
+        return VECTOR.multiplier(shape) if len(shape) < 2 else None
+
     def identity(self, shape: Sequence[int], like: Tensor, count: int = 1) -> dict[str, Tensor]:
         if len(shape) < 2:
             return VECTOR.identity(shape, like, count)

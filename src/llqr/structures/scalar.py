@@ -22,6 +22,9 @@ class Scalar(LinearStructure):
     def sizes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
         return {"u": ()}
 
+    def multiplier(self, shape: Sequence[int]) -> str | None:
+        return "u" if self.per == "parameter" else None
+
     def identity(self, shape: Sequence[int], like: Tensor, count: int = 1) -> dict[str, Tensor]:
         return {"u": ones((), like, count)}
 

@@ -7,14 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
 from torch.nn import functional
 
 from llqr.divergences import KL, Divergence, Newton
 from llqr.quadratic import QuadraticModel
 from llqr.relaxation import fit
 from llqr.solvers import SGDM, ScaleFree, Solver
-from llqr_lab.models.small import Transformer, convnet, mlp
+from llqr_lab.models import named
 
 DIVERGENCES: dict[str, Divergence] = {"kl": KL(), "newton": Newton()}
 SOLVERS: dict[str, Solver] = {"sgdm": SGDM(lr=0.005, momentum=0.9), "scale-free": ScaleFree()}
@@ -74,11 +73,7 @@ def prepare_memory(kind: str, size: Size, seed: int) -> Callable[[], object]:
     return lambda: bench.refit("kfac", "sgdm", 2, size.batch // 8 if kind == "chunked" else None)
 
 
-def _network(size: Size) -> tuple[nn.Module, Tensor, Tensor]:
+def _network(size: Size) -> named.Example:
     if size.model == "transformer":
-        model = Transformer(size.words, width=size.width, layers=size.depth)
-        tokens = torch.randint(size.words, (size.batch, 5))
-        return model, tokens[:, :4], tokens[:, 4]
-    if size.model == "convnet":
-        return convnet(), torch.randn(size.batch, 3, 32, 32), torch.randint(10, (size.batch,))
-    return mlp(), torch.randn(size.batch, 784), torch.randint(10, (size.batch,))
+        return named.transformer(size.batch, size.words, size.width, size.depth)
+    return named.NETWORKS[size.model](size.batch)
