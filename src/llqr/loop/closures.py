@@ -54,6 +54,16 @@ def loss_of_output(model: nn.Module, closure: Closure) -> Callable[[Tensor, Any]
     return loss
 
 
+def tensor_alone(output: Any) -> Tensor:
+    """The output of a model that a closure calls; what picks a part of it would hide the rest from the closure."""
+    if isinstance(output, Tensor):
+        return output
+    raise LLQRError(
+        f"the model returned a {type(output).__name__}, and this divergence needs the loss as a function of one tensor in it, "
+        "which a closure doesn't tell: give LLQR a loss_fn and a refit_batch"
+    )
+
+
 def checked_loss(value: Any) -> Tensor:
     if not isinstance(value, Tensor) or value.numel() != 1:
         got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
@@ -73,10 +83,10 @@ class _NoBackward(TorchFunctionMode):
 
 @contextmanager
 def _gradients_kept(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """A closure's `zero_grad` finds nothing to clear."""
+    """What a closure clears, clips or logs are copies."""
     kept = [(parameter, parameter.grad) for parameter in parameters]
-    for parameter, _ in kept:
-        parameter.grad = None
+    for parameter, gradient in kept:
+        parameter.grad = None if gradient is None else gradient.clone()
     try:
         yield
     finally:

@@ -25,12 +25,16 @@ def stepped_parameters(base: Optimizer, model: nn.Module) -> dict[str, Tensor]:
             f"{tuple(parameter.shape)} in group {number}: make the optimizer from model.parameters() of the same model (after "
             "the model was moved, wrapped or given new layers)"
         )
-    for name, parameter in named.items():
+    return named
+
+
+def check_parameters(parameters: Mapping[str, Tensor]) -> None:
+    """Raise for parameters that can't have a U: complex ones, integers, those without a shape yet."""
+    for name, parameter in parameters.items():
         try:
             check_parameter(name, parameter)
         except NonFiniteError:
             continue  # the base would step it; a refit will say so
-    return named
 
 
 def gradients_of(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -39,8 +43,8 @@ def gradients_of(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, gradient in found.items():
         if gradient.layout is not torch.strided:
             raise LLQRError(
-                f"the gradient of {name!r} is sparse, and U acts on dense ones: make the layer with sparse=False, or step it by "
-                "an optimizer of its own"
+                f"the gradient of {name!r} is sparse, and U acts on dense ones: make the layer with sparse=False, or step it "
+                "by an optimizer of its own"
             )
     return found
 
