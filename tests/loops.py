@@ -81,3 +81,15 @@ def blocks_of(optimizer: LLQR) -> dict[str, Tensor]:
     assert optimizer.preconditioner is not None
     blocks = optimizer.preconditioner.blocks
     return {f"{key} {name}": tensor.clone() for key, block in blocks.items() for name, tensor in block.items()}
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the gradients that are there."""
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def spoil(model: nn.Module, name: str, value: float = float("inf")) -> None:
+    """Put a number into a gradient."""
+    gradient = model.get_parameter(name).grad
+    assert gradient is not None
+    gradient.view(-1)[0] = value
