@@ -83,10 +83,10 @@ class _NoBackward(TorchFunctionMode):
 
 @contextmanager
 def _gradients_kept(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """What a closure clears, clips or logs are copies."""
+    """A closure's `zero_grad` and clipping find nothing to change."""
     kept = [(parameter, parameter.grad) for parameter in parameters]
-    for parameter, gradient in kept:
-        parameter.grad = None if gradient is None else gradient.clone()
+    for parameter, _ in kept:
+        parameter.grad = None
     try:
         yield
     finally:

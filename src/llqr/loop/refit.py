@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from llqr import sites
-from llqr.checks import Inputs, Loss, as_arguments
+from llqr.checks import Inputs, Loss, as_arguments, tensors_in
 from llqr.chunks import check_chunk_size
 from llqr.divergences import L2, Divergence, Newton, OutputTerm
 from llqr.errors import LLQRError
@@ -117,6 +117,11 @@ class Refit:
                 "there are no inputs to refit on: the model wasn't called (by model(...), with gradients on) since the last "
                 "step. Call it before optimizer.step(), or give LLQR a refit_batch"
             )
+        if not tensors_in(inputs):
+            raise LLQRError(
+                f"the model was called with a {type(next(iter(inputs))).__name__} and no tensor: call it with tensors, or with "
+                "keywords, as in model(**batch)"
+            )
         if not self._needs_loss:
             return self._build(only, inputs, gradient=gradient)
         if source.closure is None or source.batch is not None:
@@ -148,7 +153,7 @@ class Refit:
             self.damping,
             self.chunk_size,
             output=output or self.output,
-            weights=None if self.weights is None else self.weights(inputs),
+            weights=None if self.weights is None or closure is not None else self.weights(inputs),
             training=self.training,
             gradient=gradient,
             only=only,
