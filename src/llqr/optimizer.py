@@ -9,6 +9,7 @@ for k = 0, 1, 2, …:
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 import weakref
@@ -206,8 +207,8 @@ class LLQR(Optimizer):
             return self._reject(str(error))
         finally:
             self.stats.seconds += time.perf_counter() - begun
-        if not u.history:
-            return self._reject("J isn't finite at its start")
+        if not u.history or not math.isfinite(u.history[0]):
+            return self._reject("J isn't finite at the start of the fit")
         self.stats.objective_before, self.stats.objective_after = u.history[0], u.history[-1]
         if not u.history[-1] <= u.history[0] or not u.is_finite():
             return self._reject(f"J went from {u.history[0]:.6g} to {u.history[-1]:.6g}")

@@ -117,7 +117,7 @@ class Refit:
                 "there are no inputs to refit on: the model wasn't called (by model(...), with gradients on) since the last "
                 "step. Call it before optimizer.step(), or give LLQR a refit_batch"
             )
-        if not tensors_in(inputs):
+        if source.batch is None and not tensors_in(inputs):
             raise LLQRError(
                 f"the model was called with a {type(next(iter(inputs))).__name__} and no tensor: call it with tensors, or with "
                 "keywords, as in model(**batch)"
