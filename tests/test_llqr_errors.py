@@ -158,6 +158,22 @@ def test_closures_that_return_no_loss(divergence: str, value: Any, got: str) -> 
     )
 
 
+@pytest.mark.parametrize("divergence", ["newton", "gauss-newton"])
+def test_closures_that_go_backward_by_another_door(divergence: str) -> None:
+    def step(model: nn.Module, optimizer: LLQR) -> None:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(model(batch()[0]), batch()[1])
+            torch.autograd.backward(loss)
+            return loss
+
+        optimizer.step(closure)
+
+    _refused(
+        lambda model: plain(model, divergence=divergence), step, r"torch.autograd.backward.*write loss.backward\(\)"
+    )
+
+
 def test_steps_without_a_forward_or_a_backward_pass() -> None:
     def never_called(model: nn.Module, optimizer: LLQR) -> None:
         for p in model.parameters():

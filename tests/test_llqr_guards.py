@@ -152,6 +152,7 @@ def test_a_gradient_that_is_not_finite_where_u_is_refitted() -> None:
     for name, p in parameters_of(alone).items():
         torch.testing.assert_close(parameters_of(model)[name], p, rtol=0, atol=0, equal_nan=True)
     assert (optimizer.stats.refits, optimizer.stats.rejected) == (0, 1)
+    assert optimizer.stats.seconds > 0
 
 
 def test_inputs_that_are_not_finite_reject_the_refit() -> None:

@@ -83,6 +83,10 @@ def test_inputs_are_held_only_until_the_step_that_refits() -> None:
     with torch.no_grad():
         model(batch(size=SIZE)[0])
     assert held_inputs() == 0
+    backward(model, batch(size=SIZE))
+    assert held_inputs() == 1
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert held_inputs() == 0
 
 
 def test_inputs_are_not_held_where_refits_have_a_batch_of_their_own() -> None:

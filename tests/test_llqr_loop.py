@@ -246,6 +246,22 @@ def test_gradients_are_what_they_were() -> None:
         assert optimizer.stats.refits == 2
 
 
+def test_gradients_that_carry_a_graph() -> None:
+    """As after backward(create_graph=True): the base sees numbers alone."""
+    model = network()
+    optimizer = wrapped(model, every=2)
+    train(model, optimizer, range(1))
+    backward(model, batch(1))
+    for p in model.parameters():
+        p.grad = torch.as_tensor(p.grad) * torch.ones((), requires_grad=True)
+    seen: list[bool] = []
+    optimizer.base.register_step_pre_hook(
+        lambda *_: seen.extend(torch.as_tensor(p.grad).requires_grad for p in model.parameters())
+    )
+    optimizer.step()
+    assert seen == [False] * 4
+
+
 def test_accumulated_gradients_are_fitted_with_the_last_inputs() -> None:
     model = network()
     optimizer = wrapped(model)
@@ -352,6 +368,8 @@ def test_validation_between_backward_and_step_is_not_what_u_is_fitted_on() -> No
                     model(batch(50, size=31)[0])
                 with torch.inference_mode():
                     model(batch(51, size=3)[0])
+                others = {name: p.detach() * 0 for name, p in model.named_parameters()}
+                torch.func.functional_call(model, others, (batch(52, size=2)[0],))
             optimizer.step()
         trained.append(parameters_of(model))
     assert_same(*trained)

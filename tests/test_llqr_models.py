@@ -402,6 +402,10 @@ def test_padding_counts_for_nothing() -> None:
         if weighted:
             assert_close(found[0], fitted(q))
     assert not torch.allclose(found[0]["head.weight C"], found[1]["head.weight C"], rtol=1e-3)
+    model = Attention().double()
+    optimizer = wrapped(model, "newton", weights=weights, solver=SGDM(0.01))
+    optimizer.step(evaluation(model, optimizer, tokens, lambda out: token_loss(out, targets)))
+    assert optimizer.stats.refits == 1  # a closure's loss knows its padding
 
 
 def test_two_optimizers_share_a_model() -> None:

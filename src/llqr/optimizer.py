@@ -163,9 +163,8 @@ class LLQR(Optimizer):
         if self._schedule.due():
             if closure is not None:
                 checked_loss(loss)
-            batch = self._own_batch()
-            seen = None if batch is not None else self._hook.inputs(self.model)
-            self._refit_on(parameters, Source(gradients, seen, closure, batch))
+            seen = self._hook.inputs(self.model)
+            self._refit_on(parameters, Source(gradients, seen, closure, self._own_batch()))
         self._hook.forget()
         with replaced(parameters, self._preconditioned(gradients)):
             self.base.step()

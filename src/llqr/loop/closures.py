@@ -19,20 +19,22 @@ from llqr.errors import LLQRError
 Closure = Callable[[], Any]
 
 
-def whole_loss(closure: Closure, parameters: Iterable[Tensor]) -> Callable[[], Tensor]:
+def whole_loss(closure: Closure, model: nn.Module) -> Callable[[], Tensor]:
     """The loss as a function of the parameters that the model holds when it is called."""
-    held = list(parameters)
+    held = list(model.parameters())
 
     def evaluate() -> Tensor:
         with _gradients_kept(held), _NoBackward():
-            return checked_loss(closure())
+            loss = checked_loss(closure())
+            _refuse_backward(model.parameters())
+            return loss
 
     return evaluate
 
 
 def loss_of_output(model: nn.Module, closure: Closure) -> Callable[[Tensor, Any], Tensor]:
     """ℓ(x): what the closure returns when the model returns x."""
-    evaluate = whole_loss(closure, model.parameters())
+    evaluate = whole_loss(closure, model)
 
     def loss(output: Tensor, targets: Any) -> Tensor:
         calls = 0
@@ -44,6 +46,7 @@ def loss_of_output(model: nn.Module, closure: Closure) -> Callable[[Tensor, Any]
 
         with _forward(model, forward):
             value = evaluate()
+            _refuse_backward([output])
         if calls != 1:
             raise LLQRError(
                 f"the closure calls the model {calls} times; this divergence needs the loss as a function of one output: give "
@@ -72,6 +75,15 @@ def checked_loss(value: Any) -> Tensor:
             "`def closure(): optimizer.zero_grad(); loss = loss_fn(model(x), y); loss.backward(); return loss`"
         )
     return value.reshape(())
+
+
+def _refuse_backward(leaves: Iterable[Tensor]) -> None:
+    """Raise where a gradient has come through all the same, since its graph is gone then."""
+    if any(leaf.is_leaf and leaf.grad is not None for leaf in leaves):
+        raise LLQRError(
+            "the closure takes the loss backward by torch.autograd.backward, which can't be put off while it is evaluated "
+            "again: write loss.backward()"
+        )
 
 
 class _NoBackward(TorchFunctionMode):

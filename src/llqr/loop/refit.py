@@ -111,7 +111,7 @@ class Refit:
         gradient = {name: source.gradients[name] for name in only if name in source.gradients}
         if self._needs_loss and self._loss_alone:
             closure = (source.closure if source.batch is None else None) or self._own_loss(inputs)
-            return self._build(only, inputs, gradient=gradient, closure=whole_loss(closure, self.model.parameters()))
+            return self._build(only, inputs, gradient=gradient, closure=whole_loss(closure, self.model))
         if inputs == ():
             raise LLQRError(
                 "there are no inputs to refit on: the model wasn't called (by model(...), with gradients on) since the last "
