@@ -9,12 +9,12 @@ for k = 0, 1, 2, …:
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, fields, replace
 from typing import Any
 
 import torch
@@ -28,16 +28,14 @@ from llqr.linearize import Selector
 from llqr.loop.closures import Closure, checked_loss
 from llqr.loop.gradients import Stepped, gradients_of, replaced, stepped_parameters
 from llqr.loop.inputs import InputHook
-from llqr.loop.refit import Batch, Refit, Source
+from llqr.loop.refit import Batch, Refit, Source, check_callable, trainable
 from llqr.loop.schedule import Every, Schedule
+from llqr.loop.state import KEY, State, checked_state_dict
 from llqr.loop.stats import Stats
 from llqr.naming import PerLayer
 from llqr.preconditioner import Preconditioner
 from llqr.solvers import Solver
 from llqr.structures.assign import StructureSpec
-
-KEY = "llqr"
-"""Where `state_dict` keeps what isn't the base's."""
 
 
 class LLQR(Optimizer):
@@ -94,6 +92,7 @@ class LLQR(Optimizer):
         parameters = stepped_parameters(base, model)
         kind = resolve(divergence)
         self.ema = _checked_ema((0.95 if kind.flat else 0.9) if ema is None else ema)
+        check_callable("refit_batch", refit_batch)
         self.warm_start, self.refit_batch = bool(warm_start), refit_batch
         self._refit = Refit(
             model,
@@ -125,7 +124,7 @@ class LLQR(Optimizer):
         self._patch_step_function()
         self._warned: set[str] = set()
         self._stepped = Stepped(self.base, self.model)
-        self._hook = InputHook(self._schedule)
+        self._hook = InputHook(self._schedule if self.refit_batch is None else None)
         handle = self.model.register_forward_pre_hook(self._hook, with_kwargs=True)
         self._unhook = weakref.finalize(self, handle.remove)
 
@@ -176,20 +175,18 @@ class LLQR(Optimizer):
         The others take a closure that clears the gradients, evaluates the loss, takes it backward and returns it; it is
         evaluated once more where U is refitted.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else _evaluated(closure)
         parameters = self._stepped()
         gradients = gradients_of(parameters)
         if self._schedule.due():
             if closure is not None:
                 checked_loss(loss)
-            self._refit_on(parameters, Source(gradients, self._hook.inputs(self.model), closure))
+            seen = self._hook.inputs(self.model)
+            self._refit_on(parameters, Source(gradients, seen, closure, self._own_batch()))
         self._hook.forget()
         with replaced(parameters, self._preconditioned(gradients)):
             self.base.step()
-        self._schedule.step += 1
+        self._schedule.go_to(self._schedule.step + 1)
         return loss
 
     def refit(
@@ -201,24 +198,34 @@ class LLQR(Optimizer):
     ) -> bool:
         """Refit U now: on a batch (by default what `refit_batch` returns), or on what a closure evaluates.
 
-        The gradient of J is that of the loss on this batch where a loss is given, else the `.grad` that is there. Returns
-        whether the new U was taken; if it raised J or wasn't finite, the one from before stays.
+        The gradient of J is that of the loss on this batch where a loss is given, that which the closure leaves, or else the
+        `.grad` that is there. Returns whether the new U was taken; if it raised J or wasn't finite, the one from before stays.
         """
+        if closure is not None and inputs is not None:
+            raise LLQRError("refit takes a batch or a closure, not both")
+        batch = (inputs, targets) if inputs is not None else self._own_batch() if closure is None else None
+        with self._hook.listening(closure is not None):
+            if closure is not None:
+                checked_loss(_evaluated(closure))
+            seen = self._hook.inputs(self.model) if batch is None else None
         parameters = stepped_parameters(self.base, self.model)
-        batch = None if inputs is None else (inputs, targets)
-        return self._refit_on(parameters, Source(gradients_of(parameters), None, closure, batch, loss_fn))
+        return self._refit_on(parameters, Source(gradients_of(parameters), seen, closure, batch, loss_fn))
+
+    def _own_batch(self) -> Batch | None:
+        return None if self.refit_batch is None else _checked_batch(self.refit_batch())
 
     def _refit_on(self, parameters: Mapping[str, Tensor], source: Source) -> bool:
         begun = time.perf_counter()
-        if source.batch is None and self.refit_batch is not None:
-            source = replace(source, batch=_checked_batch(self.refit_batch()))
         before = self._current(parameters)
         try:
-            u = self._refit(self.base, parameters, source, before if self.warm_start else None)
+            with self._hook.listening(False):
+                u = self._refit(self.base, parameters, source, before if self.warm_start else None)
         except NonFiniteError as error:
             return self._reject(str(error))
         finally:
             self.stats.seconds += time.perf_counter() - begun
+        if not u.history or not math.isfinite(u.history[0]):
+            return self._reject("J isn't finite at the start of the fit")
         self.stats.objective_before, self.stats.objective_after = u.history[0], u.history[-1]
         if not u.history[-1] <= u.history[0] or not u.is_finite():
             return self._reject(f"J went from {u.history[0]:.6g} to {u.history[-1]:.6g}")
@@ -228,16 +235,21 @@ class LLQR(Optimizer):
         return True
 
     def _current(self, parameters: Mapping[str, Tensor]) -> Preconditioner:
-        """U for these parameters: the one that is there, the identity for what it doesn't know."""
-        u = Preconditioner.identity(parameters, self._refit.structure)
+        """U for what requires a gradient: the one that is there, the identity for what it doesn't know.
+
+        It doesn't know a layer's block either that covers other parameters now, since some were added or frozen.
+        """
+        u = self._refit.identity(parameters, trainable(parameters))
         if self.preconditioner is not None:
-            u.take(self.preconditioner)
+            known, wanted = _shapes(self.preconditioner), _shapes(u)
+            u.take(self.preconditioner.restricted([key for key in wanted if known.get(key) == wanted[key]]))
         return u
 
     def _preconditioned(self, gradients: dict[str, Tensor]) -> Mapping[str, Tensor]:
         if self.preconditioner is None:
             return {}
-        steered = self.preconditioner.steer(gradients)
+        with torch.no_grad():
+            steered = self.preconditioner.steer(gradients)
         if steered.turned:
             self.stats.turned += len(steered.turned)
             self._warn("turned", f"U would have turned the gradient of {steered.turned[0]!r} around")
@@ -267,9 +279,8 @@ class LLQR(Optimizer):
         """The base's, with what LLQR adds under "llqr": tensors and builtins alone."""
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        u = None if self.preconditioner is None else self.preconditioner.state_dict()
-        own = {"step": self._schedule.step, "preconditioner": u, "stats": asdict(self.stats)}
-        state: dict[str, Any] = {**self.base.state_dict(), KEY: own}
+        own = State.of(self._schedule.step, self.preconditioner, self.stats)
+        state: dict[str, Any] = {**self.base.state_dict(), KEY: own.as_dict()}
         for after in self._optimizer_state_dict_post_hooks.values():
             state = after(self, state) or state
         return state
@@ -277,24 +288,26 @@ class LLQR(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where the other left off; devices and dtypes are those of the parameters here.
 
-        A state of the base alone is taken too, and U begins at the identity.
+        A state of the base alone is taken too, and U begins at the identity. A state that doesn't fit changes nothing.
         """
-        state_dict = dict(state_dict)
+        state_dict = checked_state_dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
-        own = state_dict.pop(KEY, None)
-        if own is None:
-            warnings.warn("the state is of a plain optimizer: U begins at the identity", LLQRWarning, stacklevel=2)
-            own = {"step": 0, "preconditioner": None, "stats": {}}
+        plain = KEY not in state_dict
+        own = State(0, None, Stats()) if plain else State.from_dict(state_dict.pop(KEY))
         u = None
-        if own["preconditioner"] is not None:
-            u = Preconditioner.identity(stepped_parameters(self.base, self.model), self._refit.structure)
-            u = u.restricted(own["preconditioner"]["blocks"])
-            u.load_state_dict(own["preconditioner"])
+        if own.preconditioner is not None:
+            blocks = own.preconditioner["blocks"]
+            parameters = stepped_parameters(self.base, self.model)
+            covered = [name for name, p in parameters.items() if p.requires_grad or name in blocks]
+            u = self._refit.identity(parameters, covered).restricted(blocks)
+            u.load_state_dict(own.preconditioner)
         self.base.load_state_dict(state_dict)
-        self.preconditioner, self._schedule.step = u, own["step"]
-        self.stats = Stats(**{f.name: own["stats"][f.name] for f in fields(Stats) if f.name in own["stats"]})
+        self.preconditioner, self.stats = u, own.stats
+        self._schedule.go_to(own.step)
         self._hook.forget()
+        if plain:
+            warnings.warn("the state is of a plain optimizer: U begins at the identity", LLQRWarning, stacklevel=2)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -347,6 +360,15 @@ def _check_base(base: Optimizer, model: nn.Module) -> None:
         )
     if not isinstance(model, nn.Module):
         raise LLQRError(f"the second argument is the model, an nn.Module; got {type(model).__name__}")
+
+
+def _evaluated(closure: Closure) -> Any:
+    with torch.enable_grad():
+        return closure()
+
+
+def _shapes(u: Preconditioner) -> dict[str, Any]:
+    return {key: (group.structure, group.shapes) for group in u.groups for key in group.keys}
 
 
 def _checked_ema(ema: float) -> float:

@@ -19,20 +19,22 @@ from llqr.errors import LLQRError
 Closure = Callable[[], Any]
 
 
-def whole_loss(closure: Closure, parameters: Iterable[Tensor]) -> Callable[[], Tensor]:
+def whole_loss(closure: Closure, model: nn.Module) -> Callable[[], Tensor]:
     """The loss as a function of the parameters that the model holds when it is called."""
-    held = list(parameters)
+    held = list(model.parameters())
 
     def evaluate() -> Tensor:
         with _gradients_kept(held), _NoBackward():
-            return checked_loss(closure())
+            loss = checked_loss(closure())
+            _refuse_backward(model.parameters())
+            return loss
 
     return evaluate
 
 
 def loss_of_output(model: nn.Module, closure: Closure) -> Callable[[Tensor, Any], Tensor]:
     """ℓ(x): what the closure returns when the model returns x."""
-    evaluate = whole_loss(closure, model.parameters())
+    evaluate = whole_loss(closure, model)
 
     def loss(output: Tensor, targets: Any) -> Tensor:
         calls = 0
@@ -44,6 +46,7 @@ def loss_of_output(model: nn.Module, closure: Closure) -> Callable[[Tensor, Any]
 
         with _forward(model, forward):
             value = evaluate()
+            _refuse_backward([output])
         if calls != 1:
             raise LLQRError(
                 f"the closure calls the model {calls} times; this divergence needs the loss as a function of one output: give "
@@ -52,6 +55,16 @@ def loss_of_output(model: nn.Module, closure: Closure) -> Callable[[Tensor, Any]
         return value
 
     return loss
+
+
+def tensor_alone(output: Any) -> Tensor:
+    """The output of a model that a closure calls; what picks a part of it would hide the rest from the closure."""
+    if isinstance(output, Tensor):
+        return output
+    raise LLQRError(
+        f"the model returned a {type(output).__name__}, and this divergence needs the loss as a function of one tensor in it, "
+        "which a closure doesn't tell: give LLQR a loss_fn and a refit_batch"
+    )
 
 
 def checked_loss(value: Any) -> Tensor:
@@ -64,6 +77,15 @@ def checked_loss(value: Any) -> Tensor:
     return value.reshape(())
 
 
+def _refuse_backward(leaves: Iterable[Tensor]) -> None:
+    """Raise where a gradient has come through all the same, since its graph is gone then."""
+    if any(leaf.is_leaf and leaf.grad is not None for leaf in leaves):
+        raise LLQRError(
+            "the closure takes the loss backward by torch.autograd.backward, which can't be put off while it is evaluated "
+            "again: write loss.backward()"
+        )
+
+
 class _NoBackward(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -73,7 +95,7 @@ class _NoBackward(TorchFunctionMode):
 
 @contextmanager
 def _gradients_kept(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """A closure's `zero_grad` finds nothing to clear."""
+    """A closure's `zero_grad` and clipping find nothing to change."""
     kept = [(parameter, parameter.grad) for parameter in parameters]
     for parameter, _ in kept:
         parameter.grad = None

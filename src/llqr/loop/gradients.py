@@ -26,9 +26,13 @@ def stepped_parameters(base: Optimizer, model: nn.Module) -> dict[str, Tensor]:
             f"{tuple(parameter.shape)} in group {number}: make the optimizer from model.parameters() of the same model (after "
             "the model was moved, wrapped or given new layers)"
         )
-    for name, parameter in named.items():
-        check_kind(name, parameter)  # values that aren't finite are the base's to step; a refit will say so
     return named
+
+
+def check_parameters(parameters: Mapping[str, Tensor]) -> None:
+    """Raise for parameters that can't have a U: complex ones, integers, those without a shape yet."""
+    for name, parameter in parameters.items():
+        check_kind(name, parameter)  # values that aren't finite are the base's to step; a refit will say so
 
 
 class Stepped:

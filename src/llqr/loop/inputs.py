@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,23 +19,40 @@ class InputHook:
     """A forward pre-hook that holds the arguments of the model's last call with gradients, if the coming step refits.
 
     It knows the schedule, not the optimizer, so that neither keeps the other alive. A copy of it, as in a copy or a pickle of
-    the model, does nothing.
+    the model, does nothing; nor does one without a schedule.
     """
 
     def __init__(self, schedule: Schedule | None = None) -> None:
         self._schedule = schedule
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._listens: bool | None = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._schedule is not None and torch.is_grad_enabled() and _is_own_call(module) and self._schedule.due():
-            self._call = (_detached(args), _detached(kwargs))
+        if torch.is_grad_enabled() and _is_own_call(module) and self._wanted():
+            self._call = (_copied(args), _copied(kwargs))
+
+    def _wanted(self) -> bool:
+        if self._listens is not None:
+            return self._listens
+        return self._schedule is not None and self._schedule.due()
+
+    @contextmanager
+    def listening(self, listens: bool) -> Iterator[None]:
+        """For a while hold any call, or none (a refit calls the model itself); then hold what was held before."""
+        before, self._listens = self._call, listens
+        try:
+            yield
+        finally:
+            self._call, self._listens = before, None
 
     def inputs(self, module: nn.Module) -> Inputs | None:
-        """What the module was called with: a tuple, or a dict where there were keywords."""
+        """What the module was called with: a tensor, a tuple, or a dict where there were keywords."""
         if self._call is None:
             return None
         args, kwargs = self._call
-        return args if not kwargs else {**_named(module.forward, args), **kwargs} if args else kwargs
+        if kwargs:
+            return {**_named(module.forward, args), **kwargs} if args else kwargs
+        return args[0] if len(args) == 1 and isinstance(args[0], Tensor) else args
 
     def forget(self) -> None:
         self._call = None
@@ -44,7 +62,7 @@ class InputHook:
 
 
 def _is_own_call(module: nn.Module) -> bool:
-    """Not one of a refit, which puts plain tensors in the place of parameters."""
+    """Not one by `torch.func.functional_call`, which puts other tensors in the place of parameters."""
     return isinstance(next(module.parameters(), None), nn.Parameter)
 
 
@@ -63,9 +81,10 @@ def _named(forward: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Any]
     return by_name
 
 
-def _detached(value: Any) -> Any:
+def _copied(value: Any) -> Any:
+    """Copies, without their graphs: the model, or the loop after it, may write into its inputs."""
     if isinstance(value, Tensor):
-        return value.detach()
+        return value.detach().clone()
     if type(value) is dict or (isinstance(value, Mapping) and not hasattr(value, "to")):
-        return {name: _detached(part) for name, part in value.items()}
-    return type(value)(_detached(part) for part in value) if type(value) in (tuple, list) else value
+        return {name: _copied(part) for name, part in value.items()}
+    return type(value)(_copied(part) for part in value) if type(value) in (tuple, list) else value

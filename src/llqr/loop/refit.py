@@ -4,29 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from glob import escape
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from llqr import sites
-from llqr.checks import Inputs, Loss, as_arguments
+from llqr.checks import Inputs, Loss, as_arguments, tensors_in
 from llqr.chunks import check_chunk_size
 from llqr.divergences import L2, Divergence, Newton, OutputTerm
 from llqr.errors import LLQRError
 from llqr.linearize import Selector
-from llqr.loop.closures import Closure, loss_of_output, whole_loss
+from llqr.loop.closures import Closure, loss_of_output, tensor_alone, whole_loss
+from llqr.loop.gradients import check_parameters
 from llqr.loop.trust import DEFAULT, check_trust, trusted
 from llqr.naming import PerLayer
 from llqr.preconditioner import Preconditioner
 from llqr.quadratic import QuadraticModel
 from llqr.relaxation import checked_solver, fit
 from llqr.solvers import Quadratic, Solver
-from llqr.structures.assign import StructureSpec
+from llqr.structures.assign import StructureSpec, assign
+from llqr.structures.base import Structure
 from llqr.structures.stacks import identity_groups
 
 Batch = tuple[Inputs, Any]
 """Inputs and targets."""
+
+
+def trainable(parameters: Mapping[str, Tensor]) -> list[str]:
+    return [name for name, parameter in parameters.items() if parameter.requires_grad]
 
 
 @dataclass(frozen=True)
@@ -64,26 +71,42 @@ class Refit:
         self.trust = None if self.trust is None else check_trust(self.trust)
         self.solver = checked_solver(self.solver, self.steps)
         check_chunk_size(self.chunk_size)
+        for name in ("loss_fn", "output", "weights"):
+            check_callable(name, getattr(self, name))
+        if self.training not in (None, False, True):
+            raise LLQRError(
+                f"training is True, False, or None for the modes that the modules have; not {self.training!r}"
+            )
         terms = [term for _, term in self.divergence.terms()]
         self._needs_loss = any(isinstance(term, OutputTerm) and term.needs_loss for term in terms)
         self._loss_alone = all(isinstance(term, (Newton, L2)) for term in terms)
 
     def check(self, parameters: Mapping[str, Tensor]) -> None:
         """Raise now for what a refit would raise for: structures, metrics and dampings that fit no part of the model."""
+        check_parameters(parameters)
         terms = list(self.divergence.terms())
         identity_groups({name: p.detach().to("meta") for name, p in parameters.items()}, self.structure)
         sites.diagonal(self.model, parameters, terms, self.damping)
         sites.metric_modules(self.model, terms)
 
+    def identity(self, parameters: Mapping[str, Tensor], only: Collection[str]) -> Preconditioner:
+        """U = I for some of the parameters."""
+        return Preconditioner.identity({name: parameters[name] for name in only}, self._structures(parameters, only))
+
+    def _structures(self, parameters: Mapping[str, Tensor], only: Collection[str]) -> dict[str, Structure]:
+        """By name; a pattern for frozen parameters alone is no mistake, so the patterns are held against all of them."""
+        assigned = assign(self.structure, parameters)
+        return {escape(name): assigned[name] for name in only}
+
     def __call__(
         self, base: Optimizer, parameters: Mapping[str, Tensor], source: Source, start: Preconditioner | None
     ) -> Preconditioner:
-        """U, fitted from the identity or from `start`."""
-        free = {name: p for name, p in parameters.items() if p.requires_grad}
-        q: Quadratic = self._quadratic(list(free), source)
+        """U of the parameters that require a gradient, fitted from the identity or from `start`."""
+        only = trainable(parameters)
+        q: Quadratic = self._quadratic(only, source)
         if self.trust is not None:
-            q = trusted(q, base, free, self.trust)
-        return fit(q, self.structure, self.solver, self.steps, start)
+            q = trusted(q, base, {name: parameters[name] for name in only}, self.trust)
+        return fit(q, self._structures(parameters, only), self.solver, self.steps, start)
 
     def _quadratic(self, only: list[str], source: Source) -> QuadraticModel:
         if source.batch is not None:
@@ -97,18 +120,29 @@ class Refit:
             raise LLQRError("no parameter has a gradient: call loss.backward() before optimizer.step()")
         gradient = {name: source.gradients[name] for name in only if name in source.gradients}
         if self._needs_loss and self._loss_alone:
-            closure = source.closure or self._own_loss(inputs)
-            return self._build(only, inputs, gradient=gradient, closure=whole_loss(closure, self.model.parameters()))
+            closure = (source.closure if source.batch is None else None) or self._own_loss(inputs)
+            return self._build(only, inputs, gradient=gradient, closure=whole_loss(closure, self.model))
         if inputs == ():
             raise LLQRError(
                 "there are no inputs to refit on: the model wasn't called (by model(...), with gradients on) since the last "
                 "step. Call it before optimizer.step(), or give LLQR a refit_batch"
             )
+        if source.batch is None and not tensors_in(inputs):
+            raise LLQRError(
+                f"the model was called with a {type(next(iter(inputs))).__name__} and no tensor: call it with tensors, or with "
+                "keywords, as in model(**batch)"
+            )
         if not self._needs_loss:
             return self._build(only, inputs, gradient=gradient)
         if source.closure is None or source.batch is not None:
             raise LLQRError(self._loss_wanted())
-        return self._build(only, inputs, None, loss_of_output(self.model, source.closure), gradient)
+        if self.output is not None:
+            raise LLQRError(
+                "output picks a part of what the model returns, and the closure is about the whole: give LLQR a loss_fn, which "
+                "is given that part, and a refit_batch"
+            )
+        loss = loss_of_output(self.model, source.closure)
+        return self._build(only, inputs, None, loss, gradient, output=tensor_alone)
 
     def _build(
         self,
@@ -118,6 +152,7 @@ class Refit:
         loss_fn: Loss | None = None,
         gradient: dict[str, Tensor] | None = None,
         closure: Callable[[], Tensor] | None = None,
+        output: Selector | None = None,
     ) -> QuadraticModel:
         return QuadraticModel.build(
             self.model,
@@ -127,8 +162,8 @@ class Refit:
             self.divergence,
             self.damping,
             self.chunk_size,
-            output=self.output,
-            weights=None if self.weights is None else self.weights(inputs),
+            output=output or self.output,
+            weights=None if self.weights is None or closure is not None else self.weights(inputs),
             training=self.training,
             gradient=gradient,
             only=only,
@@ -154,3 +189,8 @@ class Refit:
             f"{self.divergence!r} needs the loss: call optimizer.step(closure) with a closure that evaluates it, takes it "
             "backward and returns it; or give LLQR a loss_fn and a refit_batch that returns (inputs, targets)"
         )
+
+
+def check_callable(name: str, value: object) -> None:
+    if value is not None and not callable(value):
+        raise LLQRError(f"{name} is a function, not a {type(value).__name__}")

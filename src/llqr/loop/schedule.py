@@ -21,12 +21,16 @@ class Schedule:
                 f"every is a positive number of steps between refits, or a function of the step's number that tells whether "
                 f"to refit; not {every!r}"
             )
-        self.every, self.step = every, 0
-        self._answer: tuple[int, bool] | None = None
+        self.every = every
+        self.go_to(0)
+
+    def go_to(self, step: int) -> None:
+        self.step = step
+        self._answer: bool | None = None
 
     def due(self) -> bool:
         if isinstance(self.every, int):
             return self.step % self.every == 0
-        if self._answer is None or self._answer[0] != self.step:
-            self._answer = (self.step, bool(self.every(self.step)))
-        return self._answer[1]
+        if self._answer is None:
+            self._answer = bool(self.every(self.step))
+        return self._answer

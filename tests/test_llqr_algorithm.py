@@ -1,0 +1,181 @@
+"""Promise: LLQR is Algorithm 1 of the paper, number for number.
+
+The reference is written out here: dense H, U's action by its formula, ∇_U J by autograd, the paper's inner solver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional
+from torch.optim import Optimizer
+
+from llqr import LLQR
+from llqr.divergences import KL, Divergence, Newton
+from llqr.solvers import SGDM
+from loops import STRUCTURES, batch, closure_of, network, parameters_of
+
+EVERY, REFITS = 3, 3
+INNER, LR, MOMENTUM = 6, 0.05, 0.9
+
+Tensors = dict[str, Tensor]
+Bases = dict[str, Callable[[Any], Optimizer]]
+
+BASES: Bases = {
+    "sgdm": lambda parameters: torch.optim.SGD(parameters, lr=0.2, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.02),
+}
+DIVERGENCES: dict[str, Divergence] = {
+    "mean": KL(reduction="mean"),
+    "sum": KL(reduction="sum"),
+    "newton": Newton(),
+}
+
+
+def identity(structure: str, shape: torch.Size) -> Tensors:
+    if structure == "scalar":
+        return {"u": torch.ones((), dtype=torch.float64)}
+    if structure == "dense":
+        return {"M": torch.eye(shape.numel(), dtype=torch.float64)}
+    if structure == "diagonal" or len(shape) < 2:
+        return {"d": torch.ones(shape, dtype=torch.float64)}
+    left, right = (torch.eye(side, dtype=torch.float64) for side in shape)
+    if structure == "kfac":
+        return {"C": left, "D": right}
+    return {"L": left, "R": right, "s": torch.ones(shape, dtype=torch.float64)}
+
+
+def action(u: Tensors, x: Tensor) -> Tensor:
+    """U x."""
+    if "u" in u:
+        return u["u"] * x
+    if "d" in u:
+        return u["d"] * x
+    if "M" in u:
+        return (u["M"] @ x.reshape(-1)).reshape(x.shape)
+    if "C" in u:
+        return u["C"] @ x @ u["D"].T
+    return u["L"] @ (u["s"] * (u["L"].T @ x @ u["R"])) @ u["R"].T
+
+
+def dense_curvature(model: nn.Module, x: Tensor, y: Tensor, divergence: str) -> Tensor:
+    """H as a matrix: the Hessian of the mean loss, or Σ_b J_bᵀ (diag p - p pᵀ) J_b, averaged or not."""
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    point = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+    def outputs(flat: Tensor) -> Tensor:
+        parts = flat.split([shape.numel() for shape in shapes.values()])
+        named = {name: part.reshape(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+        return torch.as_tensor(functional_call(model, named, (x,)))
+
+    if divergence == "newton":
+        hessian = torch.autograd.functional.hessian(lambda flat: functional.cross_entropy(outputs(flat), y), point)
+        return torch.as_tensor(hessian)
+    jacobian = torch.as_tensor(torch.autograd.functional.jacobian(outputs, point))
+    p = outputs(point).softmax(-1)
+    fisher = torch.einsum("bip,bij,bjq->pq", jacobian, torch.diag_embed(p) - p[:, :, None] * p[:, None, :], jacobian)
+    return fisher / len(x) if divergence == "mean" else fisher
+
+
+def fitted(start: dict[str, Tensors], g: Tensors, curvature: Tensor) -> dict[str, Tensors]:
+    """T steps of gradient descent with momentum on J(U) = g·δ + ½ δ·Hδ, δ = -U g."""
+    u = {name: {n: t.clone() for n, t in tensors.items()} for name, tensors in start.items()}
+    velocity: dict[tuple[str, str], Tensor] = {}
+    flat = torch.cat([value.reshape(-1) for value in g.values()])
+    for _ in range(INNER):
+        leaves = {(name, n): t.clone().requires_grad_() for name, tensors in u.items() for n, t in tensors.items()}
+        of = {name: {n: leaf for (owner, n), leaf in leaves.items() if owner == name} for name in u}
+        delta = torch.cat([-action(of[name], g[name]).reshape(-1) for name in g])
+        slopes = torch.autograd.grad(flat @ delta + 0.5 * delta @ curvature @ delta, list(leaves.values()))
+        for (name, n), slope in zip(leaves, slopes, strict=True):
+            velocity[name, n] = MOMENTUM * velocity.get((name, n), torch.zeros_like(slope)) + slope
+            u[name][n] = u[name][n] - LR * velocity[name, n]
+    return u
+
+
+def reference(base: str, divergence: str, structure: str, ema: float, warm_start: bool) -> Tensors:
+    """Algorithm 1."""
+    model = network()
+    optimizer = BASES[base](model.parameters())
+    one = {name: identity(structure, p.shape) for name, p in model.named_parameters()}
+    u = one
+    for k in range(EVERY * REFITS):
+        x, y = batch(k)
+        loss = functional.cross_entropy(model(x), y)
+        slopes = torch.autograd.grad(loss, list(model.parameters()))
+        g = {name: slope for (name, _), slope in zip(model.named_parameters(), slopes, strict=True)}
+        if k % EVERY == 0:
+            new = fitted(u if warm_start else one, g, dense_curvature(model, x, y, divergence))
+            u = {name: {n: ema * t + (1 - ema) * new[name][n] for n, t in own.items()} for name, own in u.items()}
+        for name, p in model.named_parameters():
+            p.grad = action(u[name], g[name])
+        optimizer.step()
+    return parameters_of(model)
+
+
+def ours(base: str, divergence: str, structure: str, ema: float, warm_start: bool) -> Tensors:
+    model = network()
+    optimizer = LLQR(
+        BASES[base](model.parameters()),
+        model,
+        DIVERGENCES[divergence],
+        structure,
+        EVERY,
+        INNER,
+        SGDM(LR, MOMENTUM),
+        ema,
+        warm_start=warm_start,
+    )
+    for k in range(EVERY * REFITS):
+        closure = closure_of(model, optimizer, batch(k))
+        if divergence == "newton":
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+    assert (optimizer.stats.refits, optimizer.stats.rejected, optimizer.stats.turned) == (REFITS, 0, 0)
+    return parameters_of(model)
+
+
+def alone(base: str) -> Tensors:
+    model = network()
+    optimizer = BASES[base](model.parameters())
+    for k in range(EVERY * REFITS):
+        optimizer.step(closure_of(model, optimizer, batch(k)))
+    return parameters_of(model)
+
+
+def distance(first: Tensors, second: Tensors) -> float:
+    return max(float((first[name] - second[name]).abs().max()) for name in first)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("base", BASES)
+def test_algorithm_1(base: str, divergence: str, structure: str) -> None:
+    got = ours(base, divergence, structure, 0.6, False)
+    assert distance(got, reference(base, divergence, structure, 0.6, False)) < 1e-9
+    assert distance(got, alone(base)) > 1e-6
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize(("divergence", "ema"), [("mean", 0.0), ("newton", 0.5)])
+def test_warm_start(divergence: str, structure: str, ema: float) -> None:
+    """The fit begins at U, and is blended with it all the same."""
+    got = ours("sgdm", divergence, structure, ema, True)
+    assert distance(got, reference("sgdm", divergence, structure, ema, True)) < 1e-9
+    assert distance(got, ours("sgdm", divergence, structure, ema, False)) > 1e-6
+
+
+def test_the_papers_decays_are_the_defaults() -> None:
+    model = network()
+    base = BASES["sgdm"](model.parameters())
+    for divergence, ema in [("ngd", 0.95), ("renyi", 0.95), ("gauss-newton", 0.95), ("newton", 0.9)]:
+        assert LLQR(base, model, divergence).ema == ema
+    assert LLQR(base, model, KL() + Newton(), ema=None).ema == 0.9
+    assert LLQR(base, model, ema=0.0).ema == 0.0
