@@ -18,11 +18,13 @@ from typer.testing import CliRunner
 from llqr import LLQR
 from llqr.divergences import KL, Newton
 from llqr.structures.assign import StructureSpec
-from llqr_lab import demo, options, training
+from llqr_lab import options
 from llqr_lab.bench import exact, measure, steps
 from llqr_lab.bench.chains import Size
 from llqr_lab.cli import app
 from llqr_lab.data.digits import small_digits
+from llqr_lab.exact_training import command as exact_command
+from llqr_lab.exact_training import loops
 from llqr_lab.figures import exact as exact_figure
 from llqr_lab.models.named import NETWORKS, example
 from llqr_lab.results import write_json
@@ -91,23 +93,23 @@ def test_bench_exact_leaves_out_the_dense_side_where_it_is_too_large(monkeypatch
         assert "…" not in printed.getvalue()
 
 
-def test_demo_prints_its_table_and_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "TRAIN", 30)
-    monkeypatch.setattr(demo, "MOST", 5)
-    output = tmp_path / "demo.png"
-    code, printed = invoke("demo", "--steps", "2", "--output", output)
+def test_exact_prints_its_table_and_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact_command, "TRAIN", 30)
+    monkeypatch.setattr(exact_command, "MOST", 5)
+    output = tmp_path / "exact.png"
+    code, printed = invoke("exact", "--steps", "2", "--output", output)
     assert code == 0, printed
     for name in ("gradient descent", "natural gradient", "damped Newton", "relative error", "> 5"):
         assert name in printed
     assert output.read_bytes().startswith(PNG)
 
 
-def test_demo_is_the_same_each_time_and_its_exact_steps_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "MOST", 5)
+def test_exact_is_the_same_each_time_and_its_exact_steps_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact_command, "MOST", 5)
     data = small_digits(30, seed=1)
-    assert demo.disagreement(data, seed=1) < 1e-8
-    first, rate = demo.train(data, 1, 3, lambda: None)
-    second, again = demo.train(data, 1, 3, lambda: None)
+    assert exact_command.disagreement(data, seed=1) < 1e-8
+    first, rate = exact_command.train(data, 1, 3, lambda: None)
+    second, again = exact_command.train(data, 1, 3, lambda: None)
     assert rate == again
     for name, run in first.items():
         assert run.losses == second[name].losses
@@ -117,16 +119,16 @@ def test_demo_is_the_same_each_time_and_its_exact_steps_are_exact(monkeypatch: p
 
 def test_an_exact_step_is_taken_only_where_it_lowers_the_loss() -> None:
     data = small_digits(30, seed=0)
-    run = training.exact_descend(demo.network(0), data, KL(), 6)
+    run = loops.exact_descend(exact_command.network(0), data, KL(), 6)
     assert all(after <= before for before, after in zip(run.losses, run.losses[1:], strict=False))
     assert run.losses[-1] < 0.9 * run.losses[0]
 
 
 def test_a_newton_step_without_a_minimum_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "START", 1e-3)
-    data, model = small_digits(30, seed=0), demo.network(0)
+    monkeypatch.setattr(loops, "START", 1e-3)
+    data, model = small_digits(30, seed=0), exact_command.network(0)
     before = nn.utils.parameters_to_vector(model.parameters()).clone()
-    run = training.exact_descend(model, data, Newton(), 1)
+    run = loops.exact_descend(model, data, Newton(), 1)
     assert run.refused == 1
     assert run.losses[0] == run.losses[1]
     assert torch.equal(nn.utils.parameters_to_vector(model.parameters()), before)
@@ -157,7 +159,9 @@ def test_bench_exact_refuses_wrong_input_before_any_work(
     assert message in printed
 
 
-@pytest.mark.parametrize("arguments", [("--steps", "0"), ("--output", "missing/demo.png"), ("--output", "demo")])
+@pytest.mark.parametrize(
+    "arguments", [("--steps", "0"), ("--lr", "-1"), ("--output", "missing/demo.png"), ("--output", "demo")]
+)
 def test_demo_refuses_wrong_input_before_any_work(
     arguments: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
