@@ -15,6 +15,7 @@ from llqr import LLQR, QuadraticModel, fit
 from llqr.divergences import KL, GaussNewton, Newton
 from llqr.errors import LLQRError
 from llqr.preconditioner import Preconditioner
+from llqr.solvers import ScaleFree
 from llqr.structures import Dense
 from loops import (
     Batch,
@@ -32,7 +33,7 @@ from loops import (
     train,
 )
 
-OPTIONS: dict[str, Any] = {"structure": "kfac", "steps": 4, "damping": 0.1, "ema": 0.5}
+OPTIONS: dict[str, Any] = {"structure": "kfac", "steps": 4, "damping": 0.1, "ema": 0.5, "solver": ScaleFree()}
 
 
 def wrapped(model: nn.Module, **options: Any) -> LLQR:

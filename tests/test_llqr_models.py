@@ -18,7 +18,7 @@ from torch.nn import functional
 from llqr import LLQR, Preconditioner, QuadraticModel, fit
 from llqr.divergences import KL, Divergence, GaussNewton, Newton
 from llqr.errors import LLQRError
-from llqr.solvers import SGDM, Solver
+from llqr.solvers import SGDM, ScaleFree, Solver
 from llqr.structures import Dense
 from loops import assert_same, backward, batch, blocks_of, gradients_of, network, never, parameters_of, sgd, train
 from zoo import Attention, cases, pick, token_loss
@@ -29,7 +29,7 @@ FLAT_AND_NOT = [KL(), Newton()]
 
 
 def wrapped(model: nn.Module, divergence: str | Divergence = "ngd", **options: Any) -> LLQR:
-    options = {"structure": "kfac", "steps": STEPS, "damping": DAMPING, "ema": 0.0, **options}
+    options = {"structure": "kfac", "steps": STEPS, "damping": DAMPING, "ema": 0.0, "solver": ScaleFree(), **options}
     return LLQR(sgd(model, lr=0.01), model, divergence, **options)
 
 
@@ -412,7 +412,13 @@ def test_two_optimizers_share_a_model() -> None:
     """Each has a U of its own parameters, held fixed in the other's fit."""
     model = network()
     halves = [model[0], model[2]]
-    options: dict[str, Any] = {"structure": "kfac", "steps": STEPS, "damping": DAMPING, "ema": 0.0}
+    options: dict[str, Any] = {
+        "structure": "kfac",
+        "steps": STEPS,
+        "damping": DAMPING,
+        "ema": 0.0,
+        "solver": ScaleFree(),
+    }
     optimizers = [LLQR(torch.optim.SGD(half.parameters(), lr=0.1), model, **options) for half in halves]
     backward(model, batch())
     models = []

@@ -16,7 +16,7 @@ from standins import DenseModel, random_model
 
 
 def flat_rates(model: DenseModel, rates: dict[str, float]) -> torch.Tensor:
-    return torch.cat([torch.full((g.numel(),), rates[name]).double() for name, g in model.gradient.items()])
+    return torch.cat([torch.full((g.numel(),), rates[name], dtype=torch.float64) for name, g in model.gradient.items()])
 
 
 def test_the_objective_is_that_of_the_base_step() -> None:

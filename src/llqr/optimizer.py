@@ -9,7 +9,6 @@ for k = 0, 1, 2, …:
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
 import weakref
@@ -216,20 +215,19 @@ class LLQR(Optimizer):
 
     def _refit_on(self, parameters: Mapping[str, Tensor], source: Source) -> bool:
         begun = time.perf_counter()
-        before = self._current(parameters)
         try:
             with self._hook.listening(False):
-                u = self._refit(self.base, parameters, source, before if self.warm_start else None)
+                start = self._current(parameters) if self.warm_start else None
+                u, fault = self._refit(self.base, parameters, source, start)
         except NonFiniteError as error:
             return self._reject(str(error))
         finally:
             self.stats.seconds += time.perf_counter() - begun
-        if not u.history or not math.isfinite(u.history[0]):
-            return self._reject("J isn't finite at the start of the fit")
-        self.stats.objective_before, self.stats.objective_after = u.history[0], u.history[-1]
-        if not u.history[-1] <= u.history[0] or not u.is_finite():
-            return self._reject(f"J went from {u.history[0]:.6g} to {u.history[-1]:.6g}")
-        self.preconditioner = before.blend(u, self.ema)
+        if u.history:
+            self.stats.objective_before, self.stats.objective_after = u.history[0], u.history[-1]
+        if fault is not None:
+            return self._reject(fault)
+        self.preconditioner = self._current(parameters).blend(u, self.ema)
         self.stats.refits += 1
         self.stats.memory = self.preconditioner.memory
         return True

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from glob import escape
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -45,6 +46,13 @@ class Source:
     closure: Closure | None = None
     batch: Batch | None = None
     loss_fn: Loss | None = None
+
+
+class Fitted(NamedTuple):
+    """A fitted U, and why it isn't to be taken, if it isn't."""
+
+    u: Preconditioner
+    fault: str | None
 
 
 @dataclass
@@ -100,13 +108,14 @@ class Refit:
 
     def __call__(
         self, base: Optimizer, parameters: Mapping[str, Tensor], source: Source, start: Preconditioner | None
-    ) -> Preconditioner:
+    ) -> Fitted:
         """U of the parameters that require a gradient, fitted from the identity or from `start`."""
         only = trainable(parameters)
         q: Quadratic = self._quadratic(only, source)
         if self.trust is not None:
             q = trusted(q, base, {name: parameters[name] for name in only}, self.trust)
-        return fit(q, self._structures(parameters, only), self.solver, self.steps, start)
+        u = fit(q, self._structures(parameters, only), self.solver, self.steps, start)
+        return Fitted(u, _fault(q.gradient, u, start))
 
     def _quadratic(self, only: list[str], source: Source) -> QuadraticModel:
         if source.batch is not None:
@@ -194,3 +203,26 @@ class Refit:
 def check_callable(name: str, value: object) -> None:
     if value is not None and not callable(value):
         raise LLQRError(f"{name} is a function, not a {type(value).__name__}")
+
+
+def _fault(gradient: Mapping[str, Tensor], u: Preconditioner, start: Preconditioner | None) -> str | None:
+    """A fit is taken if J has fallen, by its own measure or with negative curvature counted as positive.
+
+    Where H is negative along the step (Newton), J has no bottom and falls the further the longer the step; solvers that don't
+    follow it there end at a higher J, with the better step.
+    """
+    if not u.history or not math.isfinite(u.history[0]):
+        return "J isn't finite at the start of the fit"
+    if not u.is_finite():
+        return "U isn't finite"
+    before, after = u.history[0], u.history[-1]
+    if after <= before or _merit(after, gradient, u) <= _merit(before, gradient, start):
+        return None
+    return f"J went from {before:.6g} to {after:.6g}"
+
+
+def _merit(value: float, gradient: Mapping[str, Tensor], u: Preconditioner | None) -> float:
+    """g·δ + ½ |δ·Hδ| with δ = -U g, given J = g·δ + ½ δ·Hδ."""
+    step = gradient if u is None else u.apply(gradient)
+    decline = -sum(float((g * step[name]).sum()) for name, g in gradient.items())
+    return decline + abs(value - decline)

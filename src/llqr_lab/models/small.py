@@ -55,12 +55,13 @@ def mlp(classes: int = 10) -> nn.Sequential:
 
 
 def picture_net(
-    pixels: int, kernel: int, strides: tuple[int, int], classes: int = 10, norm: bool = False, dropout: float = 0.0
+    pixels: int, strides: tuple[int, ...], classes: int = 10, norm: bool = False, dropout: float = 0.0
 ) -> nn.Sequential:
-    """Two convolutions and two linear layers, for grey pictures of pixels × pixels; with BatchNorm or dropout if wanted."""
+    """3 × 3 convolutions of these strides and two linear layers, for grey pictures; with BatchNorm or dropout if wanted."""
     layers: list[nn.Module] = []
-    side, channels = pixels, 1
-    for stride, wider in zip(strides, (16, 32), strict=True):
+    side, channels, kernel = pixels, 1, 3
+    for i, stride in enumerate(strides):
+        wider = 32 if i else 16
         layers += [nn.Conv2d(channels, wider, kernel, stride, kernel // 2), *([nn.BatchNorm2d(wider)] if norm else [])]
         layers.append(nn.ReLU())
         side, channels = -(-side // stride), wider

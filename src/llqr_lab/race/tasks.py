@@ -48,14 +48,14 @@ def batches(data: Split, size: int, seed: int) -> Callable[[], tuple[Tensor, Ten
 
 
 TASKS = {
-    "digits": Task("digits", lambda folder: digits(), partial(picture_net, 8, 3, (1, 2)), 0.02, 1000),
+    "digits": Task("digits", lambda folder: digits(), partial(picture_net, 8, (1, 2)), 0.02, 1000),
     "digits-batchnorm": Task(
-        "digits-batchnorm", lambda folder: digits(), partial(picture_net, 8, 3, (1, 2), norm=True), 0.02, 1000
+        "digits-batchnorm", lambda folder: digits(), partial(picture_net, 8, (1, 2), norm=True), 0.02, 1000
     ),
     "digits-dropout": Task(
-        "digits-dropout", lambda folder: digits(), partial(picture_net, 8, 3, (1, 2), dropout=0.3), 0.02, 1000
+        "digits-dropout", lambda folder: digits(), partial(picture_net, 8, (1, 2), dropout=0.3), 0.02, 1000
     ),
     "fashion": Task(
-        "fashion", fashion_mnist, partial(picture_net, 28, 5, (2, 2)), 0.35, 3000, interval=25, measured=5000
+        "fashion", fashion_mnist, partial(picture_net, 28, (2, 2, 2)), 0.4, 2000, interval=25, measured=5000
     ),
 }
