@@ -5,6 +5,7 @@ All of them are `ValueError`s: what was asked for can't be done with what was gi
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -43,6 +44,18 @@ class IndefiniteProblemError(DegenerateProblemError):
 
 class LLQRWarning(UserWarning):
     """Something that doesn't stop a training but shouldn't go unseen."""
+
+
+def callers_level() -> int:
+    """The `stacklevel` at which a warning points to the user's own code: past this library and torch's optimizer hooks."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
+        "llqr",
+        "torch",
+        "contextlib",
+    ):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def unknown(kind: str, name: object, options: Iterable[object]) -> LLQRError:

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from llqr.checks import Inputs, Loss
 from llqr.divergences import Divergence, resolve
-from llqr.errors import LLQRError, LLQRWarning, NonFiniteError
+from llqr.errors import LLQRError, LLQRWarning, NonFiniteError, callers_level
 from llqr.linearize import Selector
 from llqr.loop.closures import Closure, checked_loss
 from llqr.loop.gradients import Stepped, gradients_of, replaced, stepped_parameters
@@ -264,7 +264,9 @@ class LLQR(Optimizer):
     def _warn(self, kind: str, message: str) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
-            warnings.warn(f"{message} (counted in optimizer.stats.{kind}; said once)", LLQRWarning, stacklevel=4)
+            warnings.warn(
+                f"{message} (counted in optimizer.stats.{kind}; said once)", LLQRWarning, stacklevel=callers_level()
+            )
 
     def close(self) -> None:
         """Take the hook off the model. U stays and is applied; refits need a batch or a closure from then on."""
@@ -305,7 +307,9 @@ class LLQR(Optimizer):
         self._schedule.go_to(own.step)
         self._hook.forget()
         if plain:
-            warnings.warn("the state is of a plain optimizer: U begins at the identity", LLQRWarning, stacklevel=2)
+            warnings.warn(
+                "the state is of a plain optimizer: U begins at the identity", LLQRWarning, stacklevel=callers_level()
+            )
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 

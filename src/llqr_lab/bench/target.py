@@ -97,17 +97,15 @@ def summary(runs: list[Row]) -> list[Row]:
 
 def report(rows: list[Row], console: Console) -> None:
     for task, lr in dict.fromkeys((row["task"], row["lr"]) for row in rows):
-        title = (
-            f"{task}: to training loss {TASKS[task].target:g} at learning rate {lr:g}; median [least, most] over seeds"
-        )
+        title = f"{task}: to training loss {TASKS[task].target:g} at learning rate {lr:g}; median (least to most) over seeds"
         table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
         table.add_column("optimizer", no_wrap=True)
-        for header in ("reached", "steps", "of the\nbase's", "seconds", "of the\nbase's"):
+        for header in ("reached", "steps", "ratio", "seconds", "ratio"):
             table.add_column(header, justify="right", no_wrap=True)
         for row in rows:
             if (row["task"], row["lr"]) == (task, lr):
-                cells = [f"{row['reached']} of {row['runs']}"]
-                for name, form in (("steps", "{1:.0f} [{0:.0f}, {2:.0f}]"), ("seconds", "{1:.2f} [{0:.2f}, {2:.2f}]")):
+                cells = [f"{row['reached']}/{row['runs']}"]
+                for name, form in (("steps", "{1:.0f} ({0:.0f}–{2:.0f})"), ("seconds", "{1:.1f} ({0:.1f}–{2:.1f})")):
                     ratio = row[f"{name}_ratio"]
                     cells += [
                         "–" if row[name] is None else form.format(*row[name]),

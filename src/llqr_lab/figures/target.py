@@ -1,4 +1,4 @@
-"""The figure of `llqr bench target`: steps and seconds to the target, each seed a dot, relative to the base's median."""
+"""The figure of `llqr bench target`: steps and seconds to the target, relative to the base's median."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from llqr_lab.figures.style import BLUE, GREY, ORANGE, drawing
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Least, median and most over seeds, one panel a task and learning rate."""
+    """Least, median and most over seeds, one panel a task and learning rate; methods that never arrive have no mark."""
     panels = list(dict.fromkeys((row["task"], row["lr"]) for row in rows))
     methods = list(dict.fromkeys(row["method"] for row in rows))
     with drawing(path, 5.5 * len(panels), 0.42 * len(methods) + 1.6) as figure:
@@ -35,4 +35,5 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
             axes.minorticks_off()
         axes_of[0].set_yticks(range(len(methods)), methods)
         axes_of[0].invert_yaxis()
-        axes_of[-1].legend(loc="lower right")
+        if axes_of[-1].get_legend_handles_labels()[0]:
+            axes_of[-1].legend(loc="lower right")

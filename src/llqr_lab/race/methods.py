@@ -46,9 +46,9 @@ def paper_methods() -> dict[str, dict[str, Any]]:
 def mode_methods() -> dict[str, dict[str, Any]]:
     """Refits without dropout and with BatchNorm's running statistics, and with both as in training."""
     return {
-        f"{structure}, refit {name}": {"structure": structure, "training": training, **REFITS}
+        f"{structure}, {name}": {"structure": structure, "training": training, **REFITS}
         for structure in STRUCTURES
-        for name, training in (("in eval mode", False), ("as in training", None))
+        for name, training in (("eval", False), ("training", None))
     }
 
 
