@@ -274,6 +274,23 @@ def test_ways_to_call_a_model(way: str) -> None:
     assert_close(blocks_of(optimizer), fitted(q))
 
 
+def test_tensors_inside_what_a_model_is_called_with() -> None:
+    """Dicts and lists of tensors, whole and in chunks."""
+
+    class Nested(Named):
+        def forward(self, given: dict[str, Any]) -> Tensor:  # type: ignore[override]
+            return super().forward(given["x"], given["more"][0])
+
+    (x, y), shift = batch(), torch.randn(6, 4).double()
+    q = QuadraticModel.build(Named(), (x, shift), y, functional.cross_entropy, KL(), DAMPING)
+    for chunk_size in (None, 4):
+        model = Nested()
+        optimizer = wrapped(model, chunk_size=chunk_size)
+        functional.cross_entropy(model({"x": x, "more": [shift]}), y).backward()
+        optimizer.step()
+        assert_close(blocks_of(optimizer), fitted(q))
+
+
 def test_calls_that_have_no_names_or_no_tensors() -> None:
     """An error at the step that refits, unless there is a refit_batch."""
 
@@ -283,13 +300,17 @@ def test_calls_that_have_no_names_or_no_tensors() -> None:
             self.inner = network()
 
         def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-            x = args[0]["x"] if isinstance(args[0], dict) else args[0]
+            x = args[0].x if isinstance(args[0], Held) else args[0]
             return self.inner(x)  # type: ignore[no-any-return]
+
+    class Held:
+        def __init__(self, x: Tensor) -> None:
+            self.x = x
 
     x, y = batch()
     for call, message in [
         (lambda model: model(x, scale=1.0), "call it with one kind, or give LLQR a refit_batch"),
-        (lambda model: model({"x": x}), r"called with a dict and no tensor.*model\(\*\*batch\)"),
+        (lambda model: model(Held(x)), r"called with a Held and no tensor.*model\(\*\*batch\)"),
     ]:
         model = Loose()
         optimizer = wrapped(model)

@@ -22,12 +22,12 @@ def as_arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(map(_copy, inputs)) if isinstance(inputs, (tuple, list)) else (_copy(inputs),), {}
 
 
-def tensors_in(inputs: Inputs) -> list[Tensor]:
-    """The tensors of the inputs, in order."""
-    values = (
-        inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, (tuple, list)) else (inputs,)
-    )
-    return [value for value in values if isinstance(value, Tensor)]
+def tensors_in(inputs: Any) -> list[Tensor]:
+    """The tensors of the inputs, in order, however deep in tuples, lists and mappings."""
+    if isinstance(inputs, Tensor):
+        return [inputs]
+    values = inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, (tuple, list)) else ()
+    return [tensor for value in values for tensor in tensors_in(value)]
 
 
 def check_model(model: nn.Module, inputs: Inputs, without_inputs: bool = False) -> None:
@@ -207,4 +207,8 @@ def frozen_rng() -> Iterator[None]:
 
 
 def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+    if isinstance(value, Tensor):
+        return value.clone()
+    if type(value) in (tuple, list):
+        return type(value)(map(_copy, value))
+    return {name: _copy(part) for name, part in value.items()} if type(value) is dict else value
