@@ -6,6 +6,7 @@ The truth is torch.autograd.functional.hessian of the divergence written out her
 from __future__ import annotations
 
 import gc
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable
@@ -359,21 +360,29 @@ def test_a_backward_formula_that_hides_is_noticed() -> None:
         torch.testing.assert_close(product[name], expected, rtol=1e-10, atol=1e-13)
 
 
+CHECKPOINTED = [
+    [nn.Linear(4, 4), nn.GELU(), nn.LayerNorm(4)],
+    [nn.Linear(4, 4), nn.Tanh()],  # all that is saved is of one shape, so that nobody would notice a mix-up
+    [nn.LayerNorm(4), nn.Sigmoid(), nn.Linear(4, 4)],
+]
+
+
 def test_checkpointed_blocks() -> None:
+    """What a block saves when it runs again has to be what it saved at first, by the same operations."""
+
     class Block(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self, inner: nn.Sequential) -> None:
             super().__init__()
-            self.inner = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.LayerNorm(4))
-            self.again = False
+            self.inner, self.again = inner, False
 
         def forward(self, x: Tensor) -> Tensor:
             if not self.again:
                 return self.inner(x)  # type: ignore[no-any-return]
             return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]
 
-    model = nn.Sequential(nn.Linear(3, 4), Block(), nn.Linear(4, 2)).double()
     inputs, targets = torch.randn(5, 3).double(), torch.randint(2, (5,))
-    for divergence in (KL(), Newton()):
+    for divergence, layers in itertools.product((KL(), Newton()), CHECKPOINTED):
+        model = nn.Sequential(nn.Linear(3, 4), Block(nn.Sequential(*layers)), nn.Linear(4, 2)).double()
         products = []
         for again in (False, True):
             model[1].again = again

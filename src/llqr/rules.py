@@ -150,26 +150,43 @@ class Convolution(Rule):
         return moved
 
 
-class Normalise(Rule):
-    """y = (x - mean) / std over the last dimensions: J = (I - 11ᵀ/n - yyᵀ/n) / std, its own transpose."""
+class LayerNorm(Rule):
+    """y = n(x) ∘ w + b with n(x) = (x - mean) / std over the last dimensions.
 
-    def __init__(self, x: Tensor, dims: int, eps: float) -> None:
-        shape = list(x.shape[x.dim() - dims :])
-        self.dims = list(range(-dims, 0))
-        self.y, _, self.inverse_std = torch.native_layer_norm(x.detach(), shape, None, None, eps)
+    N = ∂n/∂x = (I - 11ᵀ/k - nnᵀ/k) / std is its own transpose, so torch's one kernel for Nᵀ(u ∘ w) does N v as well:
+    Jv = (N v_x) ∘ w + n ∘ v_w + v_b.
+    """
+
+    def __init__(self, x: Tensor, shape: Sequence[int], w: Maybe, b: Maybe, eps: float) -> None:
+        self.x, self.shape, self.eps = x.detach(), list(shape), eps
+        self.w, self.b = (None if part is None else part.detach() for part in (w, b))
+        self.keep(self.x, *([] if self.w is None else [self.w]))
 
     def forward(self) -> Tensor:
-        return self.y.detach()  # another object: what is returned gets a graph that holds this rule
+        y, self.mean, self.inverse_std = torch.native_layer_norm(self.x, self.shape, self.w, self.b, self.eps)
+        return y
 
     def pull(self, u: Tensor) -> tuple[Maybe, ...]:
-        return (self._product(u),)
+        return self._transposed(u, self.w, self.b, list(self.needed))
 
     def push(self, v: Sequence[Maybe]) -> Maybe:
-        return None if v[0] is None else self._product(v[0])
+        v_x, v_w, v_b = v
+        moved: Maybe = None
+        if v_x is not None:
+            moved = self._transposed(v_x, None, None, [True, False, False])[0]
+            if moved is not None and self.w is not None:
+                moved.mul_(self.w)
+        if v_w is not None:
+            normal = (self.x - self.mean).mul_(self.inverse_std)
+            moved = normal.mul_(v_w) if moved is None else moved.addcmul_(normal, v_w)
+        if v_b is not None:
+            moved = v_b.expand(self.x.shape) if moved is None else moved.add_(v_b)
+        return moved
 
-    def _product(self, v: Tensor) -> Tensor:
-        along = (self.y * v).mean(self.dims, keepdim=True)
-        return torch.addcmul(v - v.mean(self.dims, keepdim=True), self.y, along, value=-1).mul_(self.inverse_std)
+    def _transposed(self, u: Tensor, w: Maybe, b: Maybe, needed: list[bool]) -> tuple[Maybe, ...]:
+        return torch.ops.aten.native_layer_norm_backward(  # type: ignore[no-any-return]
+            u, self.x, self.shape, self.mean, self.inverse_std, w, b, needed
+        )
 
 
 class Pointwise(Rule):
@@ -203,11 +220,19 @@ class _Replacing(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         replacement = self.replacements.get(func)
-        if replacement is not None:
+        if replacement is not None and not _saved_elsewhere():
             result = replacement(*args, **(kwargs or {}))
             if result is not None:
                 return result
         return func(*args, **(kwargs or {}))
+
+
+def _saved_elsewhere() -> bool:
+    """Whether somebody else keeps what autograd saves, as checkpointed blocks do.
+
+    They run again in the backward pass, where these rules aren't in force, and take what that saves for what this did.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def _convolve(spatial: int) -> Callable[..., Maybe]:
@@ -261,12 +286,9 @@ def _layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Maybe:
-    y = _record(Normalise(input, len(normalized_shape), eps), input)
-    if weight is None and bias is None:
-        return y.clone()  # the rule keeps y, and what follows may work in place
-    if weight is not None:
-        y = y * weight
-    return y if bias is None else y + bias
+    if _autocast(input):
+        return None
+    return _record(LayerNorm(input, normalized_shape, weight, bias, eps), input, weight, bias)
 
 
 def _batch_norm(
