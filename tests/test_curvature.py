@@ -427,3 +427,49 @@ def test_later_changes_of_the_model_do_not_reach_it() -> None:
     model[1].running_mean.add_(1.0)
     for name, product in q.curvature(q.gradient).items():
         torch.testing.assert_close(product, expected[name])
+
+
+MASKS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "causal": {"is_causal": True},
+    "boolean": {
+        "attn_mask": torch.tensor([[True, False, True], [False, False, False], [True, True, True], [False, True, True]])
+    },
+    "added": {"attn_mask": torch.randn(2, 1, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))},
+    "scaled": {"scale": 0.3},
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_attention_by_its_own_rule(mask: str) -> None:
+    """Jᵀ W J v as torch.func has it, for every way to mask, whichever of q, k and v depend on a parameter."""
+
+    class Attending(nn.Module):
+        def __init__(self, learned: str) -> None:
+            super().__init__()
+            self.maps = nn.ModuleDict({name: nn.Linear(5, 6) for name in learned})
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            parts = {
+                name: (self.maps[name](given) if name in self.maps else given.repeat(1, 1, 2)[..., :6])
+                .unflatten(-1, (2, 3))
+                .transpose(1, 2)
+                for name, given in (("q", x), ("k", y), ("v", y))
+            }
+            return nn.functional.scaled_dot_product_attention(*parts.values(), **MASKS[mask]).transpose(1, 2).flatten(2)
+
+    inputs = (torch.randn(2, 4, 5).double(), torch.randn(2, 3, 5).double())
+    for learned in ("qkv", "q", "kv", "v"):
+        model = Attending(learned).double()
+        q = QuadraticModel.build(model, inputs, torch.zeros(2, 4, 6), nn.functional.mse_loss, GaussNewton())
+        v = {name: torch.randn_like(g) for name, g in q.gradient.items()}
+        points = {name: p.detach() for name, p in model.named_parameters()}
+
+        def run(p: dict[str, Tensor], model: nn.Module = model) -> Tensor:
+            with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+                return torch.func.functional_call(model, p, inputs)  # type: ignore[no-any-return]
+
+        pushed = torch.func.jvp(run, (points,), (v,))[1]
+        (expected,) = torch.func.vjp(run, points)[1](pushed * 2 / pushed.numel())
+        for name, product in q.curvature(v).items():
+            torch.testing.assert_close(product, expected[name], rtol=1e-9, atol=1e-12)

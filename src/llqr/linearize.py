@@ -29,10 +29,10 @@ from torch.utils.checkpoint import CheckpointError
 
 from llqr import hidden
 from llqr.checks import Inputs, as_arguments, frozen_rng
-from llqr.embeddings import constants, renormalised
 from llqr.errors import LLQRError, NotTwiceDifferentiableError
 from llqr.exact.derivatives import graph_nodes, refuse_once_differentiable
 from llqr.rules import embedding_rules, exact_rules, linear_rules
+from llqr.rules.embeddings import constants, renormalised
 from llqr.sites import catching
 
 Parameters = dict[str, Tensor]

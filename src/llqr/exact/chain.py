@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from llqr.checks import Inputs, as_arguments, check_finite, check_inputs, check_parameter, frozen_rng, refuse_wrapped
-from llqr.embeddings import constants
 from llqr.errors import ChainError, LLQRError
 from llqr.rules import embedding_rules
+from llqr.rules.embeddings import constants
 
 
 class Chain:

@@ -29,7 +29,6 @@ from llqr.checks import (
     refuse_wrapped,
 )
 from llqr.divergences import ActivationTerm, BasePoint, Divergence, OutputTerm, resolve
-from llqr.embeddings import constants
 from llqr.errors import ChainError, IndefiniteProblemError, NotTwiceDifferentiableError, unknown
 from llqr.exact.chain import named_stages
 from llqr.exact.definite import cholesky, least_norm
@@ -37,6 +36,7 @@ from llqr.exact.derivatives import apply_to_each, refuse_once_differentiable
 from llqr.exact.step import Degenerate
 from llqr.naming import PerLayer
 from llqr.rules import embedding_rules
+from llqr.rules.embeddings import constants
 
 Parameters = dict[str, Tensor]
 

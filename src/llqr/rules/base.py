@@ -1,0 +1,76 @@
+"""A rule: one operation at one point, with Jᵀu and Jv, and how autograd records it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Maybe = Tensor | None
+
+
+class _Transposed(torch.autograd.Function):
+    """u ↦ Jᵀu with the derivative v ↦ Jv."""
+
+    @staticmethod
+    def forward(ctx: Any, u: Tensor, rule: Rule) -> tuple[Maybe, ...]:
+        ctx.rule = rule
+        ctx.set_materialize_grads(False)
+        rule.check()
+        return rule.pull(u)
+
+    @staticmethod
+    def backward(ctx: Any, *v: Maybe) -> tuple[Maybe, None]:
+        return ctx.rule.push(v), None
+
+
+class _Recorded(torch.autograd.Function):
+    """y = f(inputs), whose backward is a node of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, rule: Rule, *inputs: Maybe) -> Tensor:
+        ctx.rule = rule
+        rule.needed = ctx.needs_input_grad[1:]
+        return rule.forward()
+
+    @staticmethod
+    def backward(ctx: Any, u: Tensor) -> tuple[Maybe, ...]:
+        return (None, *_Transposed.apply(u, ctx.rule))  # type: ignore[no-untyped-call]
+
+
+class Rule(ABC):
+    """One operation at one point: its value, Jᵀu and Jv."""
+
+    needed: Sequence[bool]
+    """Which inputs a derivative is asked for."""
+    kept: Sequence[Tensor] = ()
+    """What the products read: nobody may change it meanwhile."""
+    versions: Sequence[int] = ()
+
+    def keep(self, *tensors: Tensor) -> None:
+        self.kept, self.versions = tensors, [tensor._version for tensor in tensors]
+
+    def check(self) -> None:
+        """Raise as autograd does where a tensor that it saved was changed."""
+        if any(tensor._version != version for tensor, version in zip(self.kept, self.versions, strict=True)):
+            raise RuntimeError("a tensor that a derivative needs was changed by an in-place operation")
+
+    @abstractmethod
+    def forward(self) -> Tensor:
+        """y."""
+
+    @abstractmethod
+    def pull(self, u: Tensor) -> tuple[Maybe, ...]:
+        """Jᵀu, one part for each input, None where not needed."""
+
+    @abstractmethod
+    def push(self, v: Sequence[Maybe]) -> Maybe:
+        """Jv, from one part for each input, None for zero."""
+
+
+def record(rule: Rule, *inputs: Maybe) -> Tensor:
+    """y, with the rule for its derivative by these inputs."""
+    return _Recorded.apply(rule, *inputs)  # type: ignore[no-untyped-call, no-any-return]

@@ -1,0 +1,140 @@
+"""The rules of layers: affine maps, convolutions, layer norms, smooth activations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llqr.rules.base import Maybe, Rule
+
+
+class Affine(Rule):
+    """y = x wᵀ + b: Jv = v_x wᵀ + x v_wᵀ + v_b, added up inside the matrix products."""
+
+    def __init__(self, x: Tensor, w: Tensor, b: Maybe) -> None:
+        self.x, self.w, self.b = x.detach(), w.detach(), None if b is None else b.detach()
+        self.shape = (*x.shape[:-1], len(w))
+        self.keep(self.x, self.w)
+
+    def forward(self) -> Tensor:
+        return torch._C._nn.linear(self.x, self.w, self.b)
+
+    def pull(self, u: Tensor) -> tuple[Maybe, ...]:
+        rows = u.reshape(-1, u.shape[-1])
+        of_x, of_w, of_b = self.needed
+        return (
+            torch.mm(rows, self.w).reshape(self.x.shape) if of_x else None,
+            torch.mm(rows.T, self.x.reshape(len(rows), -1)) if of_w else None,
+            rows.sum(0) if of_b else None,
+        )
+
+    def push(self, v: Sequence[Maybe]) -> Maybe:
+        v_x, v_w, v_b = v
+        moved: Maybe = None
+        if v_w is not None:
+            x = self.x.reshape(-1, self.x.shape[-1])
+            moved = torch.mm(x, v_w.T) if v_b is None else torch.addmm(v_b, x, v_w.T)
+        elif v_b is not None:
+            moved = v_b.repeat(math.prod(self.shape[:-1]), 1)
+        if v_x is not None:
+            rows = v_x.reshape(-1, v_x.shape[-1])
+            moved = torch.mm(rows, self.w.T) if moved is None else moved.addmm_(rows, self.w.T)
+        return None if moved is None else moved.reshape(self.shape)
+
+
+class Convolution(Rule):
+    """y = x * w + b: Jv = v_x * w + x * v_w + v_b."""
+
+    def __init__(self, x: Tensor, w: Tensor, b: Maybe, settings: tuple[Any, ...]) -> None:
+        self.x, self.w, self.b = x.detach(), w.detach(), None if b is None else b.detach()
+        self.settings = settings
+        self.keep(self.x, self.w)
+
+    def forward(self) -> Tensor:
+        y: Tensor = torch.ops.aten.convolution(self.x, self.w, self.b, *self.settings)
+        self.shape = y.shape
+        return y
+
+    def pull(self, u: Tensor) -> tuple[Maybe, ...]:
+        sizes = None if self.b is None else list(self.b.shape)
+        return torch.ops.aten.convolution_backward(  # type: ignore[no-any-return]
+            u, self.x, self.w, sizes, *self.settings, list(self.needed)
+        )
+
+    def push(self, v: Sequence[Maybe]) -> Maybe:
+        v_x, v_w, v_b = v
+        moved: Maybe = None
+        if v_w is not None:
+            moved = torch.ops.aten.convolution(self.x, v_w, None, *self.settings)
+        if v_x is not None:
+            through = torch.ops.aten.convolution(v_x, self.w, None, *self.settings)
+            moved = through if moved is None else moved.add_(through)
+        if v_b is not None:
+            shift = v_b.reshape(1, -1, *[1] * (len(self.shape) - 2))
+            moved = shift.expand(self.shape) if moved is None else moved.add_(shift)
+        return moved
+
+
+class LayerNorm(Rule):
+    """y = n(x) ∘ w + b with n(x) = (x - mean) / std over the last dimensions.
+
+    N = ∂n/∂x = (I - 11ᵀ/k - nnᵀ/k) / std is its own transpose, so torch's one kernel for Nᵀ(u ∘ w) does N v as well:
+    Jv = (N v_x) ∘ w + n ∘ v_w + v_b.
+    """
+
+    def __init__(self, x: Tensor, shape: Sequence[int], w: Maybe, b: Maybe, eps: float) -> None:
+        self.x, self.shape, self.eps = x.detach(), list(shape), eps
+        self.w, self.b = (None if part is None else part.detach() for part in (w, b))
+        self.keep(self.x, *([] if self.w is None else [self.w]))
+
+    def forward(self) -> Tensor:
+        y, self.mean, self.inverse_std = torch.native_layer_norm(self.x, self.shape, self.w, self.b, self.eps)
+        return y
+
+    def pull(self, u: Tensor) -> tuple[Maybe, ...]:
+        return self._transposed(u, self.w, self.b, list(self.needed))
+
+    def push(self, v: Sequence[Maybe]) -> Maybe:
+        v_x, v_w, v_b = v
+        moved: Maybe = None
+        if v_x is not None:
+            moved = self._transposed(v_x, None, None, [True, False, False])[0]
+            if moved is not None and self.w is not None:
+                moved.mul_(self.w)
+        if v_w is not None:
+            normal = (self.x - self.mean).mul_(self.inverse_std)
+            moved = normal.mul_(v_w) if moved is None else moved.addcmul_(normal, v_w)
+        if v_b is not None:
+            moved = v_b.expand(self.x.shape) if moved is None else moved.add_(v_b)
+        return moved
+
+    def _transposed(self, u: Tensor, w: Maybe, b: Maybe, needed: list[bool]) -> tuple[Maybe, ...]:
+        return torch.ops.aten.native_layer_norm_backward(  # type: ignore[no-any-return]
+            u, self.x, self.shape, self.mean, self.inverse_std, w, b, needed
+        )
+
+
+class Pointwise(Rule):
+    """y = f(x) number by number: J = diag(f'(x)), computed once in place of at every product."""
+
+    def __init__(self, x: Tensor, function: Callable[[Tensor], Tensor]) -> None:
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            y = function(leaf.clone())  # a copy, for functions that may work in place
+            (self.slope,) = torch.autograd.grad(y, leaf, torch.ones_like(y))
+        self._y = y.detach()
+
+    def forward(self) -> Tensor:
+        y = self._y
+        del self._y  # the products don't need it
+        return y
+
+    def pull(self, u: Tensor) -> tuple[Maybe, ...]:
+        return (u * self.slope,)
+
+    def push(self, v: Sequence[Maybe]) -> Maybe:
+        return None if v[0] is None else v[0] * self.slope

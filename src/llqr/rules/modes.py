@@ -1,0 +1,171 @@
+"""While a forward pass is recorded, the operations that have a rule are recorded by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from llqr.rules.attention import Attention
+from llqr.rules.base import Maybe, record
+from llqr.rules.embeddings import embedding, embedding_bag
+from llqr.rules.layers import Affine, Convolution, LayerNorm, Pointwise
+
+
+class _Replacing(TorchFunctionMode):
+    """While in force, operations that have a replacement are recorded by it."""
+
+    replacements: dict[Callable[..., Any], Callable[..., Maybe]]
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        replacement = self.replacements.get(func)
+        if replacement is not None and not _saved_elsewhere():
+            result = replacement(*args, **(kwargs or {}))
+            if result is not None:
+                return result
+        return func(*args, **(kwargs or {}))
+
+
+def _saved_elsewhere() -> bool:
+    """Whether somebody else keeps what autograd saves, as checkpointed blocks do.
+
+    They run again in the backward pass, where these rules aren't in force, and take what that saves for what this did.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def _convolve(spatial: int) -> Callable[..., Maybe]:
+    def convolve(
+        input: Tensor,
+        weight: Tensor,
+        bias: Maybe = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Maybe:
+        if input.dim() != spatial + 2 or isinstance(padding, str) or _autocast(input):
+            return None
+        settings = (
+            *(_tuple(value, spatial) for value in (stride, padding, dilation)),
+            False,
+            [0] * spatial,
+            groups,
+        )
+        return record(Convolution(input, weight, bias, settings), input, weight, bias)
+
+    return convolve
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Maybe = None) -> Maybe:
+    if weight.dim() != 2 or _autocast(input):
+        return None
+    return record(Affine(input, weight, bias), input, weight, bias)
+
+
+def _autocast(tensor: Tensor) -> bool:
+    """Under autocast torch chooses the dtypes, and knows how to go back."""
+    return torch.is_autocast_enabled(tensor.device.type)
+
+
+def _pointwise(function: Callable[..., Tensor]) -> Callable[..., Maybe]:
+    def replacement(input: Tensor, *args: Any, inplace: bool = False, **kwargs: Any) -> Maybe:
+        if inplace or any(argument is True for argument in args):
+            return None  # what else reads the input has to see the change
+        return record(Pointwise(input, lambda x: function(x, *args, **kwargs)), input) if input.requires_grad else None
+
+    return replacement
+
+
+def _layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Maybe = None,
+    bias: Maybe = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Maybe:
+    if _autocast(input):
+        return None
+    return record(LayerNorm(input, normalized_shape, weight, bias, eps), input, weight, bias)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Maybe = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Maybe:
+    batch = query.shape[:-2]
+    alike = batch == key.shape[:-2] == value.shape[:-2] and query.dtype == key.dtype == value.dtype
+    if dropout_p or enable_gqa or not alike or not batch or _autocast(query):
+        return None
+    if attn_mask is not None and (attn_mask.requires_grad or is_causal):
+        return None
+    if is_causal:
+        attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    return record(Attention(query, key, value, attn_mask, factor), query, key, value)
+
+
+def _batch_norm(
+    input: Tensor,
+    running_mean: Maybe,
+    running_var: Maybe,
+    weight: Maybe = None,
+    bias: Maybe = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Maybe:
+    """With running statistics a batch norm is an affine map, and plain operations say so."""
+    if training or running_mean is None or running_var is None:
+        return None
+    shape = [1, -1] + [1] * (input.dim() - 2)
+    inverse_std = (running_var + eps).rsqrt()
+    scale = inverse_std if weight is None else weight * inverse_std
+    shift = -running_mean * scale if bias is None else bias - running_mean * scale
+    return torch.addcmul(shift.view(shape), input, scale.view(shape))
+
+
+def _tuple(value: Any, length: int) -> list[int]:
+    values = [value] * length if isinstance(value, int) else list(value)
+    return values * length if len(values) == 1 else values
+
+
+class embedding_rules(_Replacing):  # noqa: N801  (used as `with embedding_rules():`)
+    """What torch can't differentiate twice, by plain operations that it can."""
+
+    replacements = {functional.embedding: embedding, functional.embedding_bag: embedding_bag}  # noqa: RUF012
+
+
+class exact_rules(_Replacing):  # noqa: N801
+    """Replacements by plain operations, right to every order."""
+
+    replacements = {**embedding_rules.replacements, functional.batch_norm: _batch_norm}  # noqa: RUF012
+
+
+class linear_rules(_Replacing):  # noqa: N801
+    """Those, and the linear rules above: right for products with the Jacobian, and for nothing beyond."""
+
+    replacements = {  # noqa: RUF012
+        **exact_rules.replacements,
+        functional.linear: _linear,
+        torch.conv1d: _convolve(1),
+        torch.conv2d: _convolve(2),
+        torch.conv3d: _convolve(3),
+        torch.layer_norm: _layer_norm,
+        functional.layer_norm: _layer_norm,
+        functional.scaled_dot_product_attention: _attention,
+        **{f: _pointwise(f) for f in (functional.gelu, functional.silu, functional.mish, functional.softplus)},
+    }
