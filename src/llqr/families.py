@@ -62,8 +62,8 @@ class Categorical(Family):
         if not -output.dim() <= self.dim < output.dim() or output.shape[self.dim] < 2:
             raise LLQRError(
                 f"categorical logits need at least two classes along dimension {self.dim}, but the output has shape "
-                f"{tuple(output.shape)}; for one logit a variable write family='bernoulli', for classes along another "
-                "dimension family=Categorical(dim=…)"
+                f"{tuple(output.shape)}; for one logit a variable write KL(family='bernoulli'), for regression "
+                "KL(family='gaussian'), for classes along another dimension KL(family=Categorical(dim=…))"
             )
         shape = list(output.shape)
         del shape[self.dim]
