@@ -97,7 +97,8 @@ def summary(runs: list[Row]) -> list[Row]:
 
 def report(rows: list[Row], console: Console) -> None:
     for task, lr in dict.fromkeys((row["task"], row["lr"]) for row in rows):
-        title = f"{task} to loss {TASKS[task].target:g}, learning rate {lr:g}: median (least–most) of the seeds"table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+        title = f"{task} to loss {TASKS[task].target:g}, learning rate {lr:g}: median (least–most) of the seeds"
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
         table.add_column("optimizer", no_wrap=True)
         for header in ("reached", "steps", "ratio", "seconds", "ratio"):
             table.add_column(header, justify="right", no_wrap=True)
