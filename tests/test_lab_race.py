@@ -131,9 +131,17 @@ def test_fashion_mnist_is_read_from_its_four_files(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("content", [b"", b"not gzip", gzip.compress(b"\0\0\x08\1\0\0\0\5abc"), gzip.compress(b"\1\2")])
-def test_broken_files_are_told(tmp_path: Path, content: bytes) -> None:
+BROKEN = {
+    "empty": b"",
+    "not gzip": b"not gzip",
+    "too short": gzip.compress(b"\0\0\x08\1\0\0\0\5abc", mtime=0),
+    "no header": gzip.compress(b"\1\2", mtime=0),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_broken_files_are_told(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "broken.gz"
-    path.write_bytes(content)
+    path.write_bytes(BROKEN[kind])
     with pytest.raises(MissingDataError, match="get it again"):
         read_idx(path)

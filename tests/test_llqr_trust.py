@@ -82,11 +82,29 @@ def test_it_is_on_with_the_default_solver_and_off_with_a_given_one() -> None:
     net = nn.Linear(3, 2)
     base = torch.optim.SGD(net.parameters(), lr=0.1)
     assert LLQR(base, net)._refit.trust == 0.1
-    assert LLQR(base, net, solver=ScaleFree())._refit.trust is None
+    assert LLQR(base, net, solver=ScaleFree())._refit.trust == 0
     assert LLQR(base, net, solver=SGDM(), trust=0.5)._refit.trust == 0.5
+    assert LLQR(base, net, trust=0)._refit.trust == 0
+    assert "trust=0.1" in repr(LLQR(base, net))
 
 
-@pytest.mark.parametrize("trust", [0, -1.0, True, "much", float("nan")])
+@pytest.mark.parametrize("schedule", ["warm-up", "one cycle"])
+def test_schedules_that_begin_small(schedule: str) -> None:
+    """A U that is fitted during a warm-up is fitted for the rate that follows."""
+    model = random_model()
+    parameters = {name: g.clone().requires_grad_() for name, g in model.gradient.items()}
+    base = torch.optim.SGD(parameters.values(), lr=0.2, momentum=0.5)
+    if schedule == "warm-up":
+        torch.optim.lr_scheduler.LambdaLR(base, lambda step: min(1.0, step / 10))
+    else:
+        torch.optim.lr_scheduler.OneCycleLR(base, max_lr=0.2, total_steps=20, cycle_momentum=False)
+    assert base.param_groups[0]["lr"] < 0.05
+    product = model.flat(dict(trusted(model, base, parameters, 0.1).curvature(dict(model.gradient))))
+    g = model.flat(model.gradient)
+    torch.testing.assert_close(product, 0.4 * model.matrix @ g + 0.1 * g, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("trust", [-1.0, True, "much", float("nan")])
 def test_bad_trust_is_told(trust: object) -> None:
     net = nn.Linear(3, 2)
     with pytest.raises(LLQRError, match="trust is a positive number"):

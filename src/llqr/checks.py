@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -49,7 +50,8 @@ def check_model(model: nn.Module, inputs: Inputs, without_inputs: bool = False) 
     for tensor in tensors:
         if tensor.numel() == 0:
             raise LLQRError(f"the inputs are empty, shape {tuple(tensor.shape)}: give at least one example")
-        check_finite(tensor, "the inputs")
+        if tensor.is_floating_point():  # a mask may hold -inf; the output has to be finite
+            check_finite(tensor.masked_fill(tensor == -math.inf, 0.0), "the inputs")
 
 
 def refuse_wrapped(model: nn.Module) -> None:

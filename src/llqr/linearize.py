@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from typing import Any
@@ -93,11 +93,11 @@ class Recorder:
         if self.select is not None:
             output = self.select(output)
         elif not isinstance(output, Tensor):
-            output = getattr(output, "logits", output)
+            output = output.get("logits", output) if isinstance(output, Mapping) else getattr(output, "logits", output)
         if not isinstance(output, Tensor):
             raise LLQRError(
                 f"the model returned a {type(output).__name__}: say which tensor in it is meant, as in "
-                "output=lambda out: out[0]"
+                "output=lambda out: out[0] or out['logits']"
             )
         if not output.is_floating_point():
             raise LLQRError(f"the output is {output.dtype}, which has no derivatives")

@@ -25,7 +25,7 @@ from llqr.divergences import Divergence, resolve
 from llqr.errors import LLQRError, LLQRWarning, NonFiniteError, callers_level
 from llqr.linearize import Selector
 from llqr.loop.closures import Closure, checked_loss
-from llqr.loop.gradients import Stepped, gradients_of, replaced, stepped_parameters
+from llqr.loop.gradients import Stepped, gradients_of, no_autocast, replaced, stepped_parameters
 from llqr.loop.inputs import InputHook
 from llqr.loop.refit import Batch, Refit, Source, check_callable, trainable
 from llqr.loop.schedule import Every, Schedule
@@ -60,7 +60,7 @@ class LLQR(Optimizer):
             gradient stays that of the step.
         training: the modules' mode in a refit. False: running BatchNorm statistics, no dropout. None: as they are.
         trust: J is that of the base's step, and U lengthens no direction of it by more than about 1/trust (`llqr.loop.trust`).
-            None: 0.1 with the default solver; the paper's objective with a solver that is given.
+            0: the paper's objective. None: 0.1 with the default solver, 0 with a solver that is given.
         shared: the inputs that `chunk_size` doesn't cut, as for `QuadraticModel`.
     """
 
@@ -172,7 +172,7 @@ class LLQR(Optimizer):
 
         With divergences that need no loss (KL, Rényi), the gradients that are there and the model's last inputs are enough.
         The others take a closure that clears the gradients, evaluates the loss, takes it backward and returns it; it is
-        evaluated once more where U is refitted.
+        evaluated once more where U is refitted (with Gauss–Newton once for each product), and has to give the same each time.
         """
         loss = None if closure is None else _evaluated(closure)
         parameters = self._stepped()
@@ -202,6 +202,8 @@ class LLQR(Optimizer):
         """
         if closure is not None and inputs is not None:
             raise LLQRError("refit takes a batch or a closure, not both")
+        if targets is not None and loss_fn is None and self._refit.loss_fn is None:
+            raise LLQRError("refit was given targets and no loss: give loss_fn too, here or to LLQR")
         batch = (inputs, targets) if inputs is not None else self._own_batch() if closure is None else None
         with self._hook.listening(closure is not None):
             if closure is not None:
@@ -216,7 +218,7 @@ class LLQR(Optimizer):
     def _refit_on(self, parameters: Mapping[str, Tensor], source: Source) -> bool:
         begun = time.perf_counter()
         try:
-            with self._hook.listening(False):
+            with self._hook.listening(False), no_autocast(parameters):
                 start = self._current(parameters) if self.warm_start else None
                 u, fault = self._refit(self.base, parameters, source, start)
         except NonFiniteError as error:
@@ -246,7 +248,7 @@ class LLQR(Optimizer):
     def _preconditioned(self, gradients: dict[str, Tensor]) -> Mapping[str, Tensor]:
         if self.preconditioner is None:
             return {}
-        with torch.no_grad():
+        with torch.no_grad(), no_autocast(gradients):
             steered = self.preconditioner.steer(gradients)
         if steered.turned:
             self.stats.turned += len(steered.turned)
@@ -339,6 +341,7 @@ class LLQR(Optimizer):
             f"structure={refit.structure!r}",
             f"every={self._schedule.every!r}, steps={refit.steps}, solver={refit.solver!r}",
             f"ema={self.ema}, damping={refit.damping!r}, chunk_size={refit.chunk_size}, warm_start={self.warm_start}",
+            f"training={refit.training}, trust={refit.trust}",
         ]
         counts = [
             f"at step {self._schedule.step}: {stats.refits} refits ({stats.seconds:.1f} s), {stats.rejected} rejected, "

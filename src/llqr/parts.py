@@ -12,6 +12,7 @@ from llqr.checks import Inputs, Loss, check_finite, check_mean, check_weights_fi
 from llqr.chunks import Piece
 from llqr.divergences import L2, ActivationTerm, BasePoint, OutputTerm, Term
 from llqr.errors import LLQRError
+from llqr.families import Categorical
 from llqr.hidden import check_loss
 from llqr.linearize import Linearization, Parameters, Recorder, SecondDerivative
 
@@ -161,6 +162,7 @@ class Part:
         for _, term in problem.terms:
             if isinstance(term, OutputTerm):
                 term.check(output, self._piece.weights)
+                _check_classes(term, output, self._piece.count)
             elif isinstance(term, ActivationTerm):
                 activation = values[1 + list(problem.places).index(term.place)]
                 term.check(activation, self._piece.count)
@@ -183,6 +185,15 @@ class _Recorded:
 
 def _dot(left: list[Tensor], right: list[Tensor]) -> float:
     return sum(float((a * b).sum()) for a, b in zip(left, right, strict=True))
+
+
+def _check_classes(term: OutputTerm, output: Tensor, examples: int) -> None:
+    """One number an example isn't a vector of logits, though a batch of them looks like one."""
+    if examples > 1 and output.dim() == 1 and isinstance(getattr(term, "family", None), Categorical):
+        raise LLQRError(
+            f"the output has one number for each of the {examples} examples, and {term!r} wants logits of classes: write "
+            "KL(family='bernoulli') for single logits, KL(family='gaussian') for regression"
+        )
 
 
 def _no_loss(output: Tensor) -> Tensor:

@@ -43,6 +43,7 @@ class Steering:
         self._factors: list[Factor] = []
         self._stacks: list[Group] = []
         self._zeros: dict[str, Tensor] = {}
+        gradients = _fitting(groups, gradients)
         for group in groups:
             self._zeros.update(group.zeros_beside(gradients))
         names = gradients.keys() | self._zeros.keys()
@@ -102,7 +103,20 @@ class Steering:
 
 def _key(groups: Sequence[Group], gradients: Mapping[str, Tensor]) -> tuple[list[tuple[int, int]], list[object]]:
     tensors = [(id(tensor), tensor._version) for group in groups for tensor in group.tensors.values()]
-    return tensors, [part for name, gradient in gradients.items() for part in (name, gradient.dtype)]
+    return tensors, [part for name, gradient in gradients.items() for part in (name, gradient.dtype, gradient.shape)]
+
+
+def _fitting(groups: Sequence[Group], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Without those of parameters that have another shape than when U was learned: it doesn't know these."""
+    shapes = {
+        name: shape
+        for group in groups
+        for names in group.members
+        for name, shape in zip(names, group.shapes, strict=True)
+    }
+    return {
+        name: gradient for name, gradient in gradients.items() if shapes.get(name, gradient.shape) == gradient.shape
+    }
 
 
 def _factors(group: Group, stack: Tensor) -> list[Factor]:

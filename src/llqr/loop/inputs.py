@@ -27,6 +27,8 @@ class InputHook:
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._listens: bool | None = None
 
+    # Traced into a compiled model, the schedule would have it compiled anew at every step.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.is_grad_enabled() and _is_own_call(module) and self._wanted():
             self._call = (_copied(args), _copied(kwargs))

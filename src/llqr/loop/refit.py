@@ -29,6 +29,9 @@ from llqr.structures.assign import StructureSpec, assign
 from llqr.structures.base import Structure
 from llqr.structures.stacks import identity_groups
 
+LONGEST = 100.0
+"""How many times as long as g may U g be where the curvature along it is negative, and J has no bottom."""
+
 Batch = tuple[Inputs, Any]
 """Inputs and targets."""
 
@@ -74,9 +77,9 @@ class Refit:
     shared: Collection[str | int]
 
     def __post_init__(self) -> None:
-        if self.trust is None and self.solver is None:
-            self.trust = DEFAULT
-        self.trust = None if self.trust is None else check_trust(self.trust)
+        if self.trust is None:
+            self.trust = DEFAULT if self.solver is None else 0.0
+        self.trust = check_trust(self.trust)
         self.solver = checked_solver(self.solver, self.steps)
         check_chunk_size(self.chunk_size)
         for name in ("loss_fn", "output", "weights"):
@@ -112,7 +115,7 @@ class Refit:
         """U of the parameters that require a gradient, fitted from the identity or from `start`."""
         only = trainable(parameters)
         q: Quadratic = self._quadratic(only, source)
-        if self.trust is not None:
+        if self.trust:
             q = trusted(q, base, {name: parameters[name] for name in only}, self.trust)
         u = fit(q, self._structures(parameters, only), self.solver, self.steps, start)
         return Fitted(u, _fault(q.gradient, u, start))
@@ -126,7 +129,10 @@ class Refit:
         else:
             inputs = source.seen if source.seen is not None else ()
         if not source.gradients:
-            raise LLQRError("no parameter has a gradient: call loss.backward() before optimizer.step()")
+            raise LLQRError(
+                "no parameter has a gradient: call loss.backward() before optimizer.step(), or give refit() targets and a "
+                "loss_fn"
+            )
         gradient = {name: source.gradients[name] for name in only if name in source.gradients}
         if self._needs_loss and self._loss_alone:
             closure = (source.closure if source.batch is None else None) or self._own_loss(inputs)
@@ -134,7 +140,8 @@ class Refit:
         if inputs == ():
             raise LLQRError(
                 "there are no inputs to refit on: the model wasn't called (by model(...), with gradients on) since the last "
-                "step. Call it before optimizer.step(), or give LLQR a refit_batch"
+                "step. Call it before optimizer.step(), or give LLQR a refit_batch. If your loop calls torch.compile(model), "
+                "give LLQR that one"
             )
         if source.batch is None and not tensors_in(inputs):
             raise LLQRError(
@@ -216,6 +223,9 @@ def _fault(gradient: Mapping[str, Tensor], u: Preconditioner, start: Preconditio
     if not u.is_finite():
         return "U isn't finite"
     before, after = u.history[0], u.history[-1]
+    decline, length = _along(gradient, u)
+    if after < decline and length > LONGEST:
+        return f"the curvature along U g is negative, and U g {length:.3g} times as long as g"
     if after <= before or _merit(after, gradient, u) <= _merit(before, gradient, start):
         return None
     return f"J went from {before:.6g} to {after:.6g}"
@@ -223,6 +233,13 @@ def _fault(gradient: Mapping[str, Tensor], u: Preconditioner, start: Preconditio
 
 def _merit(value: float, gradient: Mapping[str, Tensor], u: Preconditioner | None) -> float:
     """g·δ + ½ |δ·Hδ| with δ = -U g, given J = g·δ + ½ δ·Hδ."""
+    decline, _ = _along(gradient, u)
+    return decline + abs(value - decline)
+
+
+def _along(gradient: Mapping[str, Tensor], u: Preconditioner | None) -> tuple[float, float]:
+    """g·δ with δ = -U g, and ‖δ‖/‖g‖."""
     step = gradient if u is None else u.apply(gradient)
     decline = -sum(float((g * step[name]).sum()) for name, g in gradient.items())
-    return decline + abs(value - decline)
+    length, own = (math.hypot(*(float(part.norm()) for part in parts.values())) for parts in (step, gradient))
+    return decline, length / own if own else 0.0

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,17 +52,21 @@ def trusted(model: Quadratic, base: Optimizer, parameters: Mapping[str, Tensor],
 
 
 def check_trust(trust: float) -> float:
-    if isinstance(trust, bool) or not isinstance(trust, (int, float)) or not 0 < trust < math.inf:
+    if isinstance(trust, bool) or not isinstance(trust, (int, float)) or not 0 <= trust < math.inf:
         raise LLQRError(
-            "trust is a positive number (U lengthens no step by more than about 1/trust), or None for the paper's objective; "
+            "trust is a positive number (U lengthens no step by more than about 1/trust), or 0 for the paper's objective; "
             f"not {trust!r}"
         )
     return float(trust)
 
 
-def _rate(group: Mapping[str, float]) -> float:
-    """How far one unit of gradient moves a parameter in the end: lr (1 - dampening) / (1 - momentum)."""
-    lr, momentum = float(group["lr"]), float(group["momentum"])
+def _rate(group: Mapping[str, Any]) -> float:
+    """How far one unit of gradient moves a parameter in the end: lr (1 - dampening) / (1 - momentum).
+
+    lr is the largest that a schedule tells of: a U fitted during a warm-up has to serve what comes after it.
+    """
+    lr = max(float(group[name]) for name in ("lr", "initial_lr", "max_lr") if group.get(name) is not None)
+    momentum = float(group["momentum"])
     return lr * (1 - float(group["dampening"])) / (1 - momentum) if 0 < momentum < 1 else lr
 
 
