@@ -5,6 +5,7 @@ The truth is torch.autograd.functional.hessian of the divergence written out her
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import warnings
@@ -473,3 +474,28 @@ def test_attention_by_its_own_rule(mask: str) -> None:
         (expected,) = torch.func.vjp(run, points)[1](pushed * 2 / pushed.numel())
         for name, product in q.curvature(v).items():
             torch.testing.assert_close(product, expected[name], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d(5), nn.BatchNorm1d(5, affine=False)], ids=["affine", "plain"])
+@pytest.mark.parametrize("frozen", [(), ("1.bias",), ("1.weight",), ("0.weight", "0.bias")], ids=str)
+def test_batch_norm_by_running_statistics(layer: nn.BatchNorm1d, frozen: tuple[str, ...]) -> None:
+    """Jᵀ W J v as torch.func has it, whichever of input, weight and bias depend on a parameter."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), copy.deepcopy(layer), nn.Linear(5, 3)).double()
+    model[1].running_mean.normal_()
+    model[1].running_var.uniform_(0.5, 2.0)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    model.eval()
+    x = torch.randn(6, 4).double()
+    q = QuadraticModel.build(model, x, torch.zeros(6, 3).double(), nn.functional.mse_loss, GaussNewton())
+    v = {name: torch.randn_like(g) for name, g in q.gradient.items()}
+    points = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+    def run(p: dict[str, Tensor]) -> Tensor:
+        return functional_call(model, p, (x,))  # type: ignore[no-any-return]
+
+    pushed = torch.func.jvp(run, (points,), (v,))[1]
+    (expected,) = torch.func.vjp(run, points)[1](pushed * 2 / pushed.numel())
+    for name, product in q.curvature(v).items():
+        torch.testing.assert_close(product, expected[name], rtol=1e-9, atol=1e-12)

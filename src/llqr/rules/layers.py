@@ -118,6 +118,40 @@ class LayerNorm(Rule):
         )
 
 
+class BatchNorm(Rule):
+    """y = n(x) ∘ w + b with n(x) = (x - mean) / std by running statistics: Jv = v_x ∘ w/std + n(x) ∘ v_w + v_b.
+
+    The last two terms are the batch norm of x with v_w and v_b for weights, so that torch's kernels do all but one product.
+    """
+
+    def __init__(self, x: Tensor, mean: Tensor, variance: Tensor, w: Maybe, b: Maybe, eps: float) -> None:
+        self.x, self.mean, self.variance, self.eps = x.detach(), mean.detach(), variance.detach(), eps
+        self.w, self.b = (None if part is None else part.detach() for part in (w, b))
+        scale = (self.variance + eps).rsqrt()
+        self.scale = (scale if self.w is None else scale * self.w).reshape(1, -1, *[1] * (x.dim() - 2))
+        self.keep(self.x, self.mean, self.variance)
+
+    def forward(self) -> Tensor:
+        return self._norm(self.w, self.b)
+
+    def pull(self, u: Tensor) -> tuple[Maybe, ...]:
+        return torch.ops.aten.native_batch_norm_backward(  # type: ignore[no-any-return]
+            u, self.x, self.w, self.mean, self.variance, None, None, False, self.eps, list(self.needed)
+        )
+
+    def push(self, v: Sequence[Maybe]) -> Maybe:
+        v_x, v_w, v_b = v
+        moved: Maybe = None
+        if v_w is not None or v_b is not None:
+            moved = self._norm(torch.zeros_like(self.mean) if v_w is None else v_w, v_b)
+        if v_x is not None:
+            moved = v_x * self.scale if moved is None else moved.addcmul_(v_x, self.scale)
+        return moved
+
+    def _norm(self, w: Maybe, b: Maybe) -> Tensor:
+        return torch.batch_norm(self.x, w, b, self.mean, self.variance, False, 0.0, self.eps, False)
+
+
 class Pointwise(Rule):
     """y = f(x) number by number: J = diag(f'(x)), computed once in place of at every product."""
 

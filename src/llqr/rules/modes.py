@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from llqr.rules.attention import Attention
 from llqr.rules.base import Maybe, record
 from llqr.rules.embeddings import embedding, embedding_bag
-from llqr.rules.layers import Affine, Convolution, LayerNorm, Pointwise
+from llqr.rules.layers import Affine, BatchNorm, Convolution, LayerNorm, Pointwise
 
 
 class _Replacing(TorchFunctionMode):
@@ -143,6 +143,22 @@ def _tuple(value: Any, length: int) -> list[int]:
     return values * length if len(values) == 1 else values
 
 
+def _recorded_batch_norm(
+    input: Tensor,
+    running_mean: Maybe,
+    running_var: Maybe,
+    weight: Maybe = None,
+    bias: Maybe = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Maybe:
+    dtypes = {part.dtype for part in (input, running_mean, running_var, weight, bias) if part is not None}
+    if training or running_mean is None or running_var is None or len(dtypes) > 1 or _autocast(input):
+        return _batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    return record(BatchNorm(input, running_mean, running_var, weight, bias, eps), input, weight, bias)
+
+
 class embedding_rules(_Replacing):  # noqa: N801  (used as `with embedding_rules():`)
     """What torch can't differentiate twice, by plain operations that it can."""
 
@@ -160,6 +176,7 @@ class linear_rules(_Replacing):  # noqa: N801
 
     replacements = {  # noqa: RUF012
         **exact_rules.replacements,
+        functional.batch_norm: _recorded_batch_norm,
         functional.linear: _linear,
         torch.conv1d: _convolve(1),
         torch.conv2d: _convolve(2),
