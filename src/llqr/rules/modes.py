@@ -118,45 +118,36 @@ def _attention(
     return record(Attention(query, key, value, attn_mask, factor), query, key, value)
 
 
-def _batch_norm(
-    input: Tensor,
-    running_mean: Maybe,
-    running_var: Maybe,
-    weight: Maybe = None,
-    bias: Maybe = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Maybe:
-    """With running statistics a batch norm is an affine map, and plain operations say so."""
-    if training or running_mean is None or running_var is None:
-        return None
-    shape = [1, -1] + [1] * (input.dim() - 2)
-    inverse_std = (running_var + eps).rsqrt()
-    scale = inverse_std if weight is None else weight * inverse_std
-    shift = -running_mean * scale if bias is None else bias - running_mean * scale
-    return torch.addcmul(shift.view(shape), input, scale.view(shape))
+def _batch_norm(by_rule: bool) -> Callable[..., Maybe]:
+    """With running statistics a batch norm is an affine map: by its rule, or by plain operations that say so."""
+
+    def normalise(
+        input: Tensor,
+        running_mean: Maybe,
+        running_var: Maybe,
+        weight: Maybe = None,
+        bias: Maybe = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Maybe:
+        if training or running_mean is None or running_var is None:
+            return None
+        dtypes = {part.dtype for part in (input, running_mean, running_var, weight, bias) if part is not None}
+        if by_rule and len(dtypes) == 1 and not _autocast(input):
+            return record(BatchNorm(input, running_mean, running_var, weight, bias, eps), input, weight, bias)
+        shape = [1, -1] + [1] * (input.dim() - 2)
+        inverse_std = (running_var + eps).rsqrt()
+        scale = inverse_std if weight is None else weight * inverse_std
+        shift = -running_mean * scale if bias is None else bias - running_mean * scale
+        return torch.addcmul(shift.view(shape), input, scale.view(shape))
+
+    return normalise
 
 
 def _tuple(value: Any, length: int) -> list[int]:
     values = [value] * length if isinstance(value, int) else list(value)
     return values * length if len(values) == 1 else values
-
-
-def _recorded_batch_norm(
-    input: Tensor,
-    running_mean: Maybe,
-    running_var: Maybe,
-    weight: Maybe = None,
-    bias: Maybe = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Maybe:
-    dtypes = {part.dtype for part in (input, running_mean, running_var, weight, bias) if part is not None}
-    if training or running_mean is None or running_var is None or len(dtypes) > 1 or _autocast(input):
-        return _batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-    return record(BatchNorm(input, running_mean, running_var, weight, bias, eps), input, weight, bias)
 
 
 class embedding_rules(_Replacing):  # noqa: N801  (used as `with embedding_rules():`)
@@ -168,7 +159,7 @@ class embedding_rules(_Replacing):  # noqa: N801  (used as `with embedding_rules
 class exact_rules(_Replacing):  # noqa: N801
     """Replacements by plain operations, right to every order."""
 
-    replacements = {**embedding_rules.replacements, functional.batch_norm: _batch_norm}  # noqa: RUF012
+    replacements = {**embedding_rules.replacements, functional.batch_norm: _batch_norm(by_rule=False)}  # noqa: RUF012
 
 
 class linear_rules(_Replacing):  # noqa: N801
@@ -176,7 +167,7 @@ class linear_rules(_Replacing):  # noqa: N801
 
     replacements = {  # noqa: RUF012
         **exact_rules.replacements,
-        functional.batch_norm: _recorded_batch_norm,
+        functional.batch_norm: _batch_norm(by_rule=True),
         functional.linear: _linear,
         torch.conv1d: _convolve(1),
         torch.conv2d: _convolve(2),
