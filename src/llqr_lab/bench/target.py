@@ -47,8 +47,10 @@ def main(name: str, output: Path, figure: Path, data: Path | None, seed: int, se
             done()
     result["summary"] = summary(result["runs"])
     write_json(output, result)
-    report(result["summary"], Console())
     draw(result["summary"], figure)
+    console = Console()
+    report(result["summary"], console)
+    console.print(f"Wrote {output} and {figure}", highlight=False, soft_wrap=True)
 
 
 def _begun(name: str, output: Path, tasks: Sequence[str], seed: int, seeds: int, quick: bool) -> dict[str, Any]:

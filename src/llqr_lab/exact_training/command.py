@@ -22,8 +22,9 @@ from llqr_lab.bench.measure import one_thread, relative_error
 from llqr_lab.data.digits import CLASSES, INPUTS, small_digits
 from llqr_lab.data.split import Split
 from llqr_lab.exact_training.loops import START, Run, descend, exact_descend
-from llqr_lab.figures.exact_training import draw
+from llqr_lab.figures.curves import draw
 from llqr_lab.progress import bar
+from llqr_lab.race.run import Curve
 
 TRAIN, WIDTH = 100, 8
 RATES = (0.3, 1.0, 3.0, 10.0)
@@ -52,7 +53,8 @@ def show(output: Path, seed: int, steps: int) -> None:
     if refused:
         console.print(f"Steps refused, which raised the damping: {refused}.", highlight=False)
     console.print(f"Riccati against dense, the same step: relative error {error:.1e}", highlight=False)
-    draw(runs, TARGET, steps, output)
+    drawn = {n: Curve(list(range(steps + 1)), r.seconds[: steps + 1], r.losses[: steps + 1]) for n, r in runs.items()}
+    draw(drawn, TARGET, output, log_seconds=True)
     console.print(f"Wrote {output}", highlight=False, soft_wrap=True)
 
 

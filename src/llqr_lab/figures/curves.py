@@ -11,7 +11,7 @@ from llqr_lab.race.run import Curve
 LINES = ((ORANGE, "--", "s"), (BLUE, "-", "o"), (GREEN, "-.", "^"), (PINK, ":", "D"))
 
 
-def draw(curves: Mapping[str, Curve], target: float, path: Path) -> None:
+def draw(curves: Mapping[str, Curve], target: float, path: Path, log_seconds: bool = False) -> None:
     """One curve an optimizer; at most four."""
     with drawing(path, 10, 4.5) as figure:
         by_steps, by_seconds = figure.subplots(1, 2, sharey=True)
@@ -38,3 +38,5 @@ def draw(curves: Mapping[str, Curve], target: float, path: Path) -> None:
         )
         by_steps.legend(loc="lower left")
         by_seconds.set_xlabel("seconds of training")
+        if log_seconds:
+            by_seconds.set_xscale("log")

@@ -57,7 +57,8 @@ def _panel(axes: Axes, sweep: str, quantity: str, rows: list[dict[str, Any]]) ->
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel(sweep)
-    axes.legend(loc="upper left")
+    if axes.get_legend_handles_labels()[0]:  # the smallest sizes may take no memory that can be seen
+        axes.legend(loc="upper left")
 
 
 def _slope(axes: Axes, seen: list[tuple[float, float]], quantity: str, sweep: str) -> None:

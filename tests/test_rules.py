@@ -1,0 +1,118 @@
+"""Promise: operations that are recorded by rules of our own give the products that torch's own derivatives give."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from llqr.divergences import KL, GaussNewton, Newton
+from llqr.quadratic import QuadraticModel
+
+CHECKPOINTED = [
+    [nn.Linear(4, 4), nn.GELU(), nn.LayerNorm(4)],
+    [nn.Linear(4, 4), nn.Tanh()],  # all that is saved is of one shape, so that nobody would notice a mix-up
+    [nn.LayerNorm(4), nn.Sigmoid(), nn.Linear(4, 4)],
+]
+
+
+def test_checkpointed_blocks() -> None:
+    """What a block saves when it runs again has to be what it saved at first, by the same operations."""
+
+    class Block(nn.Module):
+        def __init__(self, inner: nn.Sequential) -> None:
+            super().__init__()
+            self.inner, self.again = inner, False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.again:
+                return self.inner(x)  # type: ignore[no-any-return]
+            return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    inputs, targets = torch.randn(5, 3).double(), torch.randint(2, (5,))
+    for divergence, layers in itertools.product((KL(), Newton()), CHECKPOINTED):
+        model = nn.Sequential(nn.Linear(3, 4), Block(nn.Sequential(*layers)), nn.Linear(4, 2)).double()
+        products = []
+        for again in (False, True):
+            model[1].again = again
+            q = QuadraticModel.build(model, inputs, targets, nn.CrossEntropyLoss(), divergence, 0.1)
+            products.append(q.curvature(q.gradient))
+        for name, expected in products[0].items():
+            torch.testing.assert_close(products[1][name], expected, rtol=1e-10, atol=1e-13)
+
+
+MASKS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "causal": {"is_causal": True},
+    "boolean": {
+        "attn_mask": torch.tensor([[True, False, True], [False, False, False], [True, True, True], [False, True, True]])
+    },
+    "added": {"attn_mask": torch.randn(2, 1, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))},
+    "scaled": {"scale": 0.3},
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_attention_by_its_own_rule(mask: str) -> None:
+    """Jᵀ W J v as torch.func has it, for every way to mask, whichever of q, k and v depend on a parameter."""
+
+    class Attending(nn.Module):
+        def __init__(self, learned: str) -> None:
+            super().__init__()
+            self.maps = nn.ModuleDict({name: nn.Linear(5, 6) for name in learned})
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            parts = {
+                name: (self.maps[name](given) if name in self.maps else given.repeat(1, 1, 2)[..., :6])
+                .unflatten(-1, (2, 3))
+                .transpose(1, 2)
+                for name, given in (("q", x), ("k", y), ("v", y))
+            }
+            return nn.functional.scaled_dot_product_attention(*parts.values(), **MASKS[mask]).transpose(1, 2).flatten(2)
+
+    inputs = (torch.randn(2, 4, 5).double(), torch.randn(2, 3, 5).double())
+    for learned in ("qkv", "q", "kv", "v"):
+        model = Attending(learned).double()
+        q = QuadraticModel.build(model, inputs, torch.zeros(2, 4, 6), nn.functional.mse_loss, GaussNewton())
+        v = {name: torch.randn_like(g) for name, g in q.gradient.items()}
+        points = {name: p.detach() for name, p in model.named_parameters()}
+
+        def run(p: dict[str, Tensor], model: nn.Module = model) -> Tensor:
+            with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+                return torch.func.functional_call(model, p, inputs)  # type: ignore[no-any-return]
+
+        pushed = torch.func.jvp(run, (points,), (v,))[1]
+        (expected,) = torch.func.vjp(run, points)[1](pushed * 2 / pushed.numel())
+        for name, product in q.curvature(v).items():
+            torch.testing.assert_close(product, expected[name], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d(5), nn.BatchNorm1d(5, affine=False)], ids=["affine", "plain"])
+@pytest.mark.parametrize("frozen", [(), ("1.bias",), ("1.weight",), ("0.weight", "0.bias")], ids=str)
+def test_batch_norm_by_running_statistics(layer: nn.BatchNorm1d, frozen: tuple[str, ...]) -> None:
+    """Jᵀ W J v as torch.func has it, whichever of input, weight and bias depend on a parameter."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), copy.deepcopy(layer), nn.Linear(5, 3)).double()
+    model[1].running_mean.normal_()
+    model[1].running_var.uniform_(0.5, 2.0)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    model.eval()
+    x = torch.randn(6, 4).double()
+    q = QuadraticModel.build(model, x, torch.zeros(6, 3).double(), nn.functional.mse_loss, GaussNewton())
+    v = {name: torch.randn_like(g) for name, g in q.gradient.items()}
+    points = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+    def run(p: dict[str, Tensor]) -> Tensor:
+        return functional_call(model, p, (x,))  # type: ignore[no-any-return]
+
+    pushed = torch.func.jvp(run, (points,), (v,))[1]
+    (expected,) = torch.func.vjp(run, points)[1](pushed * 2 / pushed.numel())
+    for name, product in q.curvature(v).items():
+        torch.testing.assert_close(product, expected[name], rtol=1e-9, atol=1e-12)
