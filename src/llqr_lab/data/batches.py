@@ -1,0 +1,57 @@
+"""Batches as functions of the step's number: a run that goes on at step k needs to know nothing but k.
+
+Whoever asks, in whichever process and order, batch number k of a seed is the same, its augmentation included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import blake2b
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+
+class Batch(NamedTuple):
+    inputs: tuple[Tensor, ...]
+    """What the model is called with."""
+    targets: Tensor
+
+
+class Batches(Protocol):
+    """Training batches by the step's number, from 0 on, without end."""
+
+    @property
+    def steps_per_epoch(self) -> int: ...
+
+    def __getitem__(self, step: int) -> Batch: ...
+
+
+def mixed(*parts: int | str) -> int:
+    """One seed from several: near ones give streams that have nothing to do with each other."""
+    return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
+
+
+def shuffled(count: int, seed: int, epoch: int) -> Tensor:
+    """The order of `count` examples in this epoch."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(mixed("order", seed, epoch)))
+
+
+@contextmanager
+def own_randomness(*parts: int | str) -> Iterator[None]:
+    """Torch's random numbers from a seed of their own; the stream outside goes on as if nothing had been drawn."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(mixed(*parts))
+        yield
+
+
+def stream(batches: Batches, start: int, stop: int, workers: int = 0) -> Iterator[Batch]:
+    """Batches number start to stop - 1, made ahead of time by so many processes."""
+    steps = range(start, stop)
+    if not workers:
+        return (batches[step] for step in steps)
+    loader = DataLoader(batches, batch_size=None, sampler=steps, num_workers=workers)  # type: ignore[arg-type, var-annotated]
+    return (Batch(*batch) for batch in loader)
