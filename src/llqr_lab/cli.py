@@ -15,6 +15,10 @@ app = typer.Typer(name="llqr", no_args_is_help=True, add_completion=False)
 bench = typer.Typer(name="bench", no_args_is_help=True, help="Measure the methods against each other.")
 app.add_typer(bench)
 
+Scale = Annotated[str, typer.Option(help="paper, cpu (hours on two cores) or smoke (seconds).")]
+Data = Annotated[Path | None, typer.Option(help="The folder with data sets; else LLQR_DATA.")]
+Runs = Annotated[Path, typer.Option(help="The folder of runs.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …; auto takes a GPU where there is one.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of everything random.")]
 
 
@@ -95,6 +99,107 @@ def rosenbrock(
     from llqr_lab.rosenbrock.command import main
 
     main(output, loss_figure, paths_figure, quick)
+
+
+@app.command()
+def train(
+    target: Annotated[
+        str, typer.Argument(metavar="TASK", help="A preset (llqr train --list), or a configuration in TOML.")
+    ] = "",
+    scale: Scale = "cpu",
+    method: Annotated[
+        str, typer.Option(help="base, or a structure and a divergence: kfac-ngd, ekfac-newton, diagonal-ngd-scalefree.")
+    ] = "base",
+    seed: Seed = 0,
+    data: Data = None,
+    runs: Runs = Path("runs"),
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where a stopped run was.")] = False,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Change a setting: --set llqr.every=100. Give it again for more."),
+    ] = None,
+    device: Device = "auto",
+    workers: Annotated[int, typer.Option(min=0, help="Processes that make batches ahead of time.")] = 0,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of torch; else its own choice.")] = None,
+    checkpoint_seconds: Annotated[float, typer.Option(min=0, help="Between checkpoints.")] = 60.0,
+    listed: Annotated[bool, typer.Option("--list", help="Print the presets and exit.")] = False,
+) -> None:
+    """Train one network: a preset of the paper's experiments, at a scale, by a method, from a seed.
+
+    The run's folder is RUNS/preset/scale/method/seed-N. A run that was stopped, however, goes on with --resume and gives the
+    metrics that it would have given.
+    """
+    from llqr_lab.experiments import cli as experiments
+
+    if listed or not target:
+        experiments.list_presets()
+        return
+    with experiments.told():
+        config = experiments.configuration(target, scale, method, seed, changes or [])
+        experiments.train(config, runs, data, resume, device, workers, threads, checkpoint_seconds)
+
+
+@app.command()
+def sweep(
+    preset: Annotated[str, typer.Argument(help="A preset (llqr train --list).")],
+    scale: Scale = "cpu",
+    methods: Annotated[str, typer.Option(help="Methods, with commas between; else the preset's own.")] = "",
+    seeds: Annotated[str, typer.Option(help="Seeds: 0-4, or 0,1,7.")] = "0-2",
+    ablation: Annotated[
+        str, typer.Option(help="One of the paper's ablations: damping, inner, ema, warm-start, solver.")
+    ] = "",
+    changes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", help="A setting with one value or several: --set llqr.every=50,100. Give it again for a grid."
+        ),
+    ] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time; else one for each core.")] = None,
+    data: Data = None,
+    runs: Runs = Path("runs"),
+    device: Device = "auto",
+    dry: Annotated[bool, typer.Option("--dry-run", help="Print what would be run, and exit.")] = False,
+) -> None:
+    """Many runs: methods, seeds and settings, in parallel; what is done is skipped, what was stopped goes on."""
+    from llqr_lab.experiments import cli as experiments
+
+    with experiments.told():
+        experiments.sweep(preset, scale, methods, seeds, ablation, changes or [], jobs, data, runs, device, dry)
+
+
+@app.command()
+def table(
+    source: Annotated[Path, typer.Argument(help="The folder of runs, or a file of results that --save wrote.")] = Path(
+        "runs"
+    ),
+    presets: Annotated[str, typer.Option(help="Only presets whose name has this in it.")] = "",
+    scale: Annotated[str, typer.Option(help="Only this scale: paper, cpu or smoke.")] = "",
+    save: Annotated[Path | None, typer.Option(help="Keep the results and curves in this JSON file too.")] = None,
+) -> None:
+    """Results beside the paper's: mean and standard error over seeds, and time relative to the base."""
+    from llqr_lab.experiments import cli as experiments
+
+    with experiments.told():
+        experiments.table(source, presets, scale, writable_file(save) if save else None)
+
+
+@app.command()
+def figure(
+    kind: Annotated[
+        str, typer.Argument(help="curves, grokking, or an ablation: damping, inner, ema, warm-start, solver.")
+    ],
+    preset: Annotated[
+        str, typer.Argument(help="The preset that is drawn; not for grokking, which has all of its operations.")
+    ] = "",
+    source: Annotated[Path, typer.Option(help="The folder of runs, or a file of results.")] = Path("runs"),
+    scale: Scale = "cpu",
+    output: Annotated[Path, typer.Option(callback=writable_picture, help="The picture to write.")] = Path("figure.png"),
+) -> None:
+    """Draw training curves with standard errors, box plots of grokking, or an ablation."""
+    from llqr_lab.experiments import cli as experiments
+
+    with experiments.told():
+        experiments.figure(kind, preset, source, scale, output)
 
 
 @bench.command("exact")

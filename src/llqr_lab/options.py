@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from difflib import get_close_matches
 from pathlib import Path
 
 import typer
+
+from llqr_lab.suggest import suggestion
 
 PICTURES = (".png", ".pdf", ".svg")
 NETWORKS = ("mlp", "convnet", "resnet18", "transformer")
@@ -15,9 +16,7 @@ NETWORKS = ("mlp", "convnet", "resnet18", "transformer")
 
 def known_network(name: str) -> str:
     if name not in NETWORKS:
-        near = get_close_matches(name, NETWORKS, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise typer.BadParameter(f"no network is called '{name}': {hint}known are {', '.join(NETWORKS)}")
+        raise typer.BadParameter(f"no network is called '{name}'{suggestion(name, NETWORKS)}")
     return name
 
 

@@ -1,0 +1,1 @@
+"""Experiments: what a run is set by, the folder it lives in, the loop, and many of them."""

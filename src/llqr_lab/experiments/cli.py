@@ -1,0 +1,187 @@
+"""What the commands train, sweep, table and figure do with what they are given."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from llqr.errors import LLQRError
+from llqr_lab.data.folder import DataError
+from llqr_lab.experiments.collect import Result, collected
+from llqr_lab.experiments.collect import save as save_results
+from llqr_lab.experiments.config import Config, ConfigError, read
+from llqr_lab.experiments.folder import RunError
+from llqr_lab.experiments.presets import PRESETS, SCALES, resolve
+from llqr_lab.suggest import suggestion
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """Errors that a person can do something about, without a traceback."""
+    try:
+        yield
+    except (ConfigError, RunError, DataError, LLQRError) as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+def list_presets() -> None:
+    table = Table(box=box.SIMPLE_HEAD)
+    for header in ("preset", "what", "methods"):
+        table.add_column(header, overflow="fold")
+    for name, preset in PRESETS.items():
+        table.add_row(name, preset.summary, ", ".join(preset.methods))
+    Console().print(table)
+
+
+def configuration(target: str, scale: str, method: str, seed: int, changes: list[str]) -> Config:
+    """Of a preset's name, or of a file."""
+    path = Path(target)
+    if path.suffix == ".toml":
+        if not path.is_file():
+            raise ConfigError(f"there is no file '{path}'")
+        config = read(path)
+        named = {"preset": config.preset or path.stem, "scale": config.scale or "own", "method": config.method or "own"}
+        return config.changed({**dict(map(change, changes)), **named})
+    return resolve(target, scale, method, seed, dict(map(change, changes)))
+
+
+def change(text: str) -> tuple[str, Any]:
+    """A name and a value of TOML from name=value; what isn't TOML is a string."""
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise ConfigError(f"--set {text}: write it as name=value, such as llqr.every=100")
+    return name, _value(value)
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def train(
+    config: Config,
+    runs: Path,
+    data: Path | None,
+    resume: bool,
+    device: str,
+    workers: int,
+    threads: int | None,
+    checkpoint_seconds: float,
+) -> None:
+    from llqr_lab.experiments.command import describe, run
+
+    result = run(config, runs, data, resume, device, workers, threads, checkpoint_seconds)
+    typer.echo(describe(result))
+
+
+def sweep(
+    preset: str,
+    scale: str,
+    methods: str,
+    seeds: str,
+    ablation: str,
+    changes: list[str],
+    jobs: int | None,
+    data: Path | None,
+    runs: Path,
+    device: str,
+    dry: bool,
+) -> None:
+    from llqr_lab.experiments.sweep import ABLATIONS, configurations
+    from llqr_lab.experiments.sweep import sweep as run_all
+
+    if preset not in PRESETS:
+        raise ConfigError(f"there is no preset '{preset}'{suggestion(preset, PRESETS)}")
+    if ablation and ablation not in ABLATIONS:
+        raise ConfigError(f"there is no ablation '{ablation}'{suggestion(ablation, ABLATIONS)}")
+    own, grid = ABLATIONS[ablation] if ablation else (PRESETS[preset].methods, {})
+    chosen = tuple(filter(None, methods.split(","))) or own
+    grid = {**grid, **{name: _values(text) for name, _, text in (each.partition("=") for each in changes)}}
+    wanted = configurations(preset, scale, chosen, numbers(seeds), grid)
+    console = Console()
+    if dry:
+        for config, _ in wanted:
+            console.print(
+                f"{config.preset} {config.scale} {config.method} seed {config.seed}", highlight=False, markup=False
+            )
+        return
+    if not run_all(wanted, runs, data, jobs or os.cpu_count() or 1, device, console):
+        raise typer.Exit(1)
+
+
+def _values(text: str) -> list[Any]:
+    return [_value(each) for each in text.split(",")]
+
+
+def numbers(text: str) -> list[int]:
+    """[0, 1, 2, 7] of "0-2,7"."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise ConfigError(f"'{text}' aren't seeds: write 0-4, or 0,1,7")
+        found += range(int(first), int(last or first) + 1)
+    return list(dict.fromkeys(found))
+
+
+def table(source: Path, presets: str, scale: str, save: Path | None) -> None:
+    from llqr_lab.experiments.table import show
+
+    results = [
+        each
+        for each in collected(source)
+        if presets in each["preset"] and (not scale or each["scale"] == _known(scale))
+    ]
+    if not results:
+        raise RunError(f"no finished runs in '{source}' that fit: make some with `llqr train` or `llqr sweep`")
+    if save:
+        save_results(results, save)
+    show(results, Console())
+
+
+def _known(scale: str) -> str:
+    if scale not in SCALES:
+        raise ConfigError(f"there is no scale '{scale}'{suggestion(scale, SCALES)}")
+    return scale
+
+
+def figure(kind: str, preset: str, source: Path, scale: str, output: Path) -> None:
+    from llqr_lab.experiments.sweep import ABLATIONS
+    from llqr_lab.figures import experiments as figures
+
+    kinds = ("curves", "grokking", *ABLATIONS)
+    if kind not in kinds:
+        raise ConfigError(f"there is no figure '{kind}'{suggestion(kind, kinds)}")
+    wanted = "grokking-" if kind == "grokking" else preset
+    if kind != "grokking" and preset not in PRESETS:
+        raise ConfigError(f"there is no preset '{preset}'{suggestion(preset, PRESETS)}")
+    results = [each for each in collected(source) if each["scale"] == _known(scale) and _fits(each, wanted, kind)]
+    if not results:
+        raise RunError(f"no finished runs of {preset or 'grokking'} at scale {scale} in '{source}'")
+    if kind == "curves":
+        figures.curves(results, output)
+    elif kind == "grokking":
+        figures.boxes(results, output)
+    else:
+        figures.ablation(results, ABLATIONS[kind][1], output)
+    typer.echo(f"Wrote {output}")
+
+
+def _fits(result: Result, preset: str, kind: str) -> bool:
+    """Runs of the preset; those with settings changed by hand are for ablations."""
+    plain = "+" not in result["method"]
+    if kind == "grokking":
+        return result["preset"].startswith(preset) and plain
+    return result["preset"] == preset and (plain or kind != "curves")

@@ -1,0 +1,73 @@
+"""Results of many runs: from their folders, or from the one small file that is kept of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llqr_lab.experiments.folder import RunError, RunFolder
+from llqr_lab.results import write_json
+
+POINTS = 200
+"""Of a curve that is kept."""
+
+Result = dict[str, Any]
+"""What result.json has, with the run's curve."""
+
+
+def collected(source: Path) -> list[Result]:
+    """The finished runs under a folder, or in a file that `save` wrote."""
+    if source.is_file():
+        try:
+            return list(json.loads(source.read_text(encoding="utf-8"))["runs"])
+        except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
+            raise RunError(
+                f"'{source}' isn't a file of results ({error!r}): name one that `llqr table --save` wrote"
+            ) from None
+    if not source.is_dir():
+        raise RunError(f"there is no '{source}': name the folder of runs, or a file of results")
+    folders = [RunFolder(path.parent) for path in sorted(source.rglob("result.json"))]
+    return [{**folder.read_result(), "curve": curve(folder.read_metrics())} for folder in folders]
+
+
+def save(results: list[Result], path: Path) -> None:
+    write_json(path, {"runs": results})
+
+
+def curve(lines: list[dict[str, Any]]) -> dict[str, list[float | None]]:
+    """Every so-many-th line, the last one always, by the name of what was measured."""
+    stride = max(1, math.ceil(len(lines) / POINTS))
+    kept = [line for number, line in enumerate(lines, 1) if number % stride == 0 or number == len(lines)]
+    names = ("step", "seconds", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "refits")
+    return {name: [line.get(name) for line in kept] for name in names if any(name in line for line in kept)}
+
+
+def value(result: Result) -> float | None:
+    """The score of a run, which is at its end; None where it diverged or never got there."""
+    found = result.get(result["score"], result["last"].get(result["score"]))
+    return None if result["diverged"] or found is None else float(found)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Of several seeds."""
+
+    mean: float
+    error: float | None
+    """The standard error; None for a single seed."""
+    count: int
+
+
+def summary(values: Iterable[float]) -> Summary | None:
+    known = list(values)
+    if not known:
+        return None
+    mean = math.fsum(known) / len(known)
+    if len(known) == 1:
+        return Summary(mean, None, 1)
+    variance = math.fsum((each - mean) ** 2 for each in known) / (len(known) - 1)
+    return Summary(mean, math.sqrt(variance / len(known)), len(known))

@@ -1,0 +1,100 @@
+"""`llqr train`: one run, in its folder, with a bar."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from llqr_lab.experiments.config import Config
+from llqr_lab.experiments.folder import RunFolder
+from llqr_lab.experiments.loop import CHECKPOINT_SECONDS, Report, train
+
+
+def folder_of(runs: Path, config: Config) -> RunFolder:
+    """Where the run of a configuration is: one folder for each preset, scale, method with its changes, and seed."""
+    return RunFolder(runs / config.preset / config.scale / config.method.replace("/", "_") / f"seed-{config.seed}")
+
+
+def run(
+    config: Config,
+    runs: Path,
+    data: Path | None,
+    resume: bool,
+    device: str = "auto",
+    workers: int = 0,
+    threads: int | None = None,
+    checkpoint_seconds: float = CHECKPOINT_SECONDS,
+) -> dict[str, Any]:
+    """Train, or say what came of it if it is done."""
+    console = Console(stderr=True)
+    folder = folder_of(runs, config)
+    chosen = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    if threads:
+        torch.set_num_threads(threads)
+    # without this, numbers that are almost zero slow a step down by an order of magnitude
+    torch.set_flush_denormal(True)
+    folder.begin(config, resume)
+    if folder.done:
+        console.print(f"The run in '{folder.path}' is done.", highlight=False, markup=False, soft_wrap=True)
+        return folder.read_result()
+    with progress(console, f"{config.preset} {config.method}") as report:
+        return train(
+            config,
+            folder,
+            data,
+            chosen,
+            workers,
+            checkpoint_seconds,
+            report,
+            lambda message: console.print(message, style="yellow", markup=False, highlight=False, soft_wrap=True),
+        )
+
+
+@contextmanager
+def progress(console: Console, title: str) -> Iterator[Report]:
+    """A bar with the loss, the score, the refits and the time left."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[shown]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(title, total=None, shown="")
+
+        def report(step: int, steps: int, metrics: Mapping[str, Any]) -> None:
+            bar.update(task, completed=step, total=steps, shown=shown(metrics))
+
+        yield report
+
+
+def shown(metrics: Mapping[str, Any]) -> str:
+    """What a bar says of the metrics."""
+    names = (
+        ("train_loss", "loss {:.3g}"),
+        ("test_accuracy", "test {:.1%}"),
+        ("test_loss", "test loss {:.3g}"),
+        ("refits", "{} refits"),
+    )
+    return ", ".join(text.format(metrics[name]) for name, text in names if metrics.get(name) is not None)
+
+
+def describe(result: Mapping[str, Any]) -> str:
+    """A result in a line."""
+    last = result["last"]
+    numbers = [
+        f"{name.replace('_', ' ')} {last[name]:.4g}"
+        for name in ("train_loss", "test_loss", "test_accuracy", "bleu")
+        if last.get(name) is not None
+    ]
+    seconds = f"{result['steps']} steps in {result['seconds']:.1f} s"
+    ended = "diverged, " if result["diverged"] else ""
+    return f"{result['preset']} {result['method']} seed {result['seed']}: {ended}{', '.join(numbers)}; {seconds}"

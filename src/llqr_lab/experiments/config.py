@@ -1,0 +1,234 @@
+"""What a run is set by: dataclasses that go to TOML and back, and refuse keys that they don't know."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from llqr_lab.suggest import suggestion
+
+
+class ConfigError(Exception):
+    """A setting that doesn't exist or can't be; the message says which, and what would do."""
+
+
+Options = dict[str, Any]
+"""A `name` and the keyword arguments of what it names."""
+
+
+@dataclass(frozen=True)
+class Base:
+    """The optimizer that LLQR wraps, or that is alone."""
+
+    name: str
+    """sgdm or adamw."""
+    lr: float
+    weight_decay: float = 0.0
+    momentum: float = 0.9
+    beta2: float = 0.999
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate over the steps, in units of the base's."""
+
+    name: str = "constant"
+    """constant, cosine, inverse-sqrt or piecewise."""
+    warmup: int = 0
+    """Steps in which the rate rises linearly to the base's."""
+    milestones: tuple[float, ...] = ()
+    """Of piecewise: the parts of the run after which the rate falls tenfold."""
+
+
+@dataclass(frozen=True)
+class Inner:
+    """The solver of LLQR's refits."""
+
+    name: str = "sgdm"
+    """sgdm, adam, cg or scale-free."""
+    lr: float = 0.005
+    momentum: float = 0.9
+    clip: float = 0.0
+    """The largest norm of a tensor's inner gradient; 0 is none."""
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """LLQR around the base."""
+
+    structure: str
+    divergence: str = "ngd"
+    reduction: str = "sum"
+    """Of the KL divergence over the batch: sum, as the paper's, or mean, as the loss."""
+    every: int = 500
+    steps: int = 25
+    ema: float = 0.95
+    damping: float = 0.0
+    warm_start: bool = False
+    chunk_size: int = 0
+    """Examples at a time in a refit; 0 is all."""
+    solver: Inner = field(default_factory=Inner)
+
+
+@dataclass(frozen=True)
+class Config:
+    task: str
+    model: Options
+    data: Options
+    base: Base
+    batch: int
+    """Examples in a batch; for translation, tokens."""
+    epochs: float = 0.0
+    steps: int = 0
+    """The length of the run, in epochs or in steps."""
+    evaluate_every: int = 0
+    """Steps between evaluations; 0 is an epoch's."""
+    label_smoothing: float = 0.0
+    clip_norm: float = 0.0
+    """The largest norm of the gradient; 0 is none."""
+    schedule: Schedule = field(default_factory=Schedule)
+    llqr: Wrapper | None = None
+    seed: int = 0
+    preset: str = ""
+    scale: str = ""
+    method: str = ""
+    """Where the settings came from; with what was changed by hand."""
+
+    def to_toml(self) -> str:
+        return tomli_w.dumps(_plain(self))
+
+    def changed(self, changes: Mapping[str, Any]) -> Config:
+        """With settings replaced, by dotted names: {"llqr.every": 100}."""
+        table = _plain(self)
+        for key, value in changes.items():
+            place = table
+            *folders, last = key.split(".")
+            for folder in folders:
+                place = place.setdefault(folder, {})
+                if not isinstance(place, dict):
+                    raise ConfigError(f"'{key}': {folder} is a setting, not a group of them")
+            place[last] = value
+        return parsed(table)
+
+
+def read(path: Path) -> Config:
+    """The configuration in a TOML file."""
+    try:
+        return parsed(tomllib.loads(path.read_text(encoding="utf-8")))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"'{path}' isn't TOML: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"'{path}': {error}") from None
+
+
+def parsed(table: Mapping[str, Any]) -> Config:
+    """The configuration that a table of TOML is, checked."""
+    config = typing.cast(Config, _made(Config, table, ""))
+    _check(config)
+    return config
+
+
+def differences(one: Config, other: Config) -> list[str]:
+    """The settings in which two configurations differ, with both values."""
+    left, right = _flat(_plain(one)), _flat(_plain(other))
+    names = [name for name in {**left, **right} if left.get(name) != right.get(name)]
+    return [f"{name}: {left.get(name, 'not set')} and {right.get(name, 'not set')}" for name in names]
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses as tables; what is None is left out."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        pairs = ((each.name, getattr(value, each.name)) for each in dataclasses.fields(value))
+        return {name: _plain(content) for name, content in pairs if content is not None}
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in table.items():
+        flat.update(_flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value})
+    return flat
+
+
+def _made(kind: type, table: Any, where: str) -> Any:
+    """A dataclass from a table, each value checked against the field's type."""
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{where or 'the configuration'} should be a group of settings, not {table!r}")
+    hints = typing.get_type_hints(kind)
+    known = {each.name: each for each in dataclasses.fields(kind)}
+    for name in table:
+        if name not in known:
+            raise ConfigError(f"there is no setting '{where}{name}'{suggestion(name, known)}")
+    missing = [
+        name
+        for name, each in known.items()
+        if name not in table and each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise ConfigError(f"the setting '{where}{missing[0]}' is missing")
+    return kind(**{name: _value(hints[name], value, where + name) for name, value in table.items()})
+
+
+def _value(hint: Any, value: Any, where: str) -> Any:
+    if isinstance(hint, types.UnionType):
+        hint = next(each for each in typing.get_args(hint) if each is not type(None))
+    if dataclasses.is_dataclass(hint):
+        return _made(typing.cast(type, hint), value, f"{where}.")
+    if hint == Options:
+        if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
+            raise ConfigError(f"'{where}' should be a group of settings with a name, not {value!r}")
+        return dict(value)
+    if typing.get_origin(hint) is tuple:
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"'{where}' should be a list, not {value!r}")
+        return tuple(_value(typing.get_args(hint)[0], each, where) for each in value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is not hint:
+        raise ConfigError(f"'{where}' should be of type {hint.__name__}, not {value!r}")
+    return value
+
+
+CHOICES = {
+    "base.name": ("sgdm", "adamw"),
+    "schedule.name": ("constant", "cosine", "inverse-sqrt", "piecewise"),
+    "llqr.solver.name": ("sgdm", "adam", "cg", "scale-free"),
+    "llqr.reduction": ("sum", "mean"),
+    "llqr.divergence": ("ngd", "newton", "gauss-newton"),
+    "llqr.structure": ("scalar", "diagonal", "kfac", "ekfac", "dense"),
+}
+POSITIVE = ("batch", "base.lr", "llqr.every", "llqr.steps", "llqr.solver.lr")
+FRACTIONS = ("label_smoothing", "base.momentum", "base.beta2", "llqr.ema", "llqr.solver.momentum")
+
+
+def _check(config: Config) -> None:
+    """What types don't say."""
+    flat = _flat(_plain(config))
+    for name, known in CHOICES.items():
+        if name in flat and flat[name] not in known:
+            raise ConfigError(f"'{name}' can't be '{flat[name]}'{suggestion(flat[name], known)}")
+    for name, value in flat.items():
+        if isinstance(value, float) and not abs(value) < float("inf"):
+            raise ConfigError(f"'{name}' should be a finite number, not {value}")
+        if isinstance(value, int | float) and not name.startswith(("model.", "data.")) and value < 0:
+            raise ConfigError(f"'{name}' can't be negative, and is {value}")
+    for name in POSITIVE:
+        if name in flat and not flat[name] > 0:
+            raise ConfigError(f"'{name}' should be positive, and is {flat[name]}")
+    for name in FRACTIONS:
+        if name in flat and not 0 <= flat[name] < 1:
+            raise ConfigError(f"'{name}' should be at least 0 and below 1, and is {flat[name]}")
+    if (config.epochs > 0) == (config.steps > 0):
+        raise ConfigError("the length of the run should be set by one of 'epochs' and 'steps'")
+    if config.schedule.name == "inverse-sqrt" and not config.schedule.warmup:
+        raise ConfigError("'schedule.warmup' should be positive: the inverse square root is of steps in units of it")

@@ -1,0 +1,190 @@
+"""A run's folder: what it was set by, what it measured, where it can go on.
+
+config.toml       the settings, whole
+metrics.jsonl     one line an evaluation, appended: nothing in it depends on the machine's speed
+times.jsonl       the seconds that belong to these lines
+checkpoint.pt     where the run can go on; checkpoint.previous.pt the one before
+result.json       written at the end: a run that has it is done
+events.out.…      for TensorBoard
+
+Files that are replaced are written beside themselves and renamed. A checkpoint knows how long metrics.jsonl was when it was written;
+a run that goes on cuts off what came later, and writes it again.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from filelock import FileLock, Timeout
+
+from llqr_lab.experiments.config import Config, ConfigError, differences, read
+from llqr_lab.results import write_json
+
+
+class RunError(Exception):
+    """A run that can't begin or go on; the message says why and what to do."""
+
+
+class RunFolder:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config, self.result = path / "config.toml", path / "result.json"
+        self.metrics, self.times = path / "metrics.jsonl", path / "times.jsonl"
+        self.checkpoints = (path / "checkpoint.pt", path / "checkpoint.previous.pt")
+
+    @property
+    def done(self) -> bool:
+        return self.result.is_file()
+
+    @property
+    def begun(self) -> bool:
+        return self.config.is_file()
+
+    def begin(self, config: Config, resume: bool) -> None:
+        """Make the folder, or see that it is this run's."""
+        if self.begun:
+            if not resume:
+                raise RunError(f"there is a run in '{self.path}' already: go on with --resume, or remove the folder")
+            try:
+                found = read(self.config)
+            except ConfigError as error:
+                raise RunError(f"{error}; remove the folder '{self.path}' to start over") from None
+            changed = differences(found, config)
+            if changed:
+                raise RunError(
+                    f"the run in '{self.path}' has other settings than were asked for ({'; '.join(changed[:5])}): "
+                    "resume it with its own settings, or remove the folder"
+                )
+            return
+        self.path.mkdir(parents=True, exist_ok=True)
+        with replacing(self.config, self.path) as file:
+            file.write(config.to_toml().encode())
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """One process at a time."""
+        lock = FileLock(self.path / ".lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise RunError(f"another process is at work on the run in '{self.path}'") from None
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def save(self, state: dict[str, Any]) -> None:
+        """A checkpoint, with the lengths of the files that go with it."""
+        state = {**state, "lengths": [_length(self.metrics), _length(self.times)]}
+        newest, previous = self.checkpoints
+        with replacing(newest, self.path, keep=previous) as file:
+            torch.save(state, file)
+
+    def load(self) -> tuple[dict[str, Any] | None, list[str]]:
+        """The newest checkpoint that can be read, and what was wrong with newer ones; the logs are cut to its length."""
+        state, troubles = None, []
+        for path in self.checkpoints:
+            if path.is_file():
+                try:
+                    state = torch.load(path, weights_only=True, map_location="cpu")
+                    lengths = state["lengths"]
+                    if _length(self.metrics) < lengths[0] or _length(self.times) < lengths[1]:
+                        raise ValueError("metrics.jsonl or times.jsonl is shorter than when it was written")
+                    break
+                except (
+                    RuntimeError,
+                    EOFError,
+                    KeyError,
+                    TypeError,
+                    ValueError,
+                    pickle.UnpicklingError,
+                    OSError,
+                ) as error:
+                    state = None
+                    troubles.append(f"'{path.name}' can't be used ({str(error).splitlines()[0]})")
+        if state is None and troubles:
+            raise RunError(
+                f"the run in '{self.path}' can't go on: {'; '.join(troubles)}. Remove these files to start over"
+            )
+        for file, length in zip((self.metrics, self.times), state["lengths"] if state else (0, 0), strict=True):
+            if file.exists():
+                os.truncate(file, length)
+        return state, troubles
+
+    def append(self, metrics: dict[str, Any], times: dict[str, Any]) -> None:
+        for path, line in ((self.metrics, metrics), (self.times, times)):
+            with _disk(self.path), path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+    def finish(self, state: dict[str, Any], result: dict[str, Any]) -> None:
+        """The result, beside the trained model in a last checkpoint."""
+        self.save(state)
+        with _disk(self.path):
+            write_json(self.result, result)
+        self.checkpoints[1].unlink(missing_ok=True)
+
+    def read_result(self) -> dict[str, Any]:
+        try:
+            return dict(json.loads(self.result.read_text(encoding="utf-8")))
+        except (json.JSONDecodeError, UnicodeDecodeError, ValueError) as error:
+            raise RunError(f"'{self.result}' isn't a result ({error}): remove it, and resume the run") from None
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """What was measured so far, with its seconds; a last line that is half written isn't there yet."""
+        return [{**metrics, **times} for metrics, times in zip(_lines(self.metrics), _lines(self.times), strict=False)]
+
+
+@contextmanager
+def replacing(path: Path, run: Path, keep: Path | None = None) -> Iterator[IO[bytes]]:
+    """A file that is there whole or not at all; the one that it replaces is kept if wanted."""
+    unfinished = path.with_name(path.name + ".part")
+    try:
+        with _disk(run):
+            with unfinished.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            if keep is not None and path.exists():
+                path.replace(keep)
+            unfinished.replace(path)
+    finally:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+
+
+@contextmanager
+def _disk(run: Path) -> Iterator[None]:
+    """What a full disk or a missing permission looks like to a person."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        raise RunError(_unwritten(run, "the disk is full" if full else str(error))) from None
+    except RuntimeError as error:
+        # what torch.save makes of a write that fails
+        if "PytorchStreamWriter" not in str(error) and "enforce fail" not in str(error):
+            raise
+        raise RunError(_unwritten(run, f"the disk is full, or has failed: {str(error).splitlines()[0]}")) from None
+
+
+def _unwritten(run: Path, why: str) -> str:
+    return f"the run in '{run}' couldn't be written ({why}); make room, then go on with --resume: the last checkpoint is whole"
+
+
+def _length(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
+    return [json.loads(line) for line in whole.splitlines()]

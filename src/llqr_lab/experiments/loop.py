@@ -1,0 +1,231 @@
+"""The training loop: from a configuration and a folder to a result; stopped anywhere, it goes on as if it hadn't been.
+
+Everything that a step depends on is in the checkpoint (model, optimizer with U, schedule, random numbers) or a function of the
+step's number (the batch), so that the metrics of a run that was killed are those of one that wasn't, bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from llqr import LLQR
+from llqr_lab.data.batches import Batch, mixed, own_randomness, stream
+from llqr_lab.experiments.config import Config
+from llqr_lab.experiments.folder import RunFolder
+from llqr_lab.experiments.optimizers import optimizer, scheduler
+from llqr_lab.results import provenance
+from llqr_lab.tasks.base import Task, to_device
+from llqr_lab.tasks.named import task_of
+
+CHECKPOINT_SECONDS = 60.0
+"""Between checkpoints; when they are written changes nothing but how much is done again after a stop."""
+
+Report = Callable[[int, int, Mapping[str, Any]], None]
+"""Called after each step with its number, how many there are, and what was measured last."""
+
+
+def train(
+    config: Config,
+    folder: RunFolder,
+    data: Path | None,
+    device: torch.device,
+    workers: int = 0,
+    checkpoint_seconds: float = CHECKPOINT_SECONDS,
+    report: Report = lambda step, steps, metrics: None,
+    warn: Callable[[str], None] = lambda message: None,
+) -> dict[str, Any]:
+    """Train to the end and write the result; begin at the newest checkpoint, if there is one."""
+    task = task_of(config, data)
+    run = Run(config, task, device)
+    with folder.locked():
+        state, troubles = folder.load()
+        for trouble in troubles:
+            warn(f"{trouble}; going on from the one before")
+        if state is not None:
+            run.load_state_dict(state)
+        with Board(folder.path, run.step) as board:
+            saved = time.monotonic()
+            for batch in stream(task.train, run.step, run.step if run.over else run.steps, workers):
+                run.advance(to_device(batch, device))
+                if run.step % run.evaluate_every == 0 or run.step == run.steps or run.diverged:
+                    metrics, times = run.measure()
+                    folder.append(metrics, times)
+                    board.add(metrics, times)
+                report(run.step, run.steps, run.shown())
+                if run.over:
+                    break
+                if time.monotonic() - saved >= checkpoint_seconds:
+                    folder.save(run.state_dict())
+                    saved = time.monotonic()
+        result = _result(config, run, folder, device)
+        folder.finish(run.state_dict(), result)
+    return result
+
+
+class Run:
+    """A training between two steps."""
+
+    def __init__(self, config: Config, task: Task, device: torch.device) -> None:
+        self.config, self.task, self.device = config, task, device
+        with own_randomness("weights", config.seed):
+            self.model: nn.Module = task.network().to(device)
+        self.optimizer: Optimizer = optimizer(config.base, config.llqr, self.model, task.weights)
+        epoch = task.train.steps_per_epoch
+        self.steps = config.steps or math.ceil(config.epochs * epoch)
+        self.evaluate_every = config.evaluate_every or epoch
+        self.scheduler = scheduler(config.schedule, self.optimizer, self.steps)
+        torch.manual_seed(mixed("training", config.seed))
+        self.step = 0
+        self.seconds = 0.0
+        """In training steps, refits included, evaluations not."""
+        self.over = self.diverged = False
+        self.latest: dict[str, Any] = {}
+        self._begin_interval()
+
+    def _begin_interval(self) -> None:
+        self._losses, self._right, self._seen = 0.0, 0, 0
+        self._counted = 0
+
+    def advance(self, batch: Batch) -> None:
+        """One step."""
+        start = time.perf_counter()
+        self.model.train()
+        outputs: list[Tensor] = []
+
+        def closure() -> Tensor:
+            self.optimizer.zero_grad()
+            output = self.model(*batch.inputs)
+            loss = self.task.loss(output, batch.targets)
+            loss.backward()  # type: ignore[no-untyped-call]
+            if self.config.clip_norm:
+                nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
+            outputs.append(output.detach())
+            return loss
+
+        # the first evaluation is the step's own; LLQR may ask for more in a refit
+        loss = float(self.optimizer.step(closure))  # type: ignore[arg-type]
+        self.scheduler.step()
+        self.step += 1
+        self.diverged = not math.isfinite(loss)
+        right, seen = self.task.counts(outputs[0], batch.targets)
+        self._losses, self._counted = self._losses + loss, self._counted + 1
+        self._right, self._seen = self._right + right, self._seen + seen
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.seconds += time.perf_counter() - start
+
+    def measure(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Metrics of the steps since the last time and of the model now, and the seconds so far."""
+        self.model.eval()
+        metrics: dict[str, Any] = {
+            "step": self.step,
+            "epoch": self.step / self.task.train.steps_per_epoch,
+            "lr": self.scheduler.get_last_lr()[0],
+            "train_loss": _finite(self._losses / self._counted),
+            "train_accuracy": self._right / max(1, self._seen),
+        }
+        with torch.no_grad():
+            metrics |= {name: _finite(value) for name, value in self.task.evaluate(self.model, self.device).items()}
+        times = {"seconds": self.seconds}
+        if isinstance(self.optimizer, LLQR):
+            stats = self.optimizer.stats
+            metrics |= {"refits": stats.refits, "rejected": stats.rejected, "turned": stats.turned}
+            metrics |= {"objective": None if stats.objective_after is None else _finite(stats.objective_after)}
+            times["refit_seconds"] = stats.seconds
+        self.over = self.diverged or self.task.over(metrics)
+        self.latest = metrics
+        self._begin_interval()
+        return metrics, times
+
+    def shown(self) -> dict[str, Any]:
+        """For the progress bar."""
+        loss = self._losses / self._counted if self._counted else self.latest.get("train_loss")
+        stats = {"refits": self.optimizer.stats.refits} if isinstance(self.optimizer, LLQR) else {}
+        return {**self.latest, "train_loss": loss, **stats}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "seconds": self.seconds,
+            "interval": [self._losses, self._counted, self._right, self._seen],
+            "latest": self.latest,
+            "over": [self.over, self.diverged],
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "random": torch.get_rng_state(),
+            "random_cuda": torch.cuda.get_rng_state_all() if self.device.type == "cuda" else [],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.step, self.seconds, self.latest = state["step"], state["seconds"], state["latest"]
+        self.over, self.diverged = state["over"]
+        self._losses, self._counted, self._right, self._seen = state["interval"]
+        torch.set_rng_state(state["random"])
+        if self.device.type == "cuda" and state["random_cuda"]:
+            torch.cuda.set_rng_state_all(state["random_cuda"])
+
+
+class Board:
+    """TensorBoard's events; those after the step at which a run goes on are hidden."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
+
+    def add(self, metrics: Mapping[str, Any], times: Mapping[str, Any]) -> None:
+        for name, value in (*metrics.items(), *times.items()):
+            if name != "step" and value is not None:
+                self._writer.add_scalar(name, value, metrics["step"])
+        self._writer.flush()
+
+    def __enter__(self) -> Board:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._writer.close()
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no NaN."""
+    return value if math.isfinite(value) else None
+
+
+def _result(config: Config, run: Run, folder: RunFolder, device: torch.device) -> dict[str, Any]:
+    run.model.eval()
+    with torch.no_grad():
+        finals = {} if run.diverged else run.task.finals(run.model, device)
+    lines = folder.read_metrics()
+    stats = run.optimizer.stats if isinstance(run.optimizer, LLQR) else None
+    return {
+        "preset": config.preset,
+        "scale": config.scale,
+        "method": config.method,
+        "score": run.task.score,
+        **provenance(
+            f"llqr train {config.preset} --scale {config.scale} --method {config.method} --seed {config.seed}",
+            config.seed,
+        ),
+        "device": device.type,
+        "threads": torch.get_num_threads(),
+        "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
+        "steps": run.step,
+        "seconds": run.seconds,
+        "refit_seconds": stats.seconds if stats else 0.0,
+        "preconditioner_bytes": stats.memory if stats else 0,
+        "diverged": run.diverged,
+        **run.task.summary(lines),
+        "last": {**lines[-1], **finals},
+    }

@@ -1,0 +1,125 @@
+"""`llqr sweep`: many runs, as many at a time as there are cores, skipping what is done and going on with what isn't."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from llqr_lab.experiments.command import describe, folder_of
+from llqr_lab.experiments.config import Config
+from llqr_lab.experiments.folder import RunFolder
+from llqr_lab.experiments.presets import resolve
+
+ABLATIONS: dict[str, tuple[tuple[str, ...], dict[str, list[Any]]]] = {
+    "damping": (("ekfac-ngd",), {"llqr.damping": [0.0, 0.01, 0.1, 1.0]}),
+    "inner": (
+        ("ekfac-ngd",),
+        {"llqr.steps": [10, 25, 50], "llqr.every": [125, 500], "llqr.solver.lr": [0.001, 0.005, 0.02]},
+    ),
+    "ema": (("ekfac-ngd",), {"llqr.ema": [0.0, 0.5, 0.85, 0.95]}),
+    "warm-start": (("ekfac-ngd",), {"llqr.warm_start": [False, True]}),
+    "solver": (("ekfac-ngd",), {"llqr.solver.name": ["sgdm", "cg"]}),
+}
+"""The paper's ablations: the methods and the grid that each runs over."""
+
+
+@dataclass
+class Job:
+    config: Config
+    folder: RunFolder
+    arguments: list[str]
+    process: subprocess.Popen[bytes] | None = None
+
+
+def configurations(
+    preset: str, scale: str, methods: Iterable[str], seeds: Iterable[int], grid: Mapping[str, list[Any]]
+) -> list[tuple[Config, dict[str, Any]]]:
+    """Each method with each seed and each point of the grid, and what was changed."""
+    points = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+    return [
+        (resolve(preset, scale, method, seed, point), point) for seed in seeds for method in methods for point in points
+    ]
+
+
+def sweep(
+    wanted: list[tuple[Config, dict[str, Any]]],
+    runs: Path,
+    data: Path | None,
+    jobs: int,
+    device: str,
+    console: Console,
+) -> bool:
+    """Run them; whether all came to their end."""
+    waiting = []
+    for config, point in wanted:
+        folder = folder_of(runs, config)
+        if folder.done:
+            console.print(f"done before: {describe(folder.read_result())}", highlight=False, markup=False)
+        else:
+            waiting.append(Job(config, folder, _arguments(config, point, runs, data, device)))
+    running: list[Job] = []
+    failed = []
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                running.append(_started(waiting.pop(0), jobs))
+            time.sleep(0.2)
+            for job in [each for each in running if each.process is not None and each.process.poll() is not None]:
+                running.remove(job)
+                if job.folder.done:
+                    console.print(describe(job.folder.read_result()), highlight=False, markup=False)
+                else:
+                    failed.append(job)
+                    console.print(f"failed: {_why(job)}", style="red", highlight=False, markup=False, soft_wrap=True)
+    finally:
+        for job in running:
+            if job.process is not None:
+                job.process.terminate()
+    return not failed
+
+
+def _arguments(config: Config, point: Mapping[str, Any], runs: Path, data: Path | None, device: str) -> list[str]:
+    method = config.method.partition("+")[0]
+    settings = [f"--set={name}={_toml(value)}" for name, value in point.items()]
+    where = [f"--data={data}"] if data else []
+    return [
+        "train",
+        config.preset,
+        f"--scale={config.scale}",
+        f"--method={method}",
+        f"--seed={config.seed}",
+        f"--runs={runs}",
+        f"--device={device}",
+        "--resume",
+        *where,
+        *settings,
+    ]
+
+
+def _toml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def _started(job: Job, jobs: int) -> Job:
+    """A process of its own, with its share of the cores, so that seeds and methods don't disturb each other."""
+    job.folder.path.mkdir(parents=True, exist_ok=True)
+    threads = str(max(1, (os.cpu_count() or 1) // jobs))
+    command = [sys.executable, "-m", "llqr_lab", *job.arguments, f"--threads={threads}"]
+    with (job.folder.path / "run.log").open("ab") as log:
+        job.process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": threads})
+    return job
+
+
+def _why(job: Job) -> str:
+    log = job.folder.path / "run.log"
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip(" ╭╮╰╯─│")]
+    return f"{job.config.preset} {job.config.method} seed {job.config.seed}: {lines[-1] if lines else 'no word why'} ({log})"

@@ -1,0 +1,72 @@
+"""What a task is: a model, batches by number, a loss, and a score."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from llqr_lab.data.batches import Batch, Batches
+
+Metrics = dict[str, float]
+
+
+class Task(ABC):
+    """`train` is what it learns from; everything random comes from its seed."""
+
+    train: Batches
+    score: str
+    """The metric that results are compared by."""
+    higher_is_better = True
+    weights: Callable[[Any], Tensor] | None = None
+    """From the inputs of a refit to one weight a variable, for models with padding."""
+
+    @abstractmethod
+    def network(self) -> nn.Module:
+        """The untrained model."""
+
+    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss that is trained on."""
+        return functional.cross_entropy(output, targets)
+
+    @abstractmethod
+    def evaluate(self, model: nn.Module, device: torch.device) -> Metrics:
+        """Scores on what wasn't trained on; the model is in eval mode."""
+
+    def counts(self, output: Tensor, targets: Tensor) -> tuple[int, int]:
+        """How many are right, of how many, in a batch of training."""
+        return int((output.argmax(-1) == targets).sum()), targets.numel()
+
+    def over(self, metrics: Mapping[str, Any]) -> bool:
+        """Whether to end before the last step."""
+        return False
+
+    def finals(self, model: nn.Module, device: torch.device) -> dict[str, Any]:
+        """What is measured once, at the end."""
+        return {}
+
+    def summary(self, lines: list[dict[str, Any]]) -> dict[str, Any]:
+        """What a result says of a whole run, from the lines of its metrics."""
+        return {}
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    return Batch(tuple(each.to(device, non_blocking=True) for each in batch.inputs), batch.targets.to(device))
+
+
+def scores(model: nn.Module, batches: Iterable[Batch], device: torch.device) -> Metrics:
+    """The mean cross-entropy and the share of right answers, of all that is asked for in these batches."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    right = seen = 0
+    for batch in batches:
+        inputs, targets = to_device(batch, device)
+        output = model(*inputs).flatten(0, -2)
+        flat = targets.flatten()
+        total += functional.cross_entropy(output, flat, reduction="sum").double()
+        right += int((output.argmax(-1) == flat).sum())
+        seen += flat.numel()
+    return {"test_loss": float(total) / seen, "test_accuracy": right / seen}

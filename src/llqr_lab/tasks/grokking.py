@@ -1,0 +1,48 @@
+"""Grokking: arithmetic modulo a prime, learned by heart long before it is understood."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from llqr_lab.data.modular import modular_arithmetic, vocabulary
+from llqr_lab.data.rows import TensorBatches, tensor_batches_in_order
+from llqr_lab.models.zoo import build
+from llqr_lab.tasks.base import Metrics, Task, scores
+
+TARGET = 0.95
+"""The test accuracy at which grokking has happened, as in the paper."""
+LEARNED = 0.99
+"""The training accuracy from which on everything is known by heart."""
+
+
+class Grokking(Task):
+    score = "steps_to_target"
+
+    def __init__(self, model: dict[str, Any], batch: int, seed: int, operation: str, p: int = 97, train: float = 0.6) -> None:
+        self.model = {"words": vocabulary(p), **model}
+        data = modular_arithmetic(operation, p, train, seed)
+        self.train = TensorBatches(data.train_inputs, data.train_targets, batch, seed)
+        self.tests = tensor_batches_in_order(data.test_inputs, data.test_targets, 2048)
+
+    def network(self) -> nn.Module:
+        return build(**self.model)
+
+    def evaluate(self, model: nn.Module, device: torch.device) -> Metrics:
+        return scores(model, self.tests, device)
+
+    def over(self, metrics: Mapping[str, Any]) -> bool:
+        return (metrics["test_accuracy"] or 0.0) >= TARGET
+
+    def summary(self, lines: list[dict[str, Any]]) -> dict[str, Any]:
+        """When everything was learned by heart, and when it was understood."""
+        learned = next((line for line in lines if line["train_accuracy"] >= LEARNED), None)
+        reached = next((line for line in lines if (line["test_accuracy"] or 0.0) >= TARGET), None)
+        return {
+            "steps_to_overfit": learned["step"] if learned else None,
+            "steps_to_target": reached["step"] if reached else None,
+            "seconds_to_target": reached["seconds"] if reached else None,
+        }
