@@ -1,4 +1,4 @@
-"""The lab's networks by name, each with a random batch of the shape that it takes."""
+"""The networks of the benchmarks by name, each with a random batch of the shape that it takes."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from llqr_lab.models.gpt import GrokkingTransformer
 from llqr_lab.models.resnet import ResNet18
-from llqr_lab.models.small import Transformer, convnet, mlp
+from llqr_lab.models.small import convnet, mlp
 
 Example = tuple[nn.Module, Tensor, Tensor]
 """A network, inputs and targets."""
 
 
 def transformer(batch: int, words: int = 99, width: int = 128, layers: int = 2) -> Example:
-    model, tokens = Transformer(words, width=width, layers=layers), torch.randint(words, (batch, 5))
+    model = GrokkingTransformer(words, width=width, layers=layers)
+    tokens = torch.randint(words, (batch, 5))
     return model, tokens[:, :4], tokens[:, 4]
 
 

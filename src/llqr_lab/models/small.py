@@ -1,42 +1,10 @@
-"""Small networks for benchmarks and demonstrations: a transformer of the grokking task's size, CNNs, an MLP."""
+"""Small networks for benchmarks and demonstrations: CNNs and MLPs."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from itertools import pairwise
 
-
-class Block(nn.Module):
-    """Causal attention and a GELU MLP, each behind a LayerNorm, with residuals."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm_attention, self.norm_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm_attention(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(-2))
-        return x + self.mlp(self.norm_mlp(x))  # type: ignore[no-any-return]
-
-
-class Transformer(nn.Module):
-    """Tokens in, the logits of what follows the last one out (as for a ∘ b = ?)."""
-
-    def __init__(self, words: int = 99, length: int = 4, width: int = 128, heads: int = 4, layers: int = 2) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(words, width)
-        self.position = nn.Parameter(0.02 * torch.randn(length, width))
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.blocks(self.embed(tokens) + self.position)
-        return self.head(self.norm(hidden[:, -1]))  # type: ignore[no-any-return]
+from torch import nn
 
 
 def convnet(classes: int = 10) -> nn.Sequential:
@@ -49,9 +17,11 @@ def convnet(classes: int = 10) -> nn.Sequential:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, classes))
 
 
-def mlp(classes: int = 10) -> nn.Sequential:
-    """784-512-512-10, for 28 × 28 pictures."""
-    return nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, classes))
+def mlp(classes: int = 10, inputs: int = 784, width: int = 512, layers: int = 2) -> nn.Sequential:
+    """Linear layers with ReLUs between them, `layers` of them hidden: 784-512-512-10, for 28 × 28 pictures."""
+    sizes = [inputs, *[width] * layers]
+    hidden = [part for size, wider in pairwise(sizes) for part in (nn.Linear(size, wider), nn.ReLU())]
+    return nn.Sequential(*hidden, nn.Linear(sizes[-1], classes))
 
 
 def picture_net(

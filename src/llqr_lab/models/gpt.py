@@ -1,0 +1,81 @@
+"""Transformers that look back only: the one of the grokking task, and a small GPT."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from llqr_lab.models.transformer import Block, without_biases
+
+
+class CausalTransformer(nn.Module):
+    """Words and learned positions, blocks whose attention looks back only, a LayerNorm, and a linear layer to the logits."""
+
+    def __init__(
+        self, words: int, length: int, width: int, heads: int, layers: int, dropout: float, bias: bool
+    ) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(words, width)
+        self.position = nn.Parameter(0.02 * torch.randn(length, width))
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.Sequential(*(Block(width, heads, dropout=dropout) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=bias)
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """What the blocks make of tokens (batch, places): (batch, places, width)."""
+        places = tokens.shape[1]
+        if places > len(self.position):
+            raise ValueError(f"{places} tokens in a row, and the model has positions for {len(self.position)}")
+        return self.blocks(self.dropout(self.embed(tokens) + self.position[:places]))  # type: ignore[no-any-return]
+
+
+class GrokkingTransformer(CausalTransformer):
+    """Tokens in, the logits of what follows the last one out (as for a ∘ b = ?), as in Power et al. 2022.
+
+    The words are the p elements that ∘ works on and the two signs ∘ and =; p is 97 by default.
+    """
+
+    def __init__(
+        self,
+        words: int = 99,
+        length: int = 4,
+        width: int = 128,
+        heads: int = 4,
+        layers: int = 2,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__(words, length, width, heads, layers, dropout, bias=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.hidden(tokens)[:, -1]))  # type: ignore[no-any-return]
+
+
+class GPT(CausalTransformer):
+    """Tokens (batch, places) in, the logits of what follows each one (batch, places, words) out, as in Radford et al. 2019.
+
+    With `tied` the head is the embedding's matrix. Weights begin as N(0, 0.02²), and those that are added to the residual
+    stream as N(0, 0.02² / (2 · layers)), so that its variance doesn't grow with the depth. 65 words are the characters of
+    Shakespeare's plays.
+    """
+
+    def __init__(
+        self,
+        words: int = 65,
+        length: int = 256,
+        width: int = 384,
+        heads: int = 6,
+        layers: int = 6,
+        dropout: float = 0.0,
+        tied: bool = True,
+    ) -> None:
+        super().__init__(words, length, width, heads, layers, dropout, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        without_biases(self)
+        added = [name for name, _ in self.named_parameters() if name.endswith(("out.weight", "mlp.2.weight"))]
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02 * (2 * layers) ** -0.5 if name in added else 0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.hidden(tokens)))  # type: ignore[no-any-return]
