@@ -14,7 +14,7 @@ from llqr_lab.bench.target import summary
 from llqr_lab.cli import app
 from llqr_lab.data.digits import digits
 from llqr_lab.data.fashion import fashion_mnist, read_idx
-from llqr_lab.data.folder import MissingDataError
+from llqr_lab.data.folder import DataError
 from llqr_lab.race.methods import SUITES, llqr_methods, sgdm
 from llqr_lab.race.run import Curve, train
 from llqr_lab.race.tasks import TASKS, batches
@@ -143,5 +143,5 @@ BROKEN = {
 def test_broken_files_are_told(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "broken.gz"
     path.write_bytes(BROKEN[kind])
-    with pytest.raises(MissingDataError, match="get it again"):
+    with pytest.raises(DataError, match="get it again"):
         read_idx(path)

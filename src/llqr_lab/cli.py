@@ -278,12 +278,12 @@ def bench_target(
     output = writable_file(output or Path(f"results/target_{suite}.json"))
     figure = writable_picture(figure or Path(f"docs/figures/target_{suite}.png"))
     from llqr_lab.bench.target import main
-    from llqr_lab.data.folder import MissingDataError
+    from llqr_lab.data.folder import DataError
     from llqr_lab.race.methods import SUITES
 
     if suite not in SUITES:
         raise typer.BadParameter(f"'{suite}' is none of {', '.join(SUITES)}", param_hint="SUITE")
     try:
         main(suite, output, figure, data, seed, seeds, quick)
-    except MissingDataError as error:
+    except DataError as error:
         raise typer.BadParameter(str(error), param_hint="--data") from None
