@@ -22,7 +22,11 @@ RUNS = {
     ),
     # dropout draws from the global random numbers, and the batches are of unequal sizes
     "translation": resolve(
-        "multi30k-transformer-adamw", "smoke", "diagonal-ngd-scalefree", 2, {"steps": 40, "evaluate_every": 4, "llqr.every": 5}
+        "multi30k-transformer-adamw",
+        "smoke",
+        "diagonal-ngd-scalefree",
+        2,
+        {"steps": 40, "evaluate_every": 4, "llqr.every": 5},
     ),
 }
 
@@ -120,4 +124,6 @@ def test_the_events_of_tensorboard_are_those_of_the_metrics(tmp_path: Path) -> N
     events.Reload()
     lines = RunFolder(tmp_path).read_metrics()
     assert [event.step for event in events.Scalars("train_loss")] == [line["step"] for line in lines]
-    assert [event.value for event in events.Scalars("train_loss")] == pytest.approx([line["train_loss"] for line in lines])
+    assert [event.value for event in events.Scalars("train_loss")] == pytest.approx(
+        [line["train_loss"] for line in lines]
+    )

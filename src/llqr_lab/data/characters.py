@@ -87,8 +87,13 @@ def characters(path: Path) -> Characters:
         text = path.read_bytes().decode("utf-8")
     if not text:
         raise DataError(f"'{path}' is empty: a text is wanted, such as {SOURCE}")
+    return characters_of(text, str(path))
+
+
+def characters_of(text: str, where: str) -> Characters:
+    """Any text; `where` it is from is what errors name."""
     vocabulary = tuple(sorted(set(text)))
     numbers = {character: number for number, character in enumerate(vocabulary)}
     tokens = torch.tensor([numbers[character] for character in text])
     known = len(tokens) * 9 // 10
-    return Characters(vocabulary, tokens[:known], tokens[known:], str(path))
+    return Characters(vocabulary, tokens[:known], tokens[known:], where)

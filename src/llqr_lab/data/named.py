@@ -28,18 +28,24 @@ LARGE: dict[str, Callable[..., Pictures]] = {"imagenet": imagenet, "imagenette":
 """Of any size: brought to 8/7 of the wanted side, then cropped and flipped in training."""
 
 
-def pictures(name: str, folder: Path | None, pixels: int = 0, **options: Any) -> tuple[Pictures, Augmentation, int | None]:
+def pictures(
+    name: str, folder: Path | None, pixels: int = 0, **options: Any
+) -> tuple[Pictures, Augmentation, int | None]:
     """The pictures, what training does to them, and the side of the crop that is tested on."""
     if name in SMALL or name == "fashion-mnist":
         if pixels or options:
-            raise DataError(f"{name} has a size of its own: leave out {', '.join(['pixels'] * bool(pixels) + list(options))}")
+            raise DataError(
+                f"{name} has a size of its own: leave out {', '.join(['pixels'] * bool(pixels) + list(options))}"
+            )
         return (SMALL[name](folder), CIFAR, None) if name in SMALL else (fashion_pictures(folder), NOTHING, None)
     if name in LARGE:
         side = pixels or 224
         return LARGE[name](folder, side=side * 8 // 7, **options), Augmentation(size=side, flip=True), side
     if name == "random-pictures":
         return generated.random_pictures(pixels=pixels or 16, **options), Augmentation(padding=2, flip=True), None
-    raise DataError(f"there are no pictures '{name}'{suggestion(name, [*SMALL, 'fashion-mnist', *LARGE, 'random-pictures'])}")
+    raise DataError(
+        f"there are no pictures '{name}'{suggestion(name, [*SMALL, 'fashion-mnist', *LARGE, 'random-pictures'])}"
+    )
 
 
 def characters(name: str, folder: Path | None) -> Characters:

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -111,7 +111,7 @@ class Run:
             return loss
 
         # the first evaluation is the step's own; LLQR may ask for more in a refit
-        loss = float(self.optimizer.step(closure))  # type: ignore[arg-type]
+        loss = float(cast(Tensor, self.optimizer.step(closure)).detach())  # type: ignore[arg-type]
         self.scheduler.step()
         self.step += 1
         self.diverged = not math.isfinite(loss)

@@ -70,7 +70,7 @@ def _cifar(classes: int, network: str, name: str, base: dict[str, Any], batch: i
         else {"model": {"name": "resnet20", "classes": 100}, "data": {"name": "tiny-imagenet32"}, "epochs": 6},
         smoke={
             "model": _tiny(network, classes),
-            "data": {"name": "random-pictures", "classes": classes, "pixels": 16, "cutout": 4},
+            "data": {"name": "random-pictures", "classes": classes, "pixels": 32, "cutout": 8},
             "batch": 16,
             "epochs": 0,
             "steps": 4,

@@ -35,7 +35,11 @@ class Classification(Task):
         self.model = {"classes": data.classes, **model}
         if self.model["classes"] != data.classes:
             raise ValueError(f"the model has {self.model['classes']} classes, and {name} has {data.classes}")
-        changed = Augmentation(**{**vars(augmentation), "cutout": cutout}) if augment else Augmentation(size=augmentation.size)
+        changed = (
+            Augmentation(**{**vars(augmentation), "cutout": cutout})
+            if augment
+            else Augmentation(size=augmentation.size)
+        )
         self.train = data.training(batch, seed, changed)
         self.tests = data.testing(500, crop)
         self.label_smoothing = label_smoothing

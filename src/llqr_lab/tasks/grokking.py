@@ -22,7 +22,9 @@ LEARNED = 0.99
 class Grokking(Task):
     score = "steps_to_target"
 
-    def __init__(self, model: dict[str, Any], batch: int, seed: int, operation: str, p: int = 97, train: float = 0.6) -> None:
+    def __init__(
+        self, model: dict[str, Any], batch: int, seed: int, operation: str, p: int = 97, train: float = 0.6
+    ) -> None:
         self.model = {"words": vocabulary(p), **model}
         data = modular_arithmetic(operation, p, train, seed)
         self.train = TensorBatches(data.train_inputs, data.train_targets, batch, seed)
