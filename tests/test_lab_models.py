@@ -94,10 +94,9 @@ def test_layers_are_as_many_as_the_names_say() -> None:
         return sum(isinstance(m, kinds) and "shortcut" not in name for name, m in model.named_modules())
 
     with torch.device("meta"):
+        # the 28 of a wide ResNet are convolutions alone, 25 and three in shortcuts
         depths = {"resnet18": 18, "resnet20": 20, "resnet50": 50, "wrn28-10": 26, "pyramidnet110": 110}
-        assert {
-            name: along(build(name)) for name in depths
-        } == depths  # the 28 of WRN: convolutions alone, 25 and three in shortcuts
+        assert {name: along(build(name)) for name in depths} == depths
         assert along(build("vgg16-bn")) == 14  # the 16 of ImageNet's form have three linear layers
 
 
