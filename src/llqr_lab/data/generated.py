@@ -1,4 +1,4 @@
-"""Data that is made up, so that every experiment can be tried with nothing at hand: easy, tiny, and the same on every machine."""
+"""Data that is made up, so that every experiment can be tried with nothing at hand: easy, tiny, always the same."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ checkpoint.pt     where the run can go on; checkpoint.previous.pt the one before
 result.json       written at the end: a run that has it is done
 events.out.…      for TensorBoard
 
-Files that are replaced are written beside themselves and renamed. A checkpoint knows how long metrics.jsonl was when it was written;
-a run that goes on cuts off what came later, and writes it again.
+Files that are replaced are written beside themselves and renamed. A checkpoint knows how long metrics.jsonl was when it was
+written; a run that goes on cuts off what came later, and writes it again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Every setting of the paper by name, at three scales.
 
 - `paper`: the paper's own hyperparameters (its appendix on experiment details), for a machine with a GPU.
-- `cpu`: hours on two cores: a smaller network or fewer steps, the base optimizer's settings kept. Not comparable with the paper.
+- `cpu`: hours on two cores: a smaller network or fewer steps, with settings that suit it. Not comparable with the paper.
 - `smoke`: seconds, on data of a test's size: shows that everything runs.
 
 A method is `base`, or a structure of U and a divergence, such as `ekfac-ngd`, with the paper's inner solver;
