@@ -16,9 +16,9 @@ from llqr_lab.experiments.folder import RunFolder
 from llqr_lab.experiments.presets import resolve
 
 RUNS = {
-    "grokking": resolve("grokking-add", "smoke", "kfac-ngd", 0, {"steps": 60, "evaluate_every": 3, "llqr.every": 7}),
+    "grokking": resolve("grokking-add", "smoke", "kfac-ngd", 0, {"steps": 30, "evaluate_every": 3, "llqr.every": 7}),
     "pictures": resolve(
-        "cifar10-resnet18-sgdm", "smoke", "ekfac-newton", 1, {"steps": 40, "evaluate_every": 3, "llqr.every": 6}
+        "cifar10-resnet18-sgdm", "smoke", "ekfac-newton", 1, {"steps": 16, "evaluate_every": 3, "llqr.every": 6}
     ),
     # dropout draws from the global random numbers, and the batches are of unequal sizes
     "translation": resolve(
@@ -26,7 +26,7 @@ RUNS = {
         "smoke",
         "diagonal-ngd-scalefree",
         2,
-        {"steps": 40, "evaluate_every": 4, "llqr.every": 5},
+        {"steps": 20, "evaluate_every": 4, "llqr.every": 5},
     ),
 }
 

@@ -28,21 +28,20 @@ def show(results: list[Result], console: Console) -> None:
     for result in results:
         groups.setdefault((result["preset"], result["scale"]), []).append(result)
     for (preset, scale), group in groups.items():
-        console.print(table(preset, scale, group))
+        known = PRESETS[preset].summary if preset in PRESETS else preset
+        how = "" if scale == "paper" else ", not comparable with the paper"
+        console.print(f"{preset}: {known}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"ours at --scale {scale}{how}", highlight=False, markup=False, soft_wrap=True)
+        console.print(table(preset, group))
         console.print(verdict(group), highlight=False, markup=False, soft_wrap=True)
         console.print()
 
 
-def table(preset: str, scale: str, group: list[Result]) -> Table:
+def table(preset: str, group: list[Result]) -> Table:
     """A row a method: the score over seeds, the time, and the paper's where it has one."""
     score = group[0]["score"]
     reported = RESULTS.get(preset, {})
-    known = PRESETS[preset].summary if preset in PRESETS else preset
-    made = Table(
-        title=f"{preset}: {known}\nours at --scale {scale}{'' if scale == 'paper' else ', not comparable with the paper'}",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-    )
+    made = Table(box=box.SIMPLE_HEAD)
     made.add_column("method", no_wrap=True)
     for header in ("seeds", f"{NAMES.get(score, score)}\nours", "time a step,\n× base, ours"):
         made.add_column(header, justify="right")

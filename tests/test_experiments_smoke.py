@@ -1,0 +1,77 @@
+"""Promise: every preset runs at --scale smoke, from data to table, with nothing at hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from llqr_lab.cli import app
+from llqr_lab.experiments.collect import collected
+from llqr_lab.experiments.config import read
+from llqr_lab.experiments.presets import PRESETS, resolve
+
+pytestmark = pytest.mark.filterwarnings("ignore:U would have turned the gradient")
+
+
+def llqr(*arguments: str) -> str:
+    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def train(preset: str, method: str, runs: Path) -> None:
+    llqr("train", preset, "--scale=smoke", f"--method={method}", f"--runs={runs}", "--threads=1")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_from_data_to_table(preset: str, tmp_path: Path) -> None:
+    methods = ("base", PRESETS[preset].methods[-1])
+    for method in methods:
+        train(preset, method, tmp_path)
+    results = collected(tmp_path)
+    assert sorted(each["method"] for each in results) == sorted(methods)
+    config = resolve(preset, "smoke", methods[1], 0)
+    assert read(tmp_path / preset / "smoke" / methods[1] / "seed-0" / "config.toml") == config
+    for result in results:
+        assert result["steps"] == config.steps
+        assert result["last"]["train_loss"] > 0
+        refits = result["last"].get("refits")
+        # one before the first step, then every two
+        assert refits == (None if result["method"] == "base" else config.steps // 2), result["method"]
+        assert result["last"].get("rejected") in (None, 0)
+    shown = llqr("table", str(tmp_path))
+    assert f"{preset}: {PRESETS[preset].summary}" in shown
+    assert "ours at --scale smoke, not comparable with the paper" in shown
+    assert all(method in shown for method in methods)
+
+
+@pytest.mark.parametrize("method", [*PRESETS["cifar10-resnet18-sgdm"].methods[1:], "kfac-ngd-scalefree"])
+def test_every_structure_and_divergence(method: str, tmp_path: Path) -> None:
+    train("cifar10-resnet18-sgdm", method, tmp_path)
+    (result,) = collected(tmp_path)
+    assert (result["last"]["refits"], result["last"]["rejected"]) == (2, 0)
+    assert result["preconditioner_bytes"] > 0
+
+
+def test_a_sweep_skips_what_is_done_and_its_results_are_drawn(tmp_path: Path) -> None:
+    arguments = ("sweep", "grokking-add", "--scale=smoke", "--seeds=0-1", "--methods=base,kfac-ngd", f"--runs={tmp_path}")
+    assert llqr(*arguments).count("steps in") == 4
+    assert llqr(*arguments).count("done before") == 4
+    kept = tmp_path / "kept.json"
+    table = llqr("table", str(tmp_path), f"--save={kept}")
+    assert llqr("table", str(kept)) == table
+    for kind, preset in (("curves", "grokking-add"), ("grokking", "")):
+        picture = tmp_path / f"{kind}.png"
+        llqr("figure", kind, *filter(None, [preset]), f"--source={kept}", "--scale=smoke", f"--output={picture}")
+        assert picture.stat().st_size > 10_000
+
+
+def test_an_ablation_is_swept_and_drawn(tmp_path: Path) -> None:
+    common = ("grokking-add", "--scale=smoke", "--seeds=0", f"--runs={tmp_path}")
+    llqr("sweep", *common, "--ablation=warm-start", "--methods=kfac-ngd")
+    assert len(collected(tmp_path)) == 2
+    picture = tmp_path / "ablation.png"
+    llqr("figure", "warm-start", "grokking-add", f"--source={tmp_path}", "--scale=smoke", f"--output={picture}")
+    assert picture.stat().st_size > 5_000
