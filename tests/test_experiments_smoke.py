@@ -56,7 +56,14 @@ def test_every_structure_and_divergence(method: str, tmp_path: Path) -> None:
 
 
 def test_a_sweep_skips_what_is_done_and_its_results_are_drawn(tmp_path: Path) -> None:
-    arguments = ("sweep", "grokking-add", "--scale=smoke", "--seeds=0-1", "--methods=base,kfac-ngd", f"--runs={tmp_path}")
+    arguments = (
+        "sweep",
+        "grokking-add",
+        "--scale=smoke",
+        "--seeds=0-1",
+        "--methods=base,kfac-ngd",
+        f"--runs={tmp_path}",
+    )
     assert llqr(*arguments).count("steps in") == 4
     assert llqr(*arguments).count("done before") == 4
     kept = tmp_path / "kept.json"

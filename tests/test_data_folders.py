@@ -1,0 +1,256 @@
+"""Promise: folders of pictures are read a batch at a time, archives unpack nowhere else, the catalogue tells what is there."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from llqr.errors import LLQRError
+from llqr_lab.data.archives import unpacked
+from llqr_lab.data.augment import IMAGENET, Augmentation
+from llqr_lab.data.batches import stream
+from llqr_lab.data.catalogue import CATALOGUE, data_set, rows
+from llqr_lab.data.fashion import fashion_mnist, fashion_pictures
+from llqr_lab.data.folder import DataError, MissingDataError
+from llqr_lab.data.imagefolder import FilePictures, image_folder, imagenet, imagenette, square_picture
+
+
+def picture(seed: int, width: int = 40, height: int = 30, mode: str = "RGB") -> Image.Image:
+    shape = (height, width, 3) if mode == "RGB" else (height, width)
+    return Image.fromarray(np.random.default_rng(seed).integers(256, size=shape, dtype=np.uint8))
+
+
+def write_folder(root: Path, classes: tuple[str, ...] = ("n02", "n01"), train: int = 3, val: int = 2) -> Path:
+    for part, count in (("train", train), ("val", val)):
+        for number, name in enumerate(classes):
+            (root / part / name).mkdir(parents=True)
+            for i in range(count):
+                picture(10 * number + i, mode="L" if i == 1 else "RGB").save(root / part / name / f"p_{i}.JPEG")
+    return root
+
+
+def test_classes_are_numbered_by_sorted_names_and_files_come_in_order(tmp_path: Path) -> None:
+    write_folder(tmp_path)
+    (tmp_path / "train" / "n01" / "notes.txt").write_text("not a picture")
+    (tmp_path / "train" / "n01" / ".hidden.JPEG").write_text("not one either")
+    data = image_folder(tmp_path, side=16)
+    assert (data.classes, data.class_names) == (2, ("n01", "n02"))
+    assert isinstance(data.train, FilePictures)
+    assert data.train.names == tuple(f"n0{c}/p_{i}.JPEG" for c in (1, 2) for i in range(3))
+    assert data.train.labels.tolist() == [0, 0, 0, 1, 1, 1]
+    assert [batch.targets.tolist() for batch in data.testing(3)] == [[0, 0, 1], [1]]
+
+
+def test_pictures_become_squares(tmp_path: Path) -> None:
+    wide = np.zeros((32, 64, 3), np.uint8)
+    wide[:, :16], wide[:, 16:48], wide[:, 48:] = 10, 100, 200
+    path = tmp_path / "wide.png"
+    Image.fromarray(wide).save(path)
+    middle, all_of_it = square_picture(path, 32, "shorter"), square_picture(path, 32, "stretch")
+    assert middle.shape == all_of_it.shape == (3, 32, 32)
+    assert middle.unique().tolist() == [100]  # the middle of the longer side, not scaled
+    assert [int(all_of_it[0, 16, x]) for x in (2, 16, 30)] == [10, 100, 200]
+    assert square_picture(path, 64, "shorter").shape == (3, 64, 64)
+    picture(0, mode="L").save(tmp_path / "grey.jpg")
+    grey = square_picture(tmp_path / "grey.jpg", 8, "shorter")
+    assert torch.equal(grey[0], grey[1])
+    assert torch.equal(grey[0], grey[2])
+
+
+def test_batches_are_functions_of_the_step_with_and_without_workers(tmp_path: Path) -> None:
+    data = image_folder(write_folder(tmp_path), side=16)
+    batches = data.training(2, 0, Augmentation(size=12, flip=True))
+    assert batches.steps_per_epoch == 3
+    alone, helped = list(stream(batches, 1, 5)), list(stream(batches, 1, 5, workers=2))
+    for one, other in zip(alone, helped, strict=True):
+        assert one.inputs[0].shape == (2, 3, 12, 12)
+        assert torch.equal(one.inputs[0], other.inputs[0])
+        assert torch.equal(one.targets, other.targets)
+    assert next(iter(data.testing(4, crop=12))).inputs[0].shape == (4, 3, 12, 12)
+
+
+def test_imagenet_is_looked_for_in_its_folder(tmp_path: Path) -> None:
+    with pytest.raises(MissingDataError, match=r"image-net\.org"):
+        imagenet(tmp_path)
+    write_folder(tmp_path / "imagenet")
+    assert imagenet(tmp_path).training(1, 0, IMAGENET)[0].inputs[0].shape == (1, 3, 224, 224)
+    assert data_set("imagenet").check(tmp_path).detail == "2 classes"
+    assert data_set("imagenet").check(tmp_path, thorough=True).detail == "6 + 4 pictures of 2 classes"
+
+
+def test_pictures_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    root = write_folder(tmp_path / "imagenet")
+    whole = (root / "val" / "n01" / "p_1.JPEG").read_bytes()
+    for content in (b"", b"no picture", whole[: len(whole) // 2]):
+        (root / "val" / "n01" / "p_1.JPEG").write_bytes(content)
+        with pytest.raises(DataError, match=r"n01.p_1\.JPEG"):
+            list(image_folder(root, side=8).testing(2))
+        assert "p_1.JPEG" in data_set("imagenet").check(tmp_path, thorough=True).detail
+
+
+def test_folders_that_are_not_right_are_told_before_training(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="train"):
+        image_folder(tmp_path)
+    root = write_folder(tmp_path / "a")
+    for file in (root / "val" / "n02").iterdir():
+        file.unlink()
+    with pytest.raises(DataError, match=r"no picture in .*n02"):
+        image_folder(root)
+    (root / "val" / "n02").rmdir()
+    with pytest.raises(DataError, match=r"differ, by n02"):
+        image_folder(root)
+    (tmp_path / "b" / "train").mkdir(parents=True)
+    with pytest.raises(DataError, match="no class folder"):
+        image_folder(tmp_path / "b")
+    with pytest.raises(LLQRError, match="did you mean 'shorter'"):
+        image_folder(root, fit="short")
+    with pytest.raises(LLQRError, match="at least 1"):
+        image_folder(root, side=0)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LLQR_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_the_imagenette_archive_is_unpacked_into_the_cache_once(tmp_path: Path, cache: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    with tarfile.open(data / "imagenette_sample.tar", "w") as archive:
+        archive.add(write_folder(tmp_path / "made"), "imagenette_sample")
+    data.chmod(0o555)
+    assert data_set("imagenette").check(data).detail == "10 pictures"
+    assert not cache.exists()  # a look unpacks nothing
+    try:
+        first = imagenette(data, side=8)
+        assert [len(source.labels) for source in (first.train, first.test)] == [6, 4]
+        (place,) = cache.iterdir()  # and no leftovers
+        (place / "imagenette_sample" / "train" / "n01" / "p_0.JPEG").rename(place / "kept")
+        assert len(imagenette(data, side=8).train.labels) == 5
+    finally:
+        data.chmod(0o755)
+
+
+def tar_with(path: Path, *members: tuple[str, bytes] | tarfile.TarInfo) -> Path:
+    with tarfile.open(path, "w") as archive:
+        for member in members:
+            if isinstance(member, tarfile.TarInfo):
+                archive.addfile(member)
+                continue
+            info = tarfile.TarInfo(member[0])
+            info.size = len(member[1])
+            archive.addfile(info, io.BytesIO(member[1]))
+    return path
+
+
+def link(kind: bytes) -> tarfile.TarInfo:
+    member = tarfile.TarInfo("top/train/n01/link.JPEG")
+    member.type, member.linkname = kind, "/etc/hostname"
+    return member
+
+
+HOSTILE = {
+    "up": ("top/../../up.JPEG", b"x"),
+    "up by four": ("../train/n01/up.JPEG", b"x"),
+    "absolute": ("/train/n01/absolute.JPEG", b"x"),
+    "backslashes": ("top/train/n01/..\\..\\up.JPEG", b"x"),
+    "another depth": ("top/train/a.JPEG", b"x"),
+    "symbolic link": link(tarfile.SYMTYPE),
+    "hard link": link(tarfile.LNKTYPE),
+    "device": link(tarfile.CHRTYPE),
+    "pipe": link(tarfile.FIFOTYPE),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_archives_leave_nothing_behind(tmp_path: Path, cache: Path, kind: str) -> None:
+    path = tar_with(tmp_path / "a.tar", ("top/train/n01/good.JPEG", b"x"), HOSTILE[kind])
+    with pytest.raises(DataError, match=r"a\.tar"):
+        unpacked(path, "somewhere")
+    assert list(cache.iterdir()) == []
+    assert sorted(tmp_path.iterdir()) == [path, cache]
+
+
+def test_archives_that_are_broken_or_hold_a_name_twice_are_told(tmp_path: Path, cache: Path) -> None:
+    good = ("top/train/n01/good.JPEG", bytes(5000))
+    twice = tar_with(tmp_path / "twice.tar", good, good)
+    with pytest.raises(DataError, match="FileExistsError"):
+        unpacked(twice, "somewhere")
+    data = tmp_path / "imagenette_sample.tar"
+    for content in (
+        b"",
+        b"no archive",
+        tar_with(tmp_path / "whole.tar", good, ("top/val/n01/a.JPEG", bytes(5000))).read_bytes()[:7000],
+    ):
+        data.write_bytes(content)
+        assert data_set("imagenette").check(tmp_path).state == "broken"
+        with pytest.raises(DataError, match="imagenette"):
+            imagenette(tmp_path)
+    assert list(cache.iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("LLQR_CACHE", str(tmp_path / "file"))
+    with pytest.raises(DataError, match="LLQR_CACHE"):
+        unpacked(tar_with(tmp_path / "a.tar", ("top/train/n01/good.JPEG", b"x")), "somewhere")
+
+
+def write_idx(path: Path, values: torch.Tensor) -> None:
+    path.parent.mkdir(exist_ok=True)
+    sides = b"".join(side.to_bytes(4, "big") for side in values.shape)
+    path.write_bytes(gzip.compress(b"\0\0\x08" + bytes([values.dim()]) + sides + bytes(values.flatten().tolist())))
+
+
+def test_fashion_mnist_as_bytes_is_what_the_floats_are(tmp_path: Path) -> None:
+    images = {part: torch.randint(256, (n, 28, 28)) for part, n in (("train", 6), ("t10k", 3))}
+    for part, values in images.items():
+        write_idx(tmp_path / "fashion_mnist" / f"{part}-images-idx3-ubyte.gz", values)
+        write_idx(tmp_path / "fashion_mnist" / f"{part}-labels-idx1-ubyte.gz", torch.arange(len(values)))
+    data, floats = fashion_pictures(tmp_path), fashion_mnist(tmp_path)
+    assert data.class_names is not None
+    assert data.class_names[1] == "Trouser"
+    ((pictures, *_), labels) = next(iter(data.testing(10)))
+    assert labels.tolist() == floats.test_targets.tolist()
+    torch.testing.assert_close(pictures, floats.test_inputs, rtol=1e-3, atol=1e-3)
+    write_idx(tmp_path / "fashion_mnist" / "train-labels-idx1-ubyte.gz", torch.arange(5))
+    with pytest.raises(DataError, match="don't belong together"):
+        fashion_pictures(tmp_path)
+
+
+def test_the_catalogue_tells_of_every_data_set_whether_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LLQR_DATA", raising=False)
+    for folder in (None, tmp_path):
+        for row in rows(folder):
+            assert row.state == ("found" if row.name in ("digits", "modular") else "missing"), row
+            assert all((row.what, row.size, row.licence, row.get, row.detail)), row
+    assert [row.name for row in rows(None)] == list(CATALOGUE)
+    with pytest.raises(LLQRError, match="did you mean 'multi30k'"):
+        data_set("multi3k")
+
+
+def test_pairs_of_sentences_are_counted(tmp_path: Path) -> None:
+    entry = data_set("iwslt14")
+    (tmp_path / "iwslt14_de_en").mkdir()
+    for name in entry.places:
+        (tmp_path / name).write_bytes(gzip.compress("Straße\nund mehr\n".encode()))
+    assert entry.check(tmp_path) == ("found", "6 files")
+    assert entry.check(tmp_path, thorough=True).detail == "2 + 2 + 2 pairs of sentences"
+    (tmp_path / entry.places[1]).write_bytes(gzip.compress(b"one line\n"))
+    assert "2 lines" in entry.check(tmp_path, thorough=True).detail
+    (tmp_path / entry.places[1]).write_bytes(gzip.compress(b"\xff\xfe\n"))
+    assert entry.check(tmp_path, thorough=True).state == "broken"
+    (tmp_path / entry.places[1]).write_bytes(b"plain text")
+    assert entry.check(tmp_path).state == "broken"
+    (tmp_path / entry.places[1]).unlink()
+    assert entry.check(tmp_path).state == "missing"
