@@ -148,7 +148,7 @@ def _from_hub(corpus: Corpus, chosen: Path | None) -> dict[str, Pairs]:
             for part, split in HUB_PARTS.items()
         }
     except Exception as error:  # the hub's libraries raise errors of many kinds, and all are the same news
-        offline = "; HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE") else ""
+        offline = "; HF_HUB_OFFLINE is set" if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0") else ""
         raise MissingDataError(
             f"{_wanted(corpus, chosen)}. It couldn't be had from the hub either ({error}{offline}); where there is a "
             f"network, this puts it into the hub's cache: python -c \"import datasets; datasets.load_dataset('{corpus.hub}')\""
@@ -165,9 +165,9 @@ def _from_hub(corpus: Corpus, chosen: Path | None) -> dict[str, Pairs]:
 
 
 def _wanted(corpus: Corpus, chosen: Path | None) -> str:
-    files = ", ".join(f"{names[-1]}.{language}.gz" for names in PARTS.values() for language in corpus.languages)
+    files = ", ".join(f"{names[0]}.{language}.gz" for names in PARTS.values() for language in corpus.languages)
     if chosen is None:
         place = f"say where the data is, by --data FOLDER or {VARIABLE}; wanted there: a folder {corpus.folder}"
     else:
         place = f"there is no folder {corpus.folder} in '{chosen}': put one there"
-    return f"{place} with {files} (or without .gz, or named valid and test), from {corpus.origin}"
+    return f"{place} with {files} (or without .gz; or named val and test_2016_flickr), from {corpus.origin}"
