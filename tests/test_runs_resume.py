@@ -41,9 +41,7 @@ def run(config: Config, folder: Path, checkpoint_seconds: float = 0.0, at_step: 
         if step == at_step:
             time.sleep(1000)
 
-    target = RunFolder(folder)
-    target.begin(config, resume=True)
-    train(config, target, None, torch.device("cpu"), checkpoint_seconds=checkpoint_seconds, report=report)
+    train(config, RunFolder(folder), None, torch.device("cpu"), checkpoint_seconds=checkpoint_seconds, report=report)
 
 
 @pytest.fixture(scope="module")

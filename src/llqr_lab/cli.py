@@ -202,6 +202,42 @@ def figure(
         experiments.figure(kind, preset, source, scale, output)
 
 
+@app.command()
+def data(
+    name: Annotated[str, typer.Argument(help="A data set to check thoroughly; else all are listed.")] = "",
+    folder: Annotated[Path | None, typer.Option("--data", help="The folder with data sets; else LLQR_DATA.")] = None,
+) -> None:
+    """Which data sets there are, which of them are at hand, and where to get the others."""
+    from llqr_lab.data.command import check, show
+
+    if name:
+        check(name, folder)
+    else:
+        show(folder)
+
+
+@bench.command("epoch")
+def bench_epoch(
+    preset: Annotated[str, typer.Argument(help="A preset (llqr train --list).")] = "cifar10-resnet18-sgdm",
+    scale: Scale = "paper",
+    methods: Annotated[str, typer.Option(help="Methods, with commas between.")] = "diagonal-ngd,kfac-ngd,ekfac-ngd",
+    output: Annotated[
+        Path | None, typer.Option(help="The JSON file to write; else results/epoch_PRESET_SCALE.json.")
+    ] = None,
+    data: Data = None,
+    seed: Seed = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds; medians are reported.")] = 5,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads of torch; else its own choice.")] = None,
+) -> None:
+    """The time of an epoch with LLQR over one without it, from steps and refits timed in turns, beside the paper's."""
+    target = writable_file(output or Path(f"results/epoch_{preset}_{scale}.json"))
+    from llqr_lab.bench.epoch import main
+    from llqr_lab.experiments.cli import told
+
+    with told():
+        main(preset, scale, tuple(methods.split(",")), target, data, seed, repeats, threads)
+
+
 @bench.command("exact")
 def bench_exact(
     output: Annotated[Path, typer.Option(callback=writable_file, help="The JSON file to write.")] = Path(

@@ -32,7 +32,7 @@ def pictures(
     name: str, folder: Path | None, pixels: int = 0, **options: Any
 ) -> tuple[Pictures, Augmentation, int | None]:
     """The pictures, what training does to them, and the side of the crop that is tested on."""
-    if name in SMALL or name == "fashion-mnist":
+    if name in SMALL or name == "fashion":
         if pixels or options:
             raise DataError(
                 f"{name} has a size of its own: leave out {', '.join(['pixels'] * bool(pixels) + list(options))}"
@@ -43,17 +43,15 @@ def pictures(
         return LARGE[name](folder, side=side * 8 // 7, **options), Augmentation(size=side, flip=True), side
     if name == "random-pictures":
         return generated.random_pictures(pixels=pixels or 16, **options), Augmentation(padding=2, flip=True), None
-    raise DataError(
-        f"there are no pictures '{name}'{suggestion(name, [*SMALL, 'fashion-mnist', *LARGE, 'random-pictures'])}"
-    )
+    raise DataError(f"there are no pictures '{name}'{suggestion(name, [*SMALL, 'fashion', *LARGE, 'random-pictures'])}")
 
 
 def characters(name: str, folder: Path | None) -> Characters:
-    if name == "tinyshakespeare":
+    if name == "shakespeare":
         return shakespeare(folder)
     if name == "tiny-text":
         return characters_of(generated.tiny_text(), "generated text")
-    raise DataError(f"there is no text '{name}'{suggestion(name, ['tinyshakespeare', 'tiny-text'])}")
+    raise DataError(f"there is no text '{name}'{suggestion(name, ['shakespeare', 'tiny-text'])}")
 
 
 def corpus(name: str, folder: Path | None, bpe: int) -> Translation:

@@ -39,7 +39,7 @@ def run(
         torch.set_num_threads(threads)
     # without this, numbers that are almost zero slow a step down by an order of magnitude
     torch.set_flush_denormal(True)
-    folder.begin(config, resume)
+    folder.check(config, resume)
     if folder.done:
         console.print(f"The run in '{folder.path}' is done.", highlight=False, markup=False, soft_wrap=True)
         return folder.read_result()

@@ -48,21 +48,26 @@ class RunFolder:
     def begun(self) -> bool:
         return self.config.is_file()
 
-    def begin(self, config: Config, resume: bool) -> None:
-        """Make the folder, or see that it is this run's."""
+    def check(self, config: Config, resume: bool) -> None:
+        """Whether this run may be made here: nothing is there, or this very run is and is to go on."""
+        if not self.begun:
+            return
+        if not resume:
+            raise RunError(f"there is a run in '{self.path}' already: go on with --resume, or remove the folder")
+        try:
+            found = read(self.config)
+        except ConfigError as error:
+            raise RunError(f"{error}; remove the folder '{self.path}' to start over") from None
+        changed = differences(found, config)
+        if changed:
+            raise RunError(
+                f"the run in '{self.path}' has other settings than were asked for ({'; '.join(changed[:5])}): "
+                "resume it with its own settings, or remove the folder"
+            )
+
+    def begin(self, config: Config) -> None:
+        """Make the folder, if it isn't there."""
         if self.begun:
-            if not resume:
-                raise RunError(f"there is a run in '{self.path}' already: go on with --resume, or remove the folder")
-            try:
-                found = read(self.config)
-            except ConfigError as error:
-                raise RunError(f"{error}; remove the folder '{self.path}' to start over") from None
-            changed = differences(found, config)
-            if changed:
-                raise RunError(
-                    f"the run in '{self.path}' has other settings than were asked for ({'; '.join(changed[:5])}): "
-                    "resume it with its own settings, or remove the folder"
-                )
             return
         self.path.mkdir(parents=True, exist_ok=True)
         with replacing(self.config, self.path) as file:
@@ -109,7 +114,7 @@ class RunFolder:
                     OSError,
                 ) as error:
                     state = None
-                    troubles.append(f"'{path.name}' can't be used ({str(error).splitlines()[0]})")
+                    troubles.append(f"'{path.name}' can't be used ({_told(error)})")
         if state is None and troubles:
             raise RunError(
                 f"the run in '{self.path}' can't go on: {'; '.join(troubles)}. Remove these files to start over"
@@ -172,11 +177,16 @@ def _disk(run: Path) -> Iterator[None]:
         # what torch.save makes of a write that fails
         if "PytorchStreamWriter" not in str(error) and "enforce fail" not in str(error):
             raise
-        raise RunError(_unwritten(run, f"the disk is full, or has failed: {str(error).splitlines()[0]}")) from None
+        raise RunError(_unwritten(run, f"the disk is full, or has failed: {_told(error)}")) from None
 
 
 def _unwritten(run: Path, why: str) -> str:
     return f"the run in '{run}' couldn't be written ({why}); make room, then go on with --resume: the last checkpoint is whole"
+
+
+def _told(error: Exception) -> str:
+    """What an error says, in a line."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _length(path: Path) -> int:

@@ -233,7 +233,7 @@ def _shakespeare(base: dict[str, Any]) -> Preset:
         settings={
             "task": "language",
             "model": model,
-            "data": {"name": "tinyshakespeare"},
+            "data": {"name": "shakespeare"},
             "batch": 64,
             "steps": 5000,
             "evaluate_every": 250,

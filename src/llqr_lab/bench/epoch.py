@@ -1,0 +1,111 @@
+"""`llqr bench epoch`: what LLQR adds to the time of training, as the paper reports it: time with it over time without it.
+
+A refit comes every n steps, so that an epoch takes (t + r/n) / b times as long, where b is a step of the base alone, t one with
+LLQR between refits, and r what a refit adds. All three are timed in turns on the preset's own network, batches and settings; n
+is the preset's, whatever the size of the data set at hand.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from llqr_lab.experiments.loop import Run
+from llqr_lab.experiments.paper import RESULTS
+from llqr_lab.experiments.presets import resolve
+from llqr_lab.progress import bar
+from llqr_lab.results import provenance, write_json
+from llqr_lab.tasks.base import Task
+from llqr_lab.tasks.named import task_of
+
+ROUND = 3
+"""Steps of a round; the first of them begins with a refit."""
+
+
+def main(
+    preset: str,
+    scale: str,
+    methods: tuple[str, ...],
+    output: Path,
+    data: Path | None,
+    seed: int,
+    repeats: int,
+    threads: int | None,
+) -> None:
+    torch.set_num_threads(threads or torch.get_num_threads())
+    torch.set_flush_denormal(True)
+    names = ("base", *(each for each in methods if each != "base"))
+    periods = {name: _period(preset, scale, name, seed) for name in names}
+    task = task_of(resolve(preset, scale, "base", seed), data)
+    runs = {name: _run(task, preset, scale, name, seed) for name in names}
+    steps: dict[str, list[float]] = {name: [] for name in names}
+    refits: dict[str, list[float]] = {name: [] for name in names}
+    with bar((repeats + 1) * len(names), "timing") as done:
+        for number in range(repeats + 1):
+            for name, run in runs.items():
+                seconds = [_seconds(run, task, number * ROUND + step) for step in range(ROUND)]
+                if number > 0:  # the first round warms up
+                    steps[name] += seconds[1:]
+                    refits[name].append(seconds[0])
+                done()
+    rows = [_row(preset, name, periods[name], steps, refits) for name in names]
+    where = f"llqr bench epoch {preset} --scale {scale} --methods {','.join(methods)}"
+    content = {"preset": preset, "scale": scale, "threads": torch.get_num_threads(), "repeats": repeats, "rows": rows}
+    write_json(output, {**provenance(where, seed), **content})
+    console = Console()
+    console.print(f"{preset} at --scale {scale}, {torch.get_num_threads()} threads", highlight=False)
+    console.print(table(rows))
+    console.print(f"Wrote {output}", highlight=False, soft_wrap=True)
+
+
+def _period(preset: str, scale: str, method: str, seed: int) -> int | None:
+    wrapper = resolve(preset, scale, method, seed).llqr
+    return wrapper.every if wrapper else None
+
+
+def _run(task: Task, preset: str, scale: str, method: str, seed: int) -> Run:
+    changes = {} if method == "base" else {"llqr.every": ROUND}
+    return Run(resolve(preset, scale, method, seed, changes), task, torch.device("cpu"))
+
+
+def _seconds(run: Run, task: Task, step: int) -> float:
+    batch = task.train[step]
+    before = time.perf_counter()
+    run.advance(batch)
+    return time.perf_counter() - before
+
+
+def _row(
+    preset: str, name: str, period: int | None, steps: dict[str, list[float]], refits: dict[str, list[float]]
+) -> dict[str, Any]:
+    base, own = median(steps["base"]), median(steps[name])
+    refit = median(refits[name]) - own if period else 0.0
+    reported = RESULTS.get(preset, {}).get(name)
+    return {
+        "method": name,
+        "every": period,
+        "step_seconds": own,
+        "step": own / base,
+        "refit": refit / base,
+        "ratio": (own + refit / period) / base if period else 1.0,
+        "paper": reported.time if reported else None,
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    made = Table(box=box.SIMPLE_HEAD)
+    made.add_column("method", no_wrap=True)
+    for header in ("step between refits,\n× base", "a refit,\nin base steps", "every", "epoch,\n× base", "paper"):
+        made.add_column(header, justify="right")
+    for row in rows:
+        paper = f"×{row['paper']:.3g}" if row["paper"] else ""
+        numbers = (f"{row['step']:.3f}", f"{row['refit']:.1f}", str(row["every"] or ""), f"×{row['ratio']:.3f}", paper)
+        made.add_row(row["method"], *numbers)
+    return made

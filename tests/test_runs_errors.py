@@ -1,0 +1,218 @@
+"""Promise: bad input is told in a sentence that says what to do, before any work is lost; a run that was there stays."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from llqr_lab.cli import app
+from llqr_lab.experiments.folder import RunError, RunFolder
+from llqr_lab.experiments.loop import train
+from llqr_lab.experiments.presets import resolve
+
+
+def llqr(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "300"})
+
+
+def refused(*arguments: str) -> str:
+    result = llqr(*arguments)
+    assert result.exit_code in (1, 2), result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    assert "Traceback" not in result.output
+    return result.output
+
+
+def smoke(runs: Path, *more: str) -> tuple[str, ...]:
+    return ("train", "grokking-add", "--scale=smoke", f"--runs={runs}", "--threads=1", *more)
+
+
+def begun(folder: Path, steps: int = 6) -> RunFolder:
+    """A run that stopped after its second checkpoint."""
+
+    class StopError(Exception):
+        pass
+
+    def report(step: int, steps: int, metrics: object) -> None:
+        if step == 4:
+            raise StopError
+
+    config = resolve("grokking-add", "smoke", "base", 0, {"steps": steps, "evaluate_every": 1})
+    run = RunFolder(folder)
+    with pytest.raises(StopError):
+        train(config, run, None, torch.device("cpu"), checkpoint_seconds=0, report=report)
+    assert all(path.exists() for path in run.checkpoints)
+    return run
+
+
+def resumed(run: RunFolder, told: list[str] | None = None) -> None:
+    config = resolve("grokking-add", "smoke", "base", 0, {"steps": 6, "evaluate_every": 1})
+    train(config, run, None, torch.device("cpu"), warn=(told if told is not None else []).append)
+
+
+def test_a_wrong_data_folder(tmp_path: Path) -> None:
+    arguments = ("train", "cifar10-resnet18-sgdm", "--scale=cpu", f"--runs={tmp_path / 'runs'}")
+    said = refused(*arguments, f"--data={tmp_path / 'nowhere'}")
+    assert "cifar10.npz" in said
+    assert "curl -o" in said
+    said = refused("train", "shakespeare-gpt-sgdm", f"--runs={tmp_path / 'runs'}")
+    assert "--data FOLDER or LLQR_DATA" in said
+    assert not (tmp_path / "runs").exists(), "a run that can't begin leaves nothing behind"
+
+
+def test_an_empty_file(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "tinyshakespeare.txt").write_bytes(b"")
+    said = refused("train", "shakespeare-gpt-sgdm", f"--runs={tmp_path / 'runs'}", f"--data={tmp_path}")
+    assert "tinyshakespeare.txt' is empty" in said
+
+
+def test_labels_out_of_range(tmp_path: Path) -> None:
+    pictures, labels = np.zeros((20, 32, 32, 3), np.uint8), np.arange(20) % 11
+    np.savez(tmp_path / "cifar10.npz", x_train=pictures, y_train=labels, x_test=pictures, y_test=labels % 10)
+    said = refused("train", "cifar10-resnet18-sgdm", f"--runs={tmp_path / 'runs'}", f"--data={tmp_path}")
+    assert "labels run from 0 to 10; of 10 classes they must be 0 to 9" in said
+
+
+def test_unknown_names_have_suggestions(tmp_path: Path) -> None:
+    assert "did you mean grokking-add" in refused("train", "groking-add")
+    assert "did you mean kfac-ngd" in refused(*smoke(tmp_path, "--method=kfac-nd"))
+    assert "did you mean smoke" in refused("train", "grokking-add", "--scale=smok")
+    assert "did you mean 'width'" in refused(*smoke(tmp_path, "--set", "model.widht=8"))
+    assert "no setting 'data.q'" in refused(*smoke(tmp_path, "--set", "data.q=8"))
+    assert "name=value" in refused(*smoke(tmp_path, "--set", "steps"))
+    assert "did you mean damping" in refused("sweep", "grokking-add", "--ablation=dampin")
+    assert "aren't seeds" in refused("sweep", "grokking-add", "--seeds=a")
+    assert "did you mean curves" in refused("figure", "curve", "grokking-add", f"--output={tmp_path / 'a.png'}")
+    assert "did you mean 'fashion'" in refused("data", "fashin")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_configuration_with_an_unknown_key(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(resolve("grokking-add", "smoke", "base", 0).to_toml() + "\n[bse]\nlr = 1.0\n", encoding="utf-8")
+    said = refused("train", str(path), f"--runs={tmp_path / 'runs'}")
+    assert "mine.toml': there is no setting 'bse': did you mean base" in said
+    assert "there is no file" in refused("train", str(tmp_path / "other.toml"))
+
+
+def test_a_configuration_of_one_s_own_runs(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(resolve("grokking-add", "smoke", "kfac-ngd", 0).to_toml(), encoding="utf-8")
+    result = llqr("train", str(path), f"--runs={tmp_path / 'runs'}", "--set", "steps=2")
+    assert result.exit_code == 0, result.output
+
+
+def test_runs_are_not_overwritten_nor_mixed(tmp_path: Path) -> None:
+    assert llqr(*smoke(tmp_path)).exit_code == 0
+    assert "go on with --resume, or remove the folder" in refused(*smoke(tmp_path))
+    said = llqr(*smoke(tmp_path, "--resume"))
+    assert said.exit_code == 0
+    assert "is done" in said.output
+    config = tmp_path / "grokking-add" / "smoke" / "base" / "seed-0" / "config.toml"
+    config.write_text(config.read_text(encoding="utf-8").replace("batch = 16", "batch = 32"), encoding="utf-8")
+    assert "other settings than were asked for (batch: 32 and 16)" in refused(*smoke(tmp_path, "--resume"))
+    config.write_text("batch", encoding="utf-8")
+    assert "isn't TOML" in refused(*smoke(tmp_path, "--resume"))
+
+
+def test_two_processes_at_one_run(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path)
+    config = resolve("grokking-add", "smoke", "base", 0)
+    run.begin(config)
+    with run.locked(), pytest.raises(RunError, match="another process is at work"):
+        train(config, RunFolder(tmp_path), None, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("broken", [b"", b"PK\x03\x04 half of it", b"not a checkpoint"])
+def test_a_half_written_checkpoint_falls_back_on_the_one_before(broken: bytes, tmp_path: Path) -> None:
+    whole, run = begun(tmp_path / "whole"), begun(tmp_path / "broken")
+    resumed(whole)
+    run.checkpoints[0].write_bytes(broken)
+    told: list[str] = []
+    resumed(run, told)
+    assert "'checkpoint.pt' can't be used" in told[0]
+    assert run.metrics.read_bytes() == whole.metrics.read_bytes()
+
+
+def test_a_cut_checkpoint_falls_back_on_the_one_before(tmp_path: Path) -> None:
+    run = begun(tmp_path)
+    content = run.checkpoints[0].read_bytes()
+    run.checkpoints[0].write_bytes(content[: len(content) // 2])
+    told: list[str] = []
+    resumed(run, told)
+    assert len(told) == 1
+    assert run.done
+
+
+def test_no_checkpoint_that_can_be_read(tmp_path: Path) -> None:
+    run = begun(tmp_path)
+    before = run.metrics.read_bytes()
+    for path in run.checkpoints:
+        path.write_bytes(b"nothing")
+    with pytest.raises(RunError, match=r"can't go on: .*Remove these files to start over"):
+        resumed(run)
+    assert run.metrics.read_bytes() == before
+
+
+def test_lost_metrics_are_noticed(tmp_path: Path) -> None:
+    run = begun(tmp_path)
+    run.metrics.write_bytes(b"")
+    with pytest.raises(RunError, match=r"metrics\.jsonl or times\.jsonl is shorter"):
+        resumed(run)
+
+
+def test_a_pickle_is_never_run(tmp_path: Path) -> None:
+    """torch.load(weights_only=True): a checkpoint that would call something is one that can't be used."""
+    import pickle
+
+    class Evil:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return (Path.touch, (tmp_path / "touched",))  # type: ignore[return-value]
+
+    run = begun(tmp_path / "run")
+    for path in run.checkpoints:
+        torch.save(Evil(), path, pickle_module=pickle)
+    with pytest.raises(RunError, match="can't go on"):
+        resumed(run)
+    assert not (tmp_path / "touched").exists()
+
+
+def test_a_full_disk_leaves_a_run_that_can_go_on(tmp_path: Path) -> None:
+    """A file that may not grow fails as one on a full disk does."""
+    whole, run = begun(tmp_path / "whole"), begun(tmp_path / "full")
+    resumed(whole)
+    before = [path.read_bytes() for path in run.checkpoints]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    config = resolve("grokking-add", "smoke", "base", 0, {"steps": 6, "evaluate_every": 1})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(RunError, match=r"couldn't be written .*make room, then go on with --resume"):
+            train(config, run, None, torch.device("cpu"), checkpoint_seconds=0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.read_bytes() for path in run.checkpoints] == before
+    resumed(run)
+    assert run.metrics.read_bytes() == whole.metrics.read_bytes()
+
+
+def test_a_run_that_diverges_ends_and_says_so(tmp_path: Path) -> None:
+    result = llqr(*smoke(tmp_path, "--set", "base.lr=1e30"))
+    assert result.exit_code == 0, result.output
+    assert "diverged" in result.output
+    shown = llqr("table", str(tmp_path)).output
+    assert "0 of 1" in shown
+
+
+def test_nothing_to_show(tmp_path: Path) -> None:
+    assert "no finished runs" in refused("table", str(tmp_path))
+    assert "name the folder of runs" in refused("table", str(tmp_path / "nowhere"))
+    (tmp_path / "file.json").write_text("[]", encoding="utf-8")
+    assert "isn't a file of results" in refused("table", str(tmp_path / "file.json"))
+    output = f"--output={tmp_path / 'a.png'}"
+    assert "no finished runs" in refused("figure", "curves", "grokking-add", f"--source={tmp_path}", output)
