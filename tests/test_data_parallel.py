@@ -66,6 +66,7 @@ def test_unequal_sides(tmp_path: Path) -> None:
         (b"ein hund\n", "can't be read whole"),
         (gzip.compress("ein Bär\n".encode("latin-1")), "isn't UTF-8"),
     ],
+    ids=["nothing", "white space", "half of it", "not gzip", "not UTF-8"],  # the bytes hold the time of day
 )
 def test_broken_files(tmp_path: Path, content: bytes, says: str) -> None:
     write(tmp_path)
