@@ -126,8 +126,7 @@ def train(
 ) -> None:
     """Train one network: a preset of the paper's experiments, at a scale, by a method, from a seed.
 
-    The run's folder is RUNS/preset/scale/method/seed-N. A run that was stopped, however, goes on with --resume and gives the
-    metrics that it would have given.
+    The run's folder is RUNS/preset/scale/method/seed-N. Stopped in whatever way, it goes on with --resume as if it hadn't been.
     """
     from llqr_lab.experiments import cli as experiments
 

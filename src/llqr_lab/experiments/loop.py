@@ -207,6 +207,12 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def _command(config: Config) -> str:
+    method, *changes = config.method.split("+")
+    where = f"llqr train {config.preset} --scale {config.scale} --method {method} --seed {config.seed}"
+    return " ".join([where, *(f"--set {change}" for change in changes)])
+
+
 def _result(config: Config, run: Run, folder: RunFolder, device: torch.device) -> dict[str, Any]:
     run.model.eval()
     with torch.no_grad():
@@ -218,10 +224,7 @@ def _result(config: Config, run: Run, folder: RunFolder, device: torch.device) -
         "scale": config.scale,
         "method": config.method,
         "score": run.task.score,
-        **provenance(
-            f"llqr train {config.preset} --scale {config.scale} --method {config.method} --seed {config.seed}",
-            config.seed,
-        ),
+        **provenance(_command(config), config.seed),
         "device": device.type,
         "threads": torch.get_num_threads(),
         "clock": "processor" if run.clock is time.process_time else "wall",

@@ -32,6 +32,8 @@ SCALE_FREE: dict[str, Any] = {
 }
 """What was found for short runs (docs/choosing.md); it takes no inner learning rate."""
 
+NAMES = {"sgdm": "SGDM", "adamw": "AdamW"}
+
 Changes = dict[str, Any]
 """Settings by dotted names."""
 
@@ -54,7 +56,7 @@ class Preset:
 def _cifar(classes: int, network: str, name: str, base: dict[str, Any], batch: int = 128) -> Preset:
     data = {"name": f"cifar{classes}", "cutout": 16 if classes == 10 else 8}
     return Preset(
-        summary=f"{name} on CIFAR-{classes}, {base['name'].upper()}, 200 epochs",
+        summary=f"{name} on CIFAR-{classes}, {NAMES[base['name']]}, 200 epochs",
         settings={
             "task": "classification",
             "model": {"name": network, "classes": classes},
@@ -229,7 +231,7 @@ def _translation(data: str, summary: str, of_paper: bool) -> Preset:
 def _shakespeare(base: dict[str, Any]) -> Preset:
     model = {"name": "gpt", "width": 384, "layers": 6, "heads": 6, "length": 256, "dropout": 0.2}
     return Preset(
-        summary=f"a character GPT on tinyshakespeare, {base['name'].upper()}",
+        summary=f"a character GPT on tinyshakespeare, {NAMES[base['name']]}",
         settings={
             "task": "language",
             "model": model,
