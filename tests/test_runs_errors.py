@@ -87,6 +87,7 @@ def test_unknown_names_have_suggestions(tmp_path: Path) -> None:
     assert "no setting 'data.q'" in refused(*smoke(tmp_path, "--set", "data.q=8"))
     assert "name=value" in refused(*smoke(tmp_path, "--set", "steps"))
     assert "did you mean damping" in refused("sweep", "grokking-add", "--ablation=dampin")
+    assert "--device gpu" in refused(*smoke(tmp_path, "--device=gpu"))
     assert "aren't seeds" in refused("sweep", "grokking-add", "--seeds=a")
     assert "did you mean curves" in refused("figure", "curve", "grokking-add", f"--output={tmp_path / 'a.png'}")
     assert "did you mean 'fashion'" in refused("data", "fashin")

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from llqr_lab.experiments.config import Config
+from llqr_lab.experiments.config import Config, ConfigError
 from llqr_lab.experiments.folder import RunFolder
 from llqr_lab.experiments.loop import CHECKPOINT_SECONDS, Report, train
 
@@ -34,7 +34,7 @@ def run(
     """Train, or say what came of it if it is done."""
     console = Console(stderr=True)
     folder = folder_of(runs, config)
-    chosen = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    chosen = device_of(device)
     if threads:
         torch.set_num_threads(threads)
     # without this, numbers that are almost zero slow a step down by an order of magnitude
@@ -54,6 +54,17 @@ def run(
             report,
             lambda message: console.print(message, style="yellow", markup=False, highlight=False, soft_wrap=True),
         )
+
+
+def device_of(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=name)
+        return torch.device(name)
+    except (RuntimeError, AssertionError) as error:
+        # torch says it with a RuntimeError where the name is none, and with an AssertionError where there is no such GPU
+        raise ConfigError(f"--device {name}: {str(error).splitlines()[0]}") from None
 
 
 @contextmanager
