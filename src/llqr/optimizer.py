@@ -249,7 +249,7 @@ class LLQR(Optimizer):
         if self.preconditioner is None:
             return {}
         with torch.no_grad(), no_autocast(gradients):
-            steered = self.preconditioner.steer(gradients)
+            steered = self.preconditioner.steer(gradients, reuse=True)
         if steered.turned:
             self.stats.turned += len(steered.turned)
             self._warn("turned", f"U would have turned the gradient of {steered.turned[0]!r} around")
