@@ -328,7 +328,7 @@ class LLQR(Optimizer):
         self._begin()
 
     def memory_usage(self) -> dict[str, int]:
-        """Bytes of U, of the base's state, and of both."""
+        """Bytes of U, of the base's state, and of both; not of what a step works with."""
         u = 0 if self.preconditioner is None else self.preconditioner.memory
         held = [value for entry in self.state.values() for value in entry.values() if isinstance(value, Tensor)]
         base = sum(tensor.numel() * tensor.element_size() for tensor in held)

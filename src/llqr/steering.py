@@ -35,7 +35,7 @@ class Factor(NamedTuple):
 
 class Memory:
     """Room for U g of all the factors, in one piece: kept from step to step, because new memory is mapped page by page, which
-    takes a processor as long as the products do, and so that one sum tells whether all of it is finite. (Accelerators have
+    takes a processor half as long as the products do, and so that one sum tells whether all of it is finite. (Accelerators have
     allocators that keep memory.)"""
 
     def __init__(self, like: Sequence[Tensor]) -> None:
