@@ -116,3 +116,57 @@ def test_batch_norm_by_running_statistics(layer: nn.BatchNorm1d, frozen: tuple[s
     (expected,) = torch.func.vjp(run, points)[1](pushed * 2 / pushed.numel())
     for name, product in q.curvature(v).items():
         torch.testing.assert_close(product, expected[name], rtol=1e-9, atol=1e-12)
+
+
+class Together(nn.Module):
+    """Layers that are recorded together with what follows them, unless something else comes between or reads them too."""
+
+    def __init__(self, way: str, bias: bool = True) -> None:
+        super().__init__()
+        self.way = way
+        self.conv, self.norm = nn.Conv2d(2, 4, 3, 2, 1, groups=2, bias=bias), nn.BatchNorm2d(4, affine=bias)
+        self.linear, self.out = nn.Linear(16, 5, bias=bias), nn.Linear(5, 3)
+        nn.init.normal_(self.norm.running_mean)
+        nn.init.uniform_(self.norm.running_var, 0.5, 2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x)
+        if self.way == "changed":
+            y.sin_()
+        normal = self.norm(y)
+        if self.way == "read":
+            normal = normal + 0.3 * y
+        if self.way == "in place":
+            normal = nn.functional.relu_(normal)
+        z = self.linear(normal.flatten(1))
+        if self.way == "changed":
+            z.cos_()
+        active = nn.functional.gelu(z)
+        return self.out(active + 0.2 * z if self.way == "read" else active)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("way", ["plain", "changed", "read", "in place"])
+@pytest.mark.parametrize(
+    "frozen", [(), ("conv.weight",), ("norm.weight", "linear.weight"), ("linear.bias", "conv.bias")]
+)
+@pytest.mark.parametrize("bias", [True, False], ids=["affine", "without"])
+def test_layers_that_are_recorded_together(way: str, frozen: tuple[str, ...], bias: bool) -> None:
+    """g and Jᵀ W J v as torch.func has them: a convolution with its batch norm, an affine map with its activation."""
+    torch.manual_seed(0)
+    model = Together(way, bias).double().eval()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    x = torch.randn(6, 2, 4, 4).double()
+    q = QuadraticModel.build(model, x, torch.zeros(6, 3).double(), nn.functional.mse_loss, GaussNewton())
+    v = {name: torch.randn_like(g) for name, g in q.gradient.items()}
+    points = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+    def run(p: dict[str, Tensor]) -> Tensor:
+        return functional_call(model, p, (x,))  # type: ignore[no-any-return]
+
+    output, pushed = torch.func.jvp(run, (points,), (v,))
+    pull = torch.func.vjp(run, points)[1]
+    (gradient,), (expected,) = pull(output * 2 / output.numel()), pull(pushed * 2 / pushed.numel())
+    for name, product in q.curvature(v).items():
+        torch.testing.assert_close(q.gradient[name], gradient[name], rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(product, expected[name], rtol=1e-9, atol=1e-12)

@@ -249,7 +249,7 @@ class LLQR(Optimizer):
         if self.preconditioner is None:
             return {}
         with torch.no_grad(), no_autocast(gradients):
-            steered = self.preconditioner.steer(gradients)
+            steered = self.preconditioner.steer(gradients, reuse=True)
         if steered.turned:
             self.stats.turned += len(steered.turned)
             self._warn("turned", f"U would have turned the gradient of {steered.turned[0]!r} around")
@@ -328,7 +328,7 @@ class LLQR(Optimizer):
         self._begin()
 
     def memory_usage(self) -> dict[str, int]:
-        """Bytes of U, of the base's state, and of both."""
+        """Bytes of U, of the base's state, and of both; not of what a step works with."""
         u = 0 if self.preconditioner is None else self.preconditioner.memory
         held = [value for entry in self.state.values() for value in entry.values() if isinstance(value, Tensor)]
         base = sum(tensor.numel() * tensor.element_size() for tensor in held)

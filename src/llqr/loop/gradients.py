@@ -42,7 +42,7 @@ class Stepped:
         self._base, self._model = base, model
         self._found: dict[str, Tensor] = {}
         self._groups: list[list[Tensor]] = []
-        self._slots: list[tuple[Mapping[str, object], list[tuple[str, object]]]] = []
+        self._slots: list[tuple[Mapping[str, object], list[str], list[object]]] = []
 
     def __call__(self) -> dict[str, Tensor]:
         if not self._same():
@@ -51,7 +51,7 @@ class Stepped:
             held: list[Mapping[str, object]] = []
             for module in self._model.modules():
                 held += [module._modules, module._parameters]
-            self._slots = [(mapping, list(mapping.items())) for mapping in held]
+            self._slots = [(mapping, list(mapping), list(mapping.values())) for mapping in held]
         return self._found
 
     def _same(self) -> bool:
@@ -59,8 +59,7 @@ class Stepped:
         if len(now) != len(self._groups) or not all(map(_same_objects, now, self._groups)):
             return False
         return bool(self._slots) and all(
-            len(mapping) == len(entries) and all(mapping.get(name) is value for name, value in entries)
-            for mapping, entries in self._slots
+            list(mapping) == names and all(map(is_, mapping.values(), values)) for mapping, names, values in self._slots
         )
 
 
@@ -84,8 +83,9 @@ def gradients_of(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def no_autocast(tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """U is learned and applied in its own precision, also where `step()` is called under autocast."""
     with ExitStack() as stack:
-        for kind in {tensor.device.type for tensor in tensors.values()}:
-            stack.enter_context(torch.autocast(kind, enabled=False))
+        if torch._C._is_any_autocast_enabled():  # entering autocast isn't free, and most steps aren't under it
+            for kind in {tensor.device.type for tensor in tensors.values()}:
+                stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 
 

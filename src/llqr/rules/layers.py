@@ -16,6 +16,7 @@ class Affine(Rule):
     """y = x wᵀ + b: Jv = v_x wᵀ + x v_wᵀ + v_b, added up inside the matrix products."""
 
     def __init__(self, x: Tensor, w: Tensor, b: Maybe) -> None:
+        self.inputs = (x, w, b)
         self.x, self.w, self.b = x.detach(), w.detach(), None if b is None else b.detach()
         self.shape = (*x.shape[:-1], len(w))
         self.keep(self.x, self.w)
@@ -47,17 +48,30 @@ class Affine(Rule):
 
 
 class Convolution(Rule):
-    """y = x * w + b: Jv = v_x * w + x * v_w + v_b."""
+    """y = x * w + b: Jv = v_x * w + x * v_w + v_b. `value` is y where it is known already."""
 
-    def __init__(self, x: Tensor, w: Tensor, b: Maybe, settings: tuple[Any, ...]) -> None:
+    def __init__(self, x: Tensor, w: Tensor, b: Maybe, settings: tuple[Any, ...], value: Maybe = None) -> None:
+        self.inputs = (x, w, b)
         self.x, self.w, self.b = x.detach(), w.detach(), None if b is None else b.detach()
-        self.settings = settings
+        self.settings, self._value = settings, value
         self.keep(self.x, self.w)
 
     def forward(self) -> Tensor:
-        y: Tensor = torch.ops.aten.convolution(self.x, self.w, self.b, *self.settings)
+        y, self._value = self._value, None  # the products don't need it
+        if y is None:
+            y = torch.ops.aten.convolution(self.x, self.w, self.b, *self.settings)
         self.shape = y.shape
         return y
+
+    def normalised(self, y: Tensor, mean: Tensor, variance: Tensor, w: Maybe, b: Maybe, eps: float) -> Convolution:
+        """The batch norm of y by running statistics: it is a convolution too, of the same x with other weights and another
+        bias, so that the products pay nothing for it."""
+        x, kernel, shift = self.inputs
+        scale = (variance + eps).rsqrt() if w is None else (variance + eps).rsqrt() * w
+        offset = scale * (-mean if shift is None else shift - mean)
+        value = torch.batch_norm(y, w, b, mean, variance, False, 0.0, eps, False).detach()
+        kernel = kernel * scale.reshape(-1, *[1] * (kernel.dim() - 1))
+        return Convolution(x, kernel, offset if b is None else offset + b, self.settings, value)
 
     def pull(self, u: Tensor) -> tuple[Maybe, ...]:
         sizes = None if self.b is None else list(self.b.shape)
@@ -172,3 +186,23 @@ class Pointwise(Rule):
 
     def push(self, v: Sequence[Maybe]) -> Maybe:
         return None if v[0] is None else v[0] * self.slope
+
+
+class Activated(Rule):
+    """f(y) of an affine map y, as one rule: Jv is multiplied by f'(y) where it is, not into new memory."""
+
+    def __init__(self, affine: Affine, function: Pointwise) -> None:
+        self._affine, self._function = affine, function
+
+    def check(self) -> None:
+        self._affine.check()
+
+    def forward(self) -> Tensor:
+        return self._function.forward()
+
+    def pull(self, u: Tensor) -> tuple[Maybe, ...]:
+        return self._affine.pull(u * self._function.slope)
+
+    def push(self, v: Sequence[Maybe]) -> Maybe:
+        moved = self._affine.push(v)
+        return None if moved is None else moved.mul_(self._function.slope)

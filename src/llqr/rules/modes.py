@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from llqr.rules.attention import Attention
 from llqr.rules.base import Maybe, record
 from llqr.rules.embeddings import embedding, embedding_bag
-from llqr.rules.layers import Affine, BatchNorm, Convolution, LayerNorm, Pointwise
+from llqr.rules.layers import Activated, Affine, BatchNorm, Convolution, LayerNorm, Pointwise
 
 
 class _Replacing(TorchFunctionMode):
@@ -38,6 +38,11 @@ def _saved_elsewhere() -> bool:
     They run again in the backward pass, where these rules aren't in force, and take what that saves for what this did.
     """
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def _rule_of(tensor: Tensor) -> object:
+    """The rule that gave this tensor, if nobody has changed it since: what follows can be recorded together with it."""
+    return None if tensor._version else getattr(tensor.grad_fn, "rule", None)
 
 
 def _convolve(spatial: int) -> Callable[..., Maybe]:
@@ -78,7 +83,10 @@ def _pointwise(function: Callable[..., Tensor]) -> Callable[..., Maybe]:
     def replacement(input: Tensor, *args: Any, inplace: bool = False, **kwargs: Any) -> Maybe:
         if inplace or any(argument is True for argument in args):
             return None  # what else reads the input has to see the change
-        return record(Pointwise(input, lambda x: function(x, *args, **kwargs)), input) if input.requires_grad else None
+        if not input.requires_grad:
+            return None
+        rule, before = Pointwise(input, lambda x: function(x, *args, **kwargs)), _rule_of(input)
+        return record(Activated(before, rule), *before.inputs) if isinstance(before, Affine) else record(rule, input)
 
     return replacement
 
@@ -135,6 +143,10 @@ def _batch_norm(by_rule: bool) -> Callable[..., Maybe]:
             return None
         dtypes = {part.dtype for part in (input, running_mean, running_var, weight, bias) if part is not None}
         if by_rule and len(dtypes) == 1 and not _autocast(input):
+            before = _rule_of(input)
+            if isinstance(before, Convolution):
+                rule = before.normalised(input.detach(), running_mean, running_var, weight, bias, eps)
+                return record(rule, *rule.inputs)
             return record(BatchNorm(input, running_mean, running_var, weight, bias, eps), input, weight, bias)
         shape = [1, -1] + [1] * (input.dim() - 2)
         inverse_std = (running_var + eps).rsqrt()

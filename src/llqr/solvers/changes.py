@@ -49,8 +49,8 @@ def clipped(change: Change, norm: float) -> Change:
     ]
 
 
-def accumulate(buffer: Change, change: Change, factor: float) -> None:
-    """buffer ← factor · buffer + change, in place."""
-    for old, new in zip(buffer, change, strict=True):
-        for name, tensor in old.items():
-            tensor.mul_(factor).add_(new[name])
+def accumulate(change: Change, other: Change, factor: float) -> None:
+    """change ← change + factor · other, in place."""
+    for new, old in zip(change, other, strict=True):
+        for name, tensor in new.items():
+            tensor.add_(old[name], alpha=factor)

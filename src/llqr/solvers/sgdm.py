@@ -34,10 +34,9 @@ class SGDM(FirstOrder):
             nonlocal buffer
             if self.clip is not None:
                 gradient = clipped(gradient, self.clip)
-            if buffer is None:
-                buffer = gradient
-            else:
-                accumulate(buffer, gradient, self.momentum)
+            if buffer is not None:
+                accumulate(gradient, buffer, self.momentum)
+            buffer = gradient
             return buffer, -self.lr
 
         return update
