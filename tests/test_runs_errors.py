@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 from pathlib import Path
 
@@ -88,7 +89,9 @@ def test_unknown_names_have_suggestions(tmp_path: Path) -> None:
     assert "name=value" in refused(*smoke(tmp_path, "--set", "steps"))
     assert "did you mean damping" in refused("sweep", "grokking-add", "--ablation=dampin")
     assert "--device gpu" in refused(*smoke(tmp_path, "--device=gpu"))
-    assert "aren't seeds" in refused("sweep", "grokking-add", "--seeds=a")
+    for seeds in ("a", "3-1", "0-99999999999", "4294967296", "1-"):
+        assert "aren't seeds" in refused("sweep", "grokking-add", f"--seeds={seeds}")
+    assert "name=value" in refused("sweep", "grokking-add", "--set", "base.lr")
     assert "did you mean curves" in refused("figure", "curve", "grokking-add", f"--output={tmp_path / 'a.png'}")
     assert "did you mean 'fashion'" in refused("data", "fashin")
     assert list(tmp_path.iterdir()) == []
@@ -105,8 +108,13 @@ def test_a_configuration_with_an_unknown_key(tmp_path: Path) -> None:
 def test_a_configuration_of_one_s_own_runs(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(resolve("grokking-add", "smoke", "kfac-ngd", 0).to_toml(), encoding="utf-8")
-    result = llqr("train", str(path), f"--runs={tmp_path / 'runs'}", "--set", "steps=2")
+    own = ("train", str(path), f"--runs={tmp_path / 'runs'}", "--threads=1")
+    result = llqr(*own, "--set", "steps=2", "--seed=3")
     assert result.exit_code == 0, result.output
+    # it doesn't pass for a run of the preset that it was copied from
+    assert (tmp_path / "runs" / "mine" / "own" / "own+steps=2" / "seed-3" / "result.json").exists()
+    assert "--method is for presets" in refused(*own, "--method=base")
+    assert "--scale is for presets" in refused(*own, "--scale=paper")
 
 
 def test_runs_are_not_overwritten_nor_mixed(tmp_path: Path) -> None:
@@ -161,6 +169,52 @@ def test_no_checkpoint_that_can_be_read(tmp_path: Path) -> None:
     assert run.metrics.read_bytes() == before
 
 
+def test_a_checkpoint_of_something_else(tmp_path: Path) -> None:
+    run = begun(tmp_path)
+    torch.save({"lengths": [0, 0], "step": 3}, run.checkpoints[0])
+    told: list[str] = []
+    resumed(run, told)
+    assert "'checkpoint.pt' can't be used" in told[0]
+
+
+def test_damaged_bytes_are_noticed(tmp_path: Path) -> None:
+    run = begun(tmp_path)
+    content = bytearray(run.checkpoints[0].read_bytes())
+    weights = torch.load(run.checkpoints[0], weights_only=True)["model"]["head.weight"]
+    place = content.find(weights.numpy().tobytes())
+    content[place : place + 4] = bytes(4)
+    run.checkpoints[0].write_bytes(content)
+    told: list[str] = []
+    resumed(run, told)
+    assert "can't be used" in told[0]
+
+
+def test_another_number_of_threads_is_told(tmp_path: Path) -> None:
+    run = begun(tmp_path)
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    told: list[str] = []
+    try:
+        resumed(run, told)
+    finally:
+        torch.set_num_threads(before)
+    assert "another number of threads" in told[0]
+
+
+def test_models_that_can_t_be_built(tmp_path: Path) -> None:
+    for change in ("model.width=15", "model.width=-16", 'model.width="abc"'):
+        assert "the model can't be built" in refused(*smoke(tmp_path, "--set", change))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_long_label_has_a_folder_too(tmp_path: Path) -> None:
+    changes = [f"--set={name}=1e-{number}" for name, number in (("base.lr", 3), ("base.weight_decay", 4))]
+    many = [*changes, *(f"--set={name}=1" for name in ("clip_norm", "model.layers", "evaluate_every", "model.heads"))]
+    result = llqr(*smoke(tmp_path, *many, "--set=data.train=0.555555555555", "--set=schedule.warmup=3"))
+    assert result.exit_code == 0, result.output
+    assert "base.weight_decay=0.0001" in llqr("table", str(tmp_path)).output
+
+
 def test_lost_metrics_are_noticed(tmp_path: Path) -> None:
     run = begun(tmp_path)
     run.metrics.write_bytes(b"")
@@ -203,11 +257,25 @@ def test_a_full_disk_leaves_a_run_that_can_go_on(tmp_path: Path) -> None:
 
 
 def test_a_run_that_diverges_ends_and_says_so(tmp_path: Path) -> None:
-    result = llqr(*smoke(tmp_path, "--set", "base.lr=1e30"))
+    result = llqr(*smoke(tmp_path, "--set", "base.lr=1e25"))
     assert result.exit_code == 0, result.output
     assert "diverged" in result.output
     shown = llqr("table", str(tmp_path)).output
     assert "0 of 1" in shown
+
+
+def test_results_that_were_edited(tmp_path: Path) -> None:
+    assert llqr(*smoke(tmp_path)).exit_code == 0
+    kept = tmp_path / "kept.json"
+    assert llqr("table", str(tmp_path), f"--save={kept}").exit_code == 0
+    whole = json.loads(kept.read_text(encoding="utf-8"))
+    for edit in ({"steps": 0}, {"score": None}, {"last": 3}, {"curve": {"step": [1], "seconds": []}}):
+        kept.write_text(json.dumps({"runs": [{**whole["runs"][0], **edit}]}), encoding="utf-8")
+        assert "isn't a file of results" in refused("table", str(kept))
+    kept.write_text(json.dumps({"runs": ["a"]}), encoding="utf-8")
+    assert "isn't a file of results" in refused("table", str(kept))
+    kept.write_text(json.dumps({"runs": [{**whole["runs"][0], "method": "[/red]"}]}), encoding="utf-8")
+    assert "[/red]" in llqr("table", str(kept)).output
 
 
 def test_nothing_to_show(tmp_path: Path) -> None:

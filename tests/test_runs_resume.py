@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import random
-import shutil
-import time
+from multiprocessing.context import ForkServerContext
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ import torch
 
 from llqr_lab.experiments.config import Config
 from llqr_lab.experiments.folder import RunFolder
+from llqr_lab.experiments.loop import train
 from llqr_lab.experiments.presets import resolve
 
 RUNS = {
@@ -31,85 +32,81 @@ RUNS = {
 }
 
 
-def run(config: Config, folder: Path, checkpoint_seconds: float = 0.0, at_step: int = 0) -> None:
-    """A whole run, or one that waits forever once it has come to a step."""
-    from llqr_lab.experiments.loop import train
-
+def run(config: Config, folder: Path, at_step: int = 0, there: Event | None = None, workers: int = 0) -> None:
+    """A whole run with a checkpoint after every step; it says when it has come to a step."""
     torch.set_num_threads(1)
 
     def report(step: int, steps: int, metrics: object) -> None:
-        if step == at_step:
-            time.sleep(1000)
+        if there is not None and step >= at_step:
+            there.set()
 
-    train(config, RunFolder(folder), None, torch.device("cpu"), checkpoint_seconds=checkpoint_seconds, report=report)
+    train(config, RunFolder(folder), None, torch.device("cpu"), workers, checkpoint_seconds=0.0, report=report)
 
 
 @pytest.fixture(scope="module")
-def server() -> multiprocessing.context.ForkServerContext:
+def server() -> ForkServerContext:
     """Processes that have everything imported when they begin, so that a test can kill many of them."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["llqr_lab.experiments.loop", "torch.utils.tensorboard", "kornia.augmentation"])
     return context
 
 
-def killed(server: multiprocessing.context.ForkServerContext, seconds: float, *arguments: object) -> bool:
-    """Start a run and kill it after so long; whether it was still at work."""
-    process = server.Process(target=run, args=arguments)
+def killed(server: ForkServerContext, config: Config, folder: RunFolder, at_step: int, delay: float) -> int:
+    """Kill a run some time after it has come to a step; the step that its checkpoint is of."""
+    there = server.Event()
+    process = server.Process(target=run, args=(config, folder.path, at_step, there))
     process.start()
-    process.join(seconds)
-    alive = process.is_alive()
+    assert there.wait(120)
+    process.join(delay)
+    assert process.is_alive(), "it should be killed, not end by itself"
     process.kill()
     process.join()
-    assert alive or process.exitcode == 0
-    return alive
+    newest = next((path for path in folder.checkpoints if path.exists()), None)
+    return 0 if newest is None else int(torch.load(newest, weights_only=True)["step"])
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_ten_random_kills_change_nothing(
-    name: str, server: multiprocessing.context.ForkServerContext, tmp_path: Path
-) -> None:
+def test_ten_random_kills_change_nothing(name: str, server: ForkServerContext, tmp_path: Path) -> None:
     config, whole, stopped = RUNS[name], RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "stopped")
-    begin = time.monotonic()
-    process = server.Process(target=run, args=(config, whole.path))
-    process.start()
-    process.join()
-    assert process.exitcode == 0
-    duration = time.monotonic() - begin
+    run(config, whole.path)
     draw = random.Random(name)
-    kills = 0
-    while kills < 10:
-        if not killed(server, draw.uniform(0, 0.7) * duration, config, stopped.path):
-            # it got to its end between two kills: once more from the start
-            shutil.rmtree(stopped.path)
-        kills += 1
+    reached = [0]
+    for kill in range(10):
+        # so that there is room for the kills to come: it goes on while it is being killed
+        furthest = max(reached[-1] + 1, config.steps * (kill + 1) // 12)
+        at_step = draw.randint(reached[-1] + 1, furthest)
+        reached.append(killed(server, config, stopped, at_step, draw.uniform(0, 0.05)))
+        assert not stopped.done
+    assert reached == sorted(reached)
+    assert 0 < reached[-1] < config.steps
     run(config, stopped.path)
     assert stopped.metrics.read_bytes() == whole.metrics.read_bytes()
     assert len(stopped.read_metrics()) == -(-config.steps // config.evaluate_every)
     assert stopped.done
 
 
-@pytest.mark.parametrize("step", [1, 6, 7, 8, 20])
-def test_kills_just_before_at_and_after_a_refit(
-    step: int, server: multiprocessing.context.ForkServerContext, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("step", [1, 6, 7, 8])
+def test_kills_around_a_refit(step: int, server: ForkServerContext, tmp_path: Path) -> None:
+    """The eighth step begins with a refit, and so does the first."""
     config, stopped = RUNS["grokking"].changed({"steps": 24}), RunFolder(tmp_path / "stopped")
     run(config, tmp_path / "whole")
-    process = server.Process(target=run, args=(config, stopped.path, 0.0, step))
-    process.start()
-    while len(stopped.read_metrics()) < step // 3 or not any(path.exists() for path in stopped.checkpoints):
-        if step == 1:
-            break
-        time.sleep(0.02)
-    process.kill()
-    process.join()
+    killed(server, config, stopped, step, 0.0)
     run(config, stopped.path)
     assert stopped.metrics.read_bytes() == (tmp_path / "whole" / "metrics.jsonl").read_bytes()
 
 
+def test_processes_that_make_batches_change_nothing(tmp_path: Path) -> None:
+    """Nor do they where dropout draws from the same random numbers."""
+    config = RUNS["translation"].changed({"steps": 6, "model.dropout": 0.3})
+    for workers in (0, 1):
+        run(config, tmp_path / str(workers), workers=workers)
+    assert (tmp_path / "0" / "metrics.jsonl").read_bytes() == (tmp_path / "1" / "metrics.jsonl").read_bytes()
+
+
 def test_when_checkpoints_are_written_changes_nothing(tmp_path: Path) -> None:
     config = RUNS["grokking"].changed({"steps": 12})
-    for name, seconds in (("often", 0.0), ("never", 1e9)):
-        run(config, tmp_path / name, seconds)
+    run(config, tmp_path / "often")
+    train(config, RunFolder(tmp_path / "never"), None, torch.device("cpu"), checkpoint_seconds=1e9)
     assert (tmp_path / "often" / "metrics.jsonl").read_bytes() == (tmp_path / "never" / "metrics.jsonl").read_bytes()
 
 

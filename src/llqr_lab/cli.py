@@ -106,11 +106,16 @@ def train(
     target: Annotated[
         str, typer.Argument(metavar="TASK", help="A preset (llqr train --list), or a configuration in TOML.")
     ] = "",
-    scale: Scale = "cpu",
+    scale: Annotated[
+        str | None, typer.Option(help="paper, cpu (hours on two cores; the default) or smoke (seconds).")
+    ] = None,
     method: Annotated[
-        str, typer.Option(help="base, or a structure and a divergence: kfac-ngd, ekfac-newton, diagonal-ngd-scalefree.")
-    ] = "base",
-    seed: Seed = 0,
+        str | None,
+        typer.Option(
+            help="base (the default), or a structure and a divergence: kfac-ngd, ekfac-newton, diagonal-ngd-scalefree."
+        ),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, max=2**32 - 1, help="Seed of everything random; else 0.")] = None,
     data: Data = None,
     runs: Runs = Path("runs"),
     resume: Annotated[bool, typer.Option("--resume", help="Go on where a stopped run was.")] = False,

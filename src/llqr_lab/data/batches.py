@@ -53,5 +53,7 @@ def stream(batches: Batches, start: int, stop: int, workers: int = 0) -> Iterato
     steps = range(start, stop)
     if not workers:
         return (batches[step] for step in steps)
-    loader = DataLoader(batches, batch_size=None, sampler=steps, num_workers=workers)  # type: ignore[arg-type, var-annotated]
+    # a generator of its own: the loader would draw a seed from the global one, which a resumed run would feel
+    own = torch.Generator()
+    loader = DataLoader(batches, batch_size=None, sampler=steps, num_workers=workers, generator=own)  # type: ignore[arg-type, var-annotated]
     return (Batch(*batch) for batch in loader)

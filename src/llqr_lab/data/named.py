@@ -28,6 +28,10 @@ LARGE: dict[str, Callable[..., Pictures]] = {"imagenet": imagenet, "imagenette":
 """Of any size: brought to 8/7 of the wanted side, then cropped and flipped in training."""
 
 
+WHOLE = {"cifar10": 50_000, "cifar100": 50_000, "imagenet": 1_281_167, "iwslt14": 160_239, "multi30k": 29_000}
+"""How much there is to learn from in these, of which the files at hand may be a part."""
+
+
 def pictures(
     name: str, folder: Path | None, pixels: int = 0, **options: Any
 ) -> tuple[Pictures, Augmentation, int | None]:

@@ -43,16 +43,19 @@ def list_presets() -> None:
     Console().print(table)
 
 
-def configuration(target: str, scale: str, method: str, seed: int, changes: list[str]) -> Config:
-    """Of a preset's name, or of a file."""
+def configuration(target: str, scale: str | None, method: str | None, seed: int | None, changes: list[str]) -> Config:
+    """Of a preset's name, or of a file, whose runs never pass for a preset's."""
     path = Path(target)
-    if path.suffix == ".toml":
-        if not path.is_file():
-            raise ConfigError(f"there is no file '{path}'")
-        config = read(path)
-        named = {"preset": config.preset or path.stem, "scale": config.scale or "own", "method": config.method or "own"}
-        return config.changed({**dict(map(change, changes)), **named})
-    return resolve(target, scale, method, seed, dict(map(change, changes)))
+    by_hand = dict(map(change, changes))
+    if path.suffix != ".toml":
+        return resolve(target, scale or "cpu", method or "base", seed or 0, by_hand)
+    if scale or method:
+        raise ConfigError(f"--{'scale' if scale else 'method'} is for presets; '{path}' has its own settings")
+    if not path.is_file():
+        raise ConfigError(f"there is no file '{path}'")
+    config = read(path)
+    named = {"preset": path.stem, "scale": "own", "method": "own", "changes": []}
+    return config.changed({**named, "seed": config.seed if seed is None else seed}).by_hand(by_hand)
 
 
 def change(text: str) -> tuple[str, Any]:
@@ -108,21 +111,25 @@ def sweep(
         raise ConfigError(f"there is no ablation '{ablation}'{suggestion(ablation, ABLATIONS)}")
     own, grid = ABLATIONS[ablation] if ablation else (PRESETS[preset].methods, {})
     chosen = tuple(filter(None, methods.split(","))) or own
-    grid = {**grid, **{name: _values(text) for name, _, text in (each.partition("=") for each in changes)}}
+    grid = {**grid, **dict(map(_values, changes))}
     wanted = configurations(preset, scale, chosen, numbers(seeds), grid)
     console = Console()
     if dry:
         for config, _ in wanted:
             console.print(
-                f"{config.preset} {config.scale} {config.method} seed {config.seed}", highlight=False, markup=False
+                f"{config.preset} {config.scale} {config.label} seed {config.seed}", highlight=False, markup=False
             )
         return
     if not run_all(wanted, runs, data, jobs or os.cpu_count() or 1, device, console):
         raise typer.Exit(1)
 
 
-def _values(text: str) -> list[Any]:
-    return [_value(each) for each in text.split(",")]
+def _values(text: str) -> tuple[str, list[Any]]:
+    """A name and one value or several, with commas between."""
+    name, _ = change(text)
+    values = text.partition("=")[2]
+    several = _value(f"[{values}]")
+    return name, several if isinstance(several, list) else [_value(each.strip()) for each in values.split(",")]
 
 
 def numbers(text: str) -> list[int]:
@@ -130,7 +137,8 @@ def numbers(text: str) -> list[int]:
     found: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
+        fine = first.isdecimal() and (last.isdecimal() if dash else True)
+        if not fine or not int(first) <= int(last or first) < 2**32 or int(last or first) - int(first) > 10_000:
             raise ConfigError(f"'{text}' aren't seeds: write 0-4, or 0,1,7")
         found += range(int(first), int(last or first) + 1)
     return list(dict.fromkeys(found))
@@ -164,24 +172,35 @@ def figure(kind: str, preset: str, source: Path, scale: str, output: Path) -> No
     kinds = ("curves", "grokking", *ABLATIONS)
     if kind not in kinds:
         raise ConfigError(f"there is no figure '{kind}'{suggestion(kind, kinds)}")
-    wanted = "grokking-" if kind == "grokking" else preset
+    if kind == "grokking" and preset:
+        raise ConfigError("the figure 'grokking' has all of its operations: leave out the preset")
     if kind != "grokking" and preset not in PRESETS:
         raise ConfigError(f"there is no preset '{preset}'{suggestion(preset, PRESETS)}")
-    results = [each for each in collected(source) if each["scale"] == _known(scale) and _fits(each, wanted, kind)]
-    if not results:
-        raise RunError(f"no finished runs of {preset or 'grokking'} at scale {scale} in '{source}'")
+    results = [each for each in collected(source) if each["scale"] == _known(scale)]
     if kind == "curves":
-        figures.curves(results, output)
+        figures.curves(_some([each for each in _plain(results) if each["preset"] == preset], preset, scale), output)
     elif kind == "grokking":
-        figures.boxes(results, output)
+        chosen = [each for each in _plain(results) if each["preset"].startswith("grokking-")]
+        figures.boxes(_some(chosen, "grokking", scale), output)
     else:
-        figures.ablation(results, ABLATIONS[kind][1], output)
+        methods, grid = ABLATIONS[kind]
+        chosen = [each for each in results if each["preset"] == preset]
+        figures.ablation(_some(chosen, preset, scale), methods_swept(chosen, methods), grid, output)
     typer.echo(f"Wrote {output}")
 
 
-def _fits(result: Result, preset: str, kind: str) -> bool:
-    """Runs of the preset; those with settings changed by hand are for ablations."""
-    plain = "+" not in result["method"]
-    if kind == "grokking":
-        return result["preset"].startswith(preset) and plain
-    return result["preset"] == preset and (plain or kind != "curves")
+def _plain(results: list[Result]) -> list[Result]:
+    """Without those whose settings were changed by hand."""
+    return [each for each in results if "+" not in each["method"]]
+
+
+def _some(results: list[Result], what: str, scale: str) -> list[Result]:
+    if not results:
+        raise RunError(f"no finished runs of {what} at scale {scale}: make them with `llqr sweep`")
+    return results
+
+
+def methods_swept(results: list[Result], usual: tuple[str, ...]) -> tuple[str, ...]:
+    """The methods that an ablation was run with: the usual ones, or those that are there."""
+    found = dict.fromkeys(each["method"].partition("+")[0] for each in results if "+" in each["method"])
+    return tuple(found) or usual

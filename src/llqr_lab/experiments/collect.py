@@ -23,15 +23,48 @@ def collected(source: Path) -> list[Result]:
     """The finished runs under a folder, or in a file that `save` wrote."""
     if source.is_file():
         try:
-            return list(json.loads(source.read_text(encoding="utf-8"))["runs"])
-        except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
+            return [_checked(each) for each in json.loads(source.read_text(encoding="utf-8"))["runs"]]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RunError(
                 f"'{source}' isn't a file of results ({error!r}): name one that `llqr table --save` wrote"
             ) from None
     if not source.is_dir():
         raise RunError(f"there is no '{source}': name the folder of runs, or a file of results")
     folders = [RunFolder(path.parent) for path in sorted(source.rglob("result.json"))]
-    return [{**folder.read_result(), "curve": curve(folder.read_metrics())} for folder in folders]
+    found = []
+    for folder in folders:
+        try:
+            found.append(_checked({**folder.read_result(), "curve": curve(folder.read_metrics())}))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RunError(
+                f"the run in '{folder.path}' has a result that isn't whole ({error!r}): remove its result.json, and resume it"
+            ) from None
+    return found
+
+
+NEEDED: dict[str, type | tuple[type, ...]] = {
+    "preset": str,
+    "scale": str,
+    "method": str,
+    "score": str,
+    "clock": str,
+    "seed": int,
+    "steps": int,
+    "seconds": (int, float),
+    "diverged": bool,
+    "last": dict,
+    "curve": dict,
+}
+
+
+def _checked(result: Any) -> Result:
+    """A result with all that tables and figures ask for."""
+    for name, kind in NEEDED.items():
+        if not isinstance(result[name], kind):
+            raise ValueError(f"{name} is {result[name]!r}")
+    if result["steps"] < 1 or len({len(column) for column in result["curve"].values()}) > 1:
+        raise ValueError("no steps, or columns of unequal length")
+    return dict(result)
 
 
 def save(results: list[Result], path: Path) -> None:
@@ -42,7 +75,7 @@ def curve(lines: list[dict[str, Any]]) -> dict[str, list[float | None]]:
     """Every so-many-th line, the last one always, by the name of what was measured."""
     stride = max(1, math.ceil(len(lines) / POINTS))
     kept = [line for number, line in enumerate(lines, 1) if number % stride == 0 or number == len(lines)]
-    names = ("step", "seconds", "train_loss", "train_accuracy", "test_loss", "test_accuracy", "refits")
+    names = ("step", "seconds", "train_loss", "train_accuracy", "valid_loss", "test_loss", "test_accuracy", "refits")
     return {name: [line.get(name) for line in kept] for name in names if any(name in line for line in kept)}
 
 

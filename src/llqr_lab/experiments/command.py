@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,15 @@ from llqr_lab.experiments.loop import CHECKPOINT_SECONDS, Report, train
 
 def folder_of(runs: Path, config: Config) -> RunFolder:
     """Where the run of a configuration is: one folder for each preset, scale, method with its changes, and seed."""
-    return RunFolder(runs / config.preset / config.scale / config.method.replace("/", "_") / f"seed-{config.seed}")
+    return RunFolder(runs / config.preset / config.scale / _name(config.label) / f"seed-{config.seed}")
+
+
+def _name(label: str) -> str:
+    """A folder's name: what systems don't take in one is replaced, and a long one ends in its hash."""
+    plain = re.sub(r'[/\\:*?"<>|\s]', "_", label)
+    if len(plain.encode()) <= 120:
+        return plain
+    return f"{plain[:80]}-{blake2b(label.encode(), digest_size=8).hexdigest()}"
 
 
 def run(
@@ -43,7 +53,7 @@ def run(
     if folder.done:
         console.print(f"The run in '{folder.path}' is done.", highlight=False, markup=False, soft_wrap=True)
         return folder.read_result()
-    with progress(console, f"{config.preset} {config.method}") as report:
+    with progress(console, f"{config.preset} {config.label}") as report:
         return train(
             config,
             folder,
@@ -93,6 +103,7 @@ def shown(metrics: Mapping[str, Any]) -> str:
         ("train_loss", "loss {:.3g}"),
         ("test_accuracy", "test {:.1%}"),
         ("test_loss", "test loss {:.3g}"),
+        ("valid_loss", "validation loss {:.3g}"),
         ("refits", "{} refits"),
     )
     return ", ".join(text.format(metrics[name]) for name, text in names if metrics.get(name) is not None)
@@ -103,7 +114,7 @@ def describe(result: Mapping[str, Any]) -> str:
     last = result["last"]
     numbers = [
         f"{name.replace('_', ' ')} {last[name]:.4g}"
-        for name in ("train_loss", "test_loss", "test_accuracy", "bleu")
+        for name in ("train_loss", "valid_loss", "test_loss", "test_accuracy", "bleu")
         if last.get(name) is not None
     ]
     seconds = f"{result['steps']} steps in {result['seconds']:.1f} s"

@@ -100,7 +100,13 @@ class Config:
     preset: str = ""
     scale: str = ""
     method: str = ""
-    """Where the settings came from; with what was changed by hand."""
+    changes: tuple[str, ...] = ()
+    """Where the settings came from, and what was changed by hand: name=value, as TOML has it."""
+
+    @property
+    def label(self) -> str:
+        """The method with what was changed."""
+        return "+".join((self.method, *self.changes))
 
     def to_toml(self) -> str:
         return tomli_w.dumps(_plain(self))
@@ -115,8 +121,18 @@ class Config:
                 place = place.setdefault(folder, {})
                 if not isinstance(place, dict):
                     raise ConfigError(f"'{key}': {folder} is a setting, not a group of them")
+            if key == "llqr.solver.name" and place.get(last) != value:
+                place.clear()  # another solver begins with defaults of its own
             place[last] = value
         return parsed(table)
+
+    def by_hand(self, changes: Mapping[str, Any]) -> Config:
+        """With settings replaced, and a note of it."""
+        for name in ("preset", "scale", "method", "seed", "changes"):
+            if name in changes:
+                raise ConfigError(f"'{name}' isn't set by --set: it has an option of its own, or none")
+        noted = tuple(f"{name}={toml(value)}" for name, value in sorted(changes.items()))
+        return self.changed({**changes, "changes": list(noted)})
 
 
 def read(path: Path) -> Config:
@@ -134,6 +150,13 @@ def parsed(table: Mapping[str, Any]) -> Config:
     config = typing.cast(Config, _made(Config, table, ""))
     _check(config)
     return config
+
+
+def toml(value: Any) -> str:
+    """A value as TOML writes it, on one line."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(toml, value))}]"
+    return tomli_w.dumps({"x": value}).strip().removeprefix("x = ")
 
 
 def differences(one: Config, other: Config) -> list[str]:
@@ -208,6 +231,17 @@ CHOICES = {
     "llqr.structure": ("scalar", "diagonal", "kfac", "ekfac", "dense"),
 }
 POSITIVE = ("batch", "base.lr", "llqr.every", "llqr.steps", "llqr.solver.lr")
+NEEDED: tuple[tuple[str, str, tuple[str, ...], Any], ...] = (
+    ("base.beta2", "base.name", ("adamw",), 0.999),
+    ("schedule.milestones", "schedule.name", ("piecewise",), []),
+    ("llqr.reduction", "llqr.divergence", ("ngd",), "sum"),
+    ("llqr.solver.lr", "llqr.solver.name", ("sgdm", "adam"), 0.005),
+    ("llqr.solver.momentum", "llqr.solver.name", ("sgdm",), 0.9),
+    ("llqr.solver.clip", "llqr.solver.name", ("sgdm",), 0.0),
+)
+"""Settings that mean something with some choices only: what has no effect isn't accepted in silence."""
+LARGEST = 1e30
+"""What float32 can work with."""
 FRACTIONS = ("label_smoothing", "base.momentum", "base.beta2", "llqr.ema", "llqr.solver.momentum")
 
 
@@ -218,8 +252,8 @@ def _check(config: Config) -> None:
         if name in flat and flat[name] not in known:
             raise ConfigError(f"'{name}' can't be '{flat[name]}'{suggestion(flat[name], known)}")
     for name, value in flat.items():
-        if isinstance(value, float) and not abs(value) < float("inf"):
-            raise ConfigError(f"'{name}' should be a finite number, not {value}")
+        if isinstance(value, int | float) and not abs(value) < LARGEST:
+            raise ConfigError(f"'{name}' should be a number below {LARGEST:g}, not {value}")
         if isinstance(value, int | float) and not name.startswith(("model.", "data.")) and value < 0:
             raise ConfigError(f"'{name}' can't be negative, and is {value}")
     for name in POSITIVE:
@@ -230,5 +264,8 @@ def _check(config: Config) -> None:
             raise ConfigError(f"'{name}' should be at least 0 and below 1, and is {flat[name]}")
     if (config.epochs > 0) == (config.steps > 0):
         raise ConfigError("the length of the run should be set by one of 'epochs' and 'steps'")
+    for name, where, kinds, default in NEEDED:
+        if name in flat and flat[name] != default and flat.get(where) not in kinds:
+            raise ConfigError(f"'{name}' has no effect where '{where}' is '{flat.get(where)}': leave it out")
     if config.schedule.name == "inverse-sqrt" and not config.schedule.warmup:
         raise ConfigError("'schedule.warmup' should be positive: the inverse square root is of steps in units of it")

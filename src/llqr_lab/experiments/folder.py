@@ -17,7 +17,8 @@ import errno
 import json
 import os
 import pickle
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -27,6 +28,20 @@ from filelock import FileLock, Timeout
 
 from llqr_lab.experiments.config import Config, ConfigError, differences, read
 from llqr_lab.results import write_json
+
+UNUSABLE = (
+    RuntimeError,
+    EOFError,
+    KeyError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    IndexError,
+    pickle.UnpicklingError,
+    zipfile.BadZipFile,
+    OSError,
+)
+"""What reading and restoring a checkpoint may end in."""
 
 
 class RunError(Exception):
@@ -69,7 +84,8 @@ class RunFolder:
         """Make the folder, if it isn't there."""
         if self.begun:
             return
-        self.path.mkdir(parents=True, exist_ok=True)
+        with _disk(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
         with replacing(self.config, self.path) as file:
             file.write(config.to_toml().encode())
 
@@ -93,36 +109,30 @@ class RunFolder:
         with replacing(newest, self.path, keep=previous) as file:
             torch.save(state, file)
 
-    def load(self) -> tuple[dict[str, Any] | None, list[str]]:
-        """The newest checkpoint that can be read, and what was wrong with newer ones; the logs are cut to its length."""
-        state, troubles = None, []
+    def load(self, restore: Callable[[dict[str, Any]], None]) -> list[str]:
+        """Restore the newest checkpoint that can be, cut the logs to its length, and tell what was wrong with newer ones."""
+        troubles = []
+        lengths = [0, 0]
         for path in self.checkpoints:
             if path.is_file():
                 try:
-                    state = torch.load(path, weights_only=True, map_location="cpu")
-                    lengths = state["lengths"]
+                    state = _read_checkpoint(path)
+                    lengths = list(state["lengths"])
                     if _length(self.metrics) < lengths[0] or _length(self.times) < lengths[1]:
                         raise ValueError("metrics.jsonl or times.jsonl is shorter than when it was written")
+                    restore(state)
                     break
-                except (
-                    RuntimeError,
-                    EOFError,
-                    KeyError,
-                    TypeError,
-                    ValueError,
-                    pickle.UnpicklingError,
-                    OSError,
-                ) as error:
-                    state = None
+                except UNUSABLE as error:
                     troubles.append(f"'{path.name}' can't be used ({_told(error)})")
-        if state is None and troubles:
-            raise RunError(
-                f"the run in '{self.path}' can't go on: {'; '.join(troubles)}. Remove these files to start over"
-            )
-        for file, length in zip((self.metrics, self.times), state["lengths"] if state else (0, 0), strict=True):
+        else:
+            if troubles:
+                raise RunError(
+                    f"the run in '{self.path}' can't go on: {'; '.join(troubles)}. Remove these files to start over"
+                )
+        for file, length in zip((self.metrics, self.times), lengths, strict=True):
             if file.exists():
                 os.truncate(file, length)
-        return state, troubles
+        return troubles
 
     def append(self, metrics: dict[str, Any], times: dict[str, Any]) -> None:
         for path, line in ((self.metrics, metrics), (self.times, times)):
@@ -139,7 +149,7 @@ class RunFolder:
     def read_result(self) -> dict[str, Any]:
         try:
             return dict(json.loads(self.result.read_text(encoding="utf-8")))
-        except (json.JSONDecodeError, UnicodeDecodeError, ValueError) as error:
+        except (ValueError, TypeError) as error:
             raise RunError(f"'{self.result}' isn't a result ({error}): remove it, and resume the run") from None
 
     def read_metrics(self) -> list[dict[str, Any]]:
@@ -181,12 +191,21 @@ def _disk(run: Path) -> Iterator[None]:
 
 
 def _unwritten(run: Path, why: str) -> str:
-    return f"the run in '{run}' couldn't be written ({why}); make room, then go on with --resume: the last checkpoint is whole"
+    return f"the run in '{run}' couldn't be written ({why}); make room, then go on with --resume: no checkpoint is lost"
 
 
 def _told(error: Exception) -> str:
     """What an error says, in a line."""
     return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _read_checkpoint(path: Path) -> dict[str, Any]:
+    """Its content, whole: torch doesn't look at the checksums that are in the file."""
+    with zipfile.ZipFile(path) as archive:
+        damaged = archive.testzip()
+    if damaged:
+        raise ValueError(f"{damaged} in it is damaged")
+    return dict(torch.load(path, weights_only=True, map_location="cpu"))
 
 
 def _length(path: Path) -> int:
@@ -196,5 +215,8 @@ def _length(path: Path) -> int:
 def _lines(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
-    whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
-    return [json.loads(line) for line in whole.splitlines()]
+    whole, _, _ = path.read_bytes().rpartition(b"\n")
+    try:
+        return [dict(json.loads(line)) for line in whole.splitlines()]
+    except (ValueError, TypeError) as error:
+        raise RunError(f"'{path}' has a line that can't be read ({error}): remove the run, and make it again") from None

@@ -7,6 +7,7 @@ step's number (the batch), so that the metrics of a run that was killed are thos
 from __future__ import annotations
 
 import math
+import shlex
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 
 from llqr import LLQR
 from llqr_lab.data.batches import Batch, mixed, own_randomness, stream
-from llqr_lab.experiments.config import Config
+from llqr_lab.experiments.config import Config, ConfigError
 from llqr_lab.experiments.folder import RunFolder
 from llqr_lab.experiments.optimizers import optimizer, scheduler
 from llqr_lab.results import provenance
@@ -47,11 +48,10 @@ def train(
     run = Run(config, task, device)
     folder.begin(config)  # only now: what can't be trained leaves nothing behind
     with folder.locked():
-        state, troubles = folder.load()
-        for trouble in troubles:
+        for trouble in folder.load(run.load_state_dict):
             warn(f"{trouble}; going on from the one before")
-        if state is not None:
-            run.load_state_dict(state)
+        if run.threads_changed:
+            warn("the run began with another number of threads: its numbers may differ in their last digits")
         with Board(folder.path, run.step) as board:
             saved = time.monotonic()
             for batch in stream(task.train, run.step, run.step if run.over else run.steps, workers):
@@ -77,7 +77,7 @@ class Run:
     def __init__(self, config: Config, task: Task, device: torch.device) -> None:
         self.config, self.task, self.device = config, task, device
         with own_randomness("weights", config.seed):
-            self.model: nn.Module = task.network().to(device)
+            self.model: nn.Module = _built(task).to(device)
         self.optimizer: Optimizer = optimizer(config.base, config.llqr, self.model, task.weights)
         epoch = task.train.steps_per_epoch
         self.steps = config.steps or math.ceil(config.epochs * epoch)
@@ -85,11 +85,15 @@ class Run:
         self.scheduler = scheduler(config.schedule, self.optimizer, self.steps)
         torch.manual_seed(mixed("training", config.seed))
         self.step = 0
+        self.lr = config.base.lr
+        """Of the last step."""
         self.seconds = 0.0
         """In training steps, refits included, evaluations not."""
         alone = device.type == "cpu" and torch.get_num_threads() == 1
         # of one thread, the processor's time is what the run would take with nothing else on the machine
         self.clock: Callable[[], float] = time.process_time if alone else time.perf_counter
+        self.clock_name = "processor" if alone else "wall"
+        self.threads_changed = False
         self.over = self.diverged = False
         self.latest: dict[str, Any] = {}
         self._begin_interval()
@@ -116,6 +120,7 @@ class Run:
 
         # the first evaluation is the step's own; LLQR may ask for more in a refit
         loss = float(cast(Tensor, self.optimizer.step(closure)).detach())  # type: ignore[arg-type]
+        self.lr = float(self.scheduler.get_last_lr()[0])
         self.scheduler.step()
         self.step += 1
         self.diverged = not math.isfinite(loss)
@@ -132,7 +137,7 @@ class Run:
         metrics: dict[str, Any] = {
             "step": self.step,
             "epoch": self.step / self.task.train.steps_per_epoch,
-            "lr": self.scheduler.get_last_lr()[0],
+            "lr": self.lr,
             "train_loss": _finite(self._losses / self._counted),
             "train_accuracy": self._right / max(1, self._seen),
         }
@@ -143,7 +148,7 @@ class Run:
             stats = self.optimizer.stats
             metrics |= {"refits": stats.refits, "rejected": stats.rejected, "turned": stats.turned}
             metrics |= {"objective": None if stats.objective_after is None else _finite(stats.objective_after)}
-            times["refit_seconds"] = stats.seconds
+            times["refit_wall_seconds"] = stats.seconds
         self.over = self.diverged or self.task.over(metrics)
         self.latest = metrics
         self._begin_interval()
@@ -159,6 +164,9 @@ class Run:
         return {
             "step": self.step,
             "seconds": self.seconds,
+            "clock": self.clock_name,
+            "threads": torch.get_num_threads(),
+            "lr": self.lr,
             "interval": [self._losses, self._counted, self._right, self._seen],
             "latest": self.latest,
             "over": [self.over, self.diverged],
@@ -175,6 +183,10 @@ class Run:
         self.scheduler.load_state_dict(state["scheduler"])
         self.step, self.seconds, self.latest = state["step"], state["seconds"], state["latest"]
         self.over, self.diverged = state["over"]
+        self.lr = state["lr"]
+        self.threads_changed = state["threads"] != torch.get_num_threads()
+        if state["clock"] != self.clock_name:
+            self.clock_name = "mixed"
         self._losses, self._counted, self._right, self._seen = state["interval"]
         torch.set_rng_state(state["random"])
         if self.device.type == "cuda" and state["random_cuda"]:
@@ -202,15 +214,22 @@ class Board:
         self._writer.close()
 
 
+def _built(task: Task) -> nn.Module:
+    try:
+        return task.network()
+    except (RuntimeError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise ConfigError(f"the model can't be built ({error}): change its settings") from error
+
+
 def _finite(value: float) -> float | None:
     """JSON has no NaN."""
     return value if math.isfinite(value) else None
 
 
 def _command(config: Config) -> str:
-    method, *changes = config.method.split("+")
-    where = f"llqr train {config.preset} --scale {config.scale} --method {method} --seed {config.seed}"
-    return " ".join([where, *(f"--set {change}" for change in changes)])
+    """What makes this run again."""
+    where = f"llqr train {config.preset} --scale {config.scale} --method {config.method} --seed {config.seed}"
+    return " ".join([where, *(f"--set {shlex.quote(change)}" for change in config.changes)])
 
 
 def _result(config: Config, run: Run, folder: RunFolder, device: torch.device) -> dict[str, Any]:
@@ -222,16 +241,21 @@ def _result(config: Config, run: Run, folder: RunFolder, device: torch.device) -
     return {
         "preset": config.preset,
         "scale": config.scale,
-        "method": config.method,
+        "method": config.label,
         "score": run.task.score,
+        "model": config.model["name"],
+        "data": config.data["name"],
+        "batch": config.batch,
+        "examples": run.task.examples,
+        "whole": run.task.whole,
         **provenance(_command(config), config.seed),
         "device": device.type,
         "threads": torch.get_num_threads(),
-        "clock": "processor" if run.clock is time.process_time else "wall",
+        "clock": run.clock_name,
         "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
         "steps": run.step,
         "seconds": run.seconds,
-        "refit_seconds": stats.seconds if stats else 0.0,
+        "refit_wall_seconds": stats.seconds if stats else 0.0,
         "preconditioner_bytes": stats.memory if stats else 0,
         "diverged": run.diverged,
         **run.task.summary(lines),

@@ -27,7 +27,6 @@ SCALE_FREE: dict[str, Any] = {
     "every": 50,
     "steps": 5,
     "ema": 0.8,
-    "reduction": "mean",
     "solver": {"name": "scale-free"},
 }
 """What was found for short runs (docs/choosing.md); it takes no inner learning rate."""
@@ -67,9 +66,12 @@ def _cifar(classes: int, network: str, name: str, base: dict[str, Any], batch: i
             "schedule": {"name": "cosine"},
         },
         methods=tuple(RESULTS.get(_name(classes, network, base, batch), {"base": None, "ekfac-ngd": None})),
-        cpu={"model": {"name": "resnet20", "classes": classes}, "epochs": 6, "data.cutout": 0}
-        if classes == 10
-        else {"model": {"name": "resnet20", "classes": 100}, "data": {"name": "tiny-imagenet32"}, "epochs": 6},
+        cpu={
+            "model": {"classes": classes, **SMALL.get(network, {"name": network})},
+            # there is no small part of CIFAR-100 at hand: a hundred classes of Tiny ImageNet stand in for it
+            "data": {"name": "cifar10" if classes == 10 else "tiny-imagenet32", "cutout": 0},
+            "epochs": 6,
+        },
         smoke={
             "model": _tiny(network, classes),
             "data": {"name": "random-pictures", "classes": classes, "pixels": 32, "cutout": 8},
@@ -93,6 +95,13 @@ def _tiny(network: str, classes: int) -> dict[str, Any]:
     return {"name": network, "classes": classes, **TINY[network]}
 
 
+SMALL: dict[str, dict[str, Any]] = {
+    "resnet18": {"name": "resnet20"},
+    "vgg16-bn": {"name": "vgg16-bn", "width": 16},
+    "wrn28-10": {"name": "wrn28-10", "depth": 16, "factor": 2},
+    "pyramidnet110": {"name": "pyramidnet110", "depth": 20, "alpha": 24},
+}
+"""Networks of the same kind that two cores can train."""
 TINY: dict[str, dict[str, Any]] = {
     "resnet18": {"width": 4},
     "resnet50": {"width": 4},
@@ -288,8 +297,8 @@ def resolve(name: str, scale: str, method: str, seed: int, changes: Mapping[str,
     own = dict(preset.cpu if scale == "cpu" else preset.smoke if scale == "smoke" else {})
     wrapper = _wrapper(preset, scale, method)
     config = parsed({**preset.settings, **({"llqr": wrapper} if wrapper else {})}).changed(own)
-    label = "+".join([method, *(f"{key}={value}" for key, value in sorted((changes or {}).items()))])
-    return config.changed({**(changes or {}), "seed": seed, "preset": name, "scale": scale, "method": label})
+    named = {"seed": seed, "preset": name, "scale": scale, "method": method}
+    return config.changed(named).by_hand(changes or {})
 
 
 def _wrapper(preset: Preset, scale: str, method: str) -> dict[str, Any] | None:
@@ -307,7 +316,7 @@ def _wrapper(preset: Preset, scale: str, method: str) -> dict[str, Any] | None:
     if preset.settings["task"] == "grokking" and structure == "diagonal":
         own["solver"]["lr"] = 0.01
     if solver:
-        own |= SCALE_FREE
+        own |= {**SCALE_FREE, **({"reduction": "mean"} if divergence == "ngd" else {})}
     if scale == "smoke":
         own |= {"every": 2, "steps": 2, "chunk_size": min(8, own.get("chunk_size", 0))}
     return {"structure": structure, "divergence": divergence, **own}

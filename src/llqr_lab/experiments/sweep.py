@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from llqr_lab.experiments.command import describe, folder_of
-from llqr_lab.experiments.config import Config
+from llqr_lab.experiments.config import Config, toml
 from llqr_lab.experiments.folder import RunFolder
 from llqr_lab.experiments.presets import resolve
 
@@ -45,9 +46,13 @@ def configurations(
 ) -> list[tuple[Config, dict[str, Any]]]:
     """Each method with each seed and each point of the grid, and what was changed."""
     points = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
-    return [
-        (resolve(preset, scale, method, seed, point), point) for seed in seeds for method in methods for point in points
-    ]
+    found: dict[tuple[str, int], tuple[Config, dict[str, Any]]] = {}
+    for seed, method, point in itertools.product(seeds, methods, points):
+        # LLQR's settings aren't the base's
+        own = {name: value for name, value in point.items() if method != "base" or not name.startswith("llqr.")}
+        config = resolve(preset, scale, method, seed, own)
+        found.setdefault((config.label, seed), (config, own))
+    return list(found.values())
 
 
 def sweep(
@@ -62,12 +67,14 @@ def sweep(
     waiting = []
     for config, point in wanted:
         folder = folder_of(runs, config)
+        folder.check(config, resume=True)
         if folder.done:
             console.print(f"done before: {describe(folder.read_result())}", highlight=False, markup=False)
         else:
             waiting.append(Job(config, folder, _arguments(config, point, runs, data, device)))
     running: list[Job] = []
     failed = []
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that no run outlives the sweep
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
@@ -88,14 +95,13 @@ def sweep(
 
 
 def _arguments(config: Config, point: Mapping[str, Any], runs: Path, data: Path | None, device: str) -> list[str]:
-    method = config.method.partition("+")[0]
-    settings = [f"--set={name}={_toml(value)}" for name, value in point.items()]
+    settings = [f"--set={name}={toml(value)}" for name, value in point.items()]
     where = [f"--data={data}"] if data else []
     return [
         "train",
         config.preset,
         f"--scale={config.scale}",
-        f"--method={method}",
+        f"--method={config.method}",
         f"--seed={config.seed}",
         f"--runs={runs}",
         f"--device={device}",
@@ -103,10 +109,6 @@ def _arguments(config: Config, point: Mapping[str, Any], runs: Path, data: Path 
         *where,
         *settings,
     ]
-
-
-def _toml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else repr(value)
 
 
 def _started(job: Job, jobs: int) -> Job:
@@ -122,4 +124,4 @@ def _started(job: Job, jobs: int) -> Job:
 def _why(job: Job) -> str:
     log = job.folder.path / "run.log"
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip(" ╭╮╰╯─│")]
-    return f"{job.config.preset} {job.config.method} seed {job.config.seed}: {lines[-1] if lines else 'no word why'} ({log})"
+    return f"{job.config.preset} {job.config.label} seed {job.config.seed}: {lines[-1] if lines else 'no word why'} ({log})"

@@ -6,6 +6,7 @@ from statistics import median
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from llqr_lab.experiments.collect import Result, Summary, summary, value
@@ -31,7 +32,7 @@ def show(results: list[Result], console: Console) -> None:
         known = PRESETS[preset].summary if preset in PRESETS else preset
         how = "" if scale == "paper" else ", not comparable with the paper"
         console.print(f"{preset}: {known}", highlight=False, markup=False, soft_wrap=True)
-        console.print(f"ours at --scale {scale}{how}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"ours at --scale {scale}{how}: {ours(group)}", highlight=False, markup=False, soft_wrap=True)
         console.print(table(preset, group))
         console.print(verdict(group), highlight=False, markup=False, soft_wrap=True)
         console.print()
@@ -53,7 +54,7 @@ def table(preset: str, group: list[Result]) -> Table:
     base = [each for each in group if each["method"] == "base"]
     for method in methods_of(group):
         rows = [each for each in group if each["method"] == method]
-        cells = [method, seeds(rows), shown(summary(scores(rows)), UNITS.get(score, 1.0)), times(rows, base)]
+        cells = [escape(method), seeds(rows), shown(summary(scores(rows)), UNITS.get(score, 1.0)), times(rows, base)]
         if score == "steps_to_target":
             cells.append(shown(summary(each["seconds_to_target"] for each in rows if value(each) is not None), 1.0))
         if reported:
@@ -61,6 +62,16 @@ def table(preset: str, group: list[Result]) -> Table:
             cells += [f"{paper.score:.2f} ± {paper.error:.2f}", f"×{paper.time:.3g}"] if paper else ["", ""]
         made.add_row(*cells)
     return made
+
+
+def ours(group: list[Result]) -> str:
+    """What was trained on what, for how long."""
+    networks = sorted({f"{each.get('model')} on {each.get('data')}" for each in group})
+    sizes = sorted({(each.get("examples"), each.get("whole")) for each in group}, key=str)
+    told = [f"{size:,}" + (f" of its {whole:,}" if whole and whole != size else "") for size, whole in sizes if size]
+    steps = sorted({each["steps"] for each in group})
+    length = f"{steps[0]:,}" + (f" to {steps[-1]:,}" if len(steps) > 1 else "")
+    return f"{', '.join(networks)} ({', '.join(told)} examples), {length} steps of {group[0].get('batch')}"
 
 
 def methods_of(group: list[Result]) -> list[str]:
@@ -90,43 +101,46 @@ def shown(found: Summary | None, unit: float) -> str:
 
 def times(rows: list[Result], base: list[Result]) -> str:
     """Medians over seeds of the seconds that a training step takes, refits included."""
-    if not base:
-        return "–"
+    if not base or len({each["clock"] for each in (*rows, *base)} | {"mixed"}) > 2:
+        return "–"  # nothing to compare with, or seconds of two kinds
     own, alone = (median(each["seconds"] / each["steps"] for each in some) for some in (rows, base))
     return f"×{own / alone:.3g}"
 
 
 def verdict(group: list[Result]) -> str:
-    """Which methods beat the base by more than two standard errors of the difference, which it beats, which neither."""
-    score = group[0]["score"]
-    by_method = {
-        method: summary(scores([each for each in group if each["method"] == method])) for method in methods_of(group)
-    }
-    base = by_method.pop("base", None)
-    if base is None or not by_method:
+    """Which methods beat the base by more than two standard errors of the difference, which it beats, which neither.
+
+    Scores are of the seeds that came to one: a method of which more seeds failed than of the base isn't called better.
+    """
+    rows = {method: [each for each in group if each["method"] == method] for method in methods_of(group)}
+    base = rows.pop("base", [])
+    alone = summary(scores(base))
+    if not rows:
         return ""
-    sign = -1.0 if score in LOWER_IS_BETTER else 1.0
-    better: list[str] = []
-    worse: list[str] = []
-    even: list[str] = []
-    single: list[str] = []
-    for method, found in by_method.items():
-        if found is None:
-            worse.append(f"{method} (no score)")
-        elif found.error is None or base.error is None:
-            single.append(f"{method} {'better' if sign * (found.mean - base.mean) > 0 else 'not better'}")
-        else:
-            difference = sign * (found.mean - base.mean)
-            margin = 2 * (found.error**2 + base.error**2) ** 0.5
-            (better if difference > margin else worse if difference < -margin else even).append(method)
-    parts = [
-        f"{label}: {', '.join(names)}"
-        for label, names in (
-            ("better than the base by over two standard errors", better),
-            ("within two standard errors of it", even),
-            ("worse", worse),
-            ("one seed, which says little", single),
+    if alone is None:
+        return (
+            "The base came to no score: there is nothing to compare with." if base else "There is no run of the base."
         )
-        if names
-    ]
-    return "; ".join(parts) + "."
+    sign = -1.0 if group[0]["score"] in LOWER_IS_BETTER else 1.0
+    said: dict[str, list[str]] = {}
+    for method, own in rows.items():
+        found = summary(scores(own))
+        failed = 1 - len(scores(own)) / len(own)
+        label = method if not failed else f"{method} ({seeds(own)} seeds came to a score)"
+        if found is None or failed > 1 - len(scores(base)) / len(base):
+            kind = "failed more often than the base"
+        elif found.error is None or alone.error is None:
+            difference = "better" if sign * (found.mean - alone.mean) > 0 else "not better"
+            kind = f"{difference} with one seed, which says little"
+        else:
+            margin = 2 * (found.error**2 + alone.error**2) ** 0.5
+            gain = sign * (found.mean - alone.mean)
+            kind = (
+                "better than the base by over two standard errors"
+                if gain > margin
+                else "worse by over two standard errors"
+                if gain < -margin
+                else "within two standard errors of the base"
+            )
+        said.setdefault(kind, []).append(label)
+    return "; ".join(f"{kind}: {', '.join(names)}" for kind, names in said.items()) + "."

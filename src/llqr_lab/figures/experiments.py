@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 
 from llqr_lab.experiments.collect import Result, summary, value
+from llqr_lab.experiments.config import toml
+from llqr_lab.experiments.folder import RunError
 from llqr_lab.experiments.table import NAMES, UNITS, methods_of, scores
 from llqr_lab.figures.style import BLUE, GREEN, GREY, ORANGE, PINK, drawing
 
@@ -28,25 +32,33 @@ LINES = (
 
 def curves(results: list[Result], path: Path) -> None:
     """Training loss and held-out error (or loss) of one preset and scale, by steps and by seconds: mean and standard error."""
-    held_out = "test_accuracy" if results[0]["score"] == "test_accuracy" else "test_loss"
-    with drawing(path, 11, 8) as figure:
+    held_out = next(each for each in ("test_accuracy", "valid_loss", "test_loss") if _held_out(results, each))
+    accuracy = held_out == "test_accuracy"
+    with drawing(path, 11, 8.5) as figure:
         grid = figure.subplots(2, 2, sharey="row", sharex="col", squeeze=False)
-        for method, (colour, style) in zip(methods_of(results), LINES * 9, strict=False):
+        for method, (colour, style) in zip(methods_of(results), itertools.cycle(LINES), strict=False):
             rows = [each for each in results if each["method"] == method]
-            for line, (name, view) in enumerate(
-                (("train_loss", _same), (held_out, _error if held_out == "test_accuracy" else _same))
-            ):
+            diverged = sum(each["diverged"] for each in rows)
+            label = f"{method} ({diverged} of {len(rows)} diverged)" if diverged else method
+            for line, (name, view) in enumerate((("train_loss", _same), (held_out, _error if accuracy else _same))):
                 for axes, along in zip(grid[line], ("step", "seconds"), strict=True):
-                    _band(axes, rows, along, name, view, colour=colour, style=style, label=method)
+                    _band(axes, rows, along, name, view, colour=colour, style=style, label=label)
         for axes, label in zip(grid[-1], ("training steps", "seconds of training"), strict=True):
             axes.set_xlabel(label)
         grid[0, 0].set_ylabel("training loss")
-        grid[1, 0].set_ylabel("test error, %" if held_out == "test_accuracy" else "test loss")
+        grid[1, 0].set_ylabel(
+            "test error, %" if accuracy else held_out.replace("_", " ").replace("valid", "validation")
+        )
         for axes in grid.flat:
             axes.set_yscale("log")
         handles, labels = grid[0, 0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper center", ncols=4)
+        figure.legend(handles, labels, loc="outside lower center", ncols=4)
         figure.suptitle(_title(results), fontsize="medium")
+
+
+def _held_out(results: list[Result], name: str) -> bool:
+    wanted = name != "test_accuracy" or results[0]["score"] in ("test_accuracy", "steps_to_target")
+    return wanted and all(name in each["curve"] for each in results)
 
 
 def _same(number: float) -> float:
@@ -54,7 +66,7 @@ def _same(number: float) -> float:
 
 
 def _error(accuracy: float) -> float:
-    return 100 * (1 - accuracy)
+    return max(100 * (1 - accuracy), 0.01)  # the axis is logarithmic
 
 
 def _band(
@@ -68,30 +80,39 @@ def _band(
     style: str,
     label: str,
 ) -> None:
-    """The mean over seeds at each step, and the standard error around it where there are several seeds."""
-    by_step: dict[float, list[tuple[float, float]]] = {}
-    for row in rows:
-        curve = row["curve"]
-        for step, at, measured in zip(curve["step"], curve[along], curve[name], strict=True):
-            if measured is not None:
-                by_step.setdefault(step, []).append((at, view(measured)))
-    steps = sorted(step for step, points in by_step.items() if len(points) == max(map(len, by_step.values())))
-    if not steps:
-        return
-    found = [summary(point[1] for point in by_step[step]) for step in steps]
-    at = [math.fsum(point[0] for point in by_step[step]) / len(by_step[step]) for step in steps]
-    means = [each.mean for each in found if each]
+    """The mean over seeds, and the standard error around it where there are several.
+
+    Between its evaluations and after its end a run has the value that it had; one that diverged is left out from there on.
+    """
+    steps = max((row["curve"]["step"] for row in rows), key=lambda some: some[-1])
+    at, means, errors = [], [], []
+    for step in steps:
+        points = [point for row in rows if (point := _point(row, step, along, name)) is not None]
+        found = summary(view(measured) for _, measured in points)
+        if found:
+            at.append(math.fsum(place for place, _ in points) / len(points))
+            means.append(found.mean)
+            errors.append(found.error or 0.0)
     axes.plot(at, means, color=colour, linestyle=style, label=label)
     if len(rows) > 1:
-        errors = [each.error or 0.0 for each in found if each]
         low, high = ([m + sign * e for m, e in zip(means, errors, strict=True)] for sign in (-1, 1))
         axes.fill_between(at, low, high, color=colour, alpha=0.2, linewidth=0)
+
+
+def _point(row: Result, step: float, along: str, name: str) -> tuple[float, float] | None:
+    """Where a run was at a step, and what it had measured last; None before its first evaluation and where it had diverged."""
+    curve = row["curve"]
+    last = bisect_right(curve["step"], step) - 1
+    if last < 0 or curve[name][last] is None or (row["diverged"] and last == len(curve["step"]) - 1):
+        return None
+    return (step if along == "step" else curve[along][last]), curve[name][last]
 
 
 def _title(results: list[Result]) -> str:
     counts = {sum(1 for each in results if each["method"] == method) for method in methods_of(results)}
     many = f"{min(counts)}" if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
-    return f"{results[0]['preset']} at --scale {results[0]['scale']}; seeds: {many}, bands: standard error"
+    bands = "" if max(counts) == 1 else ", bands: standard error"
+    return f"{results[0]['preset']} at --scale {results[0]['scale']}\nseeds: {many}{bands}"
 
 
 def boxes(results: list[Result], path: Path) -> None:
@@ -101,7 +122,7 @@ def boxes(results: list[Result], path: Path) -> None:
     with drawing(path, 11, 4.5) as figure:
         left, right = figure.subplots(1, 2)
         for axes, name, label in ((left, "steps_to_target", "steps"), (right, "seconds_to_target", "seconds")):
-            for number, (method, (colour, _)) in enumerate(zip(methods, LINES, strict=False)):
+            for number, (method, (colour, _)) in enumerate(zip(methods, itertools.cycle(LINES), strict=False)):
                 for place, preset in enumerate(presets):
                     rows = [each for each in results if each["preset"] == preset and each["method"] == method]
                     reached = [each[name] for each in rows if value(each) is not None]
@@ -114,15 +135,7 @@ def boxes(results: list[Result], path: Path) -> None:
                         drawn["boxes"][0].set(facecolor=colour, alpha=0.6)
                         drawn["medians"][0].set(color="black")
                     if len(reached) < len(rows):
-                        axes.annotate(
-                            f"{len(rows) - len(reached)} not",
-                            (at, 1.0),
-                            xycoords=("data", "axes fraction"),
-                            ha="center",
-                            va="top",
-                            fontsize="x-small",
-                            color=colour,
-                        )
+                        _beside(axes, at, f"{len(rows) - len(reached)} not", colour)
                 axes.bar([0], [0], color=colour, alpha=0.6, label=method)
             axes.set_xticks(range(len(presets)), [preset.removeprefix("grokking-") for preset in presets])
             axes.set_ylabel(f"{label} to 95% test accuracy")
@@ -131,33 +144,53 @@ def boxes(results: list[Result], path: Path) -> None:
         figure.suptitle(f"Grokking at --scale {results[0]['scale']}", fontsize="medium")
 
 
-def ablation(results: list[Result], grid: dict[str, list[Any]], path: Path) -> None:
-    """The score against each setting of an ablation: one point a run, the mean joined; the base as a line."""
+def ablation(results: list[Result], methods: Sequence[str], grid: dict[str, list[Any]], path: Path) -> None:
+    """The score against each setting of an ablation: one point a run, the mean as a bar; the base as a line."""
     score = results[0]["score"]
     unit = UNITS.get(score, 1.0)
     base = summary(scores([each for each in results if each["method"] == "base"]))
-    with drawing(path, 4.5 * len(grid) + 0.5, 4) as figure:
+    points = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+    # settings that were changed beside the ablation's make another run
+    labels = {_label(method, point): (method, point) for method in methods for point in points}
+    swept = [each for each in results if each["method"] in labels]
+    if not swept:
+        raise RunError("no finished runs of this ablation: make them with `llqr sweep --ablation`")
+    with drawing(path, max(4.5 * len(grid) + 0.5, 7), 4.5) as figure:
         panels = figure.subplots(1, len(grid), sharey=True, squeeze=False)[0]
         for axes, (setting, values) in zip(panels, grid.items(), strict=True):
-            for place, wanted in enumerate(values):
-                rows = [each for each in results if f"{setting}={wanted}" in each["method"].split("+")]
-                found = [unit * each for each in scores(rows)]
-                axes.plot([place] * len(found), found, "o", color=BLUE, alpha=0.5)
-                mean = summary(found)
-                if mean:
-                    axes.plot(place, mean.mean, "_", color=ORANGE, markersize=24, markeredgewidth=2.5)
-                if len(found) < len(rows):
-                    axes.annotate(
-                        f"{len(rows) - len(found)} failed",
-                        (place, 0.02),
-                        xycoords=("data", "axes fraction"),
-                        ha="center",
+            for (number, method), (colour, _) in zip(enumerate(methods), itertools.cycle(LINES[1:]), strict=False):
+                for place, wanted in enumerate(values):
+                    rows = [
+                        each
+                        for each in swept
+                        if labels[each["method"]] == (method, {**labels[each["method"]][1], setting: wanted})
+                    ]
+                    found = [unit * each for each in scores(rows)]
+                    at = place + 0.15 * (number - (len(methods) - 1) / 2)
+                    axes.plot(
+                        [at] * len(found), found, "o", color=colour, alpha=0.5, label=method if place == 0 else None
                     )
-            axes.set_xticks(range(len(values)), [str(each) for each in values])
+                    mean = summary(found)
+                    if mean:
+                        axes.plot(at, mean.mean, "_", color="black", markersize=24, markeredgewidth=2)
+                    if len(found) < len(rows):
+                        _beside(axes, at, f"{len(rows) - len(found)} not", colour)
+            axes.set_xticks(range(len(values)), [toml(each).strip('"') for each in values])
             axes.set_xlabel(setting)
             if base:
                 axes.axhline(unit * base.mean, color=GREY, linestyle="--", label="base")
         panels[0].set_ylabel(NAMES.get(score, score))
-        if base:
-            panels[0].legend()
-        figure.suptitle(_title(results), fontsize="medium")
+        handles, texts = panels[0].get_legend_handles_labels()
+        figure.legend(handles, texts, loc="outside lower center", ncols=4)
+        figure.suptitle(f"{results[0]['preset']} at --scale {results[0]['scale']}", fontsize="medium")
+
+
+def _label(method: str, point: dict[str, Any]) -> str:
+    return "+".join([method, *(f"{name}={toml(value)}" for name, value in sorted(point.items()))])
+
+
+def _beside(axes: Axes, at: float, text: str, colour: str) -> None:
+    """How many runs came to no score."""
+    axes.annotate(
+        text, (at, 1.0), xycoords=("data", "axes fraction"), ha="center", va="top", fontsize="x-small", color=colour
+    )

@@ -21,7 +21,10 @@ class Task(ABC):
     train: Batches
     score: str
     """The metric that results are compared by."""
-    higher_is_better = True
+    examples: int
+    """To learn from, and"""
+    whole: int | None = None
+    """how many there would be in the data set as it is published, where the one at hand may be a part of it."""
     weights: Callable[[Any], Tensor] | None = None
     """From the inputs of a refit to one weight a variable, for models with padding."""
 

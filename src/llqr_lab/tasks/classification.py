@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from llqr_lab.data.augment import Augmentation
-from llqr_lab.data.named import pictures
+from llqr_lab.data.named import WHOLE, pictures
 from llqr_lab.models.zoo import build
 from llqr_lab.tasks.base import Metrics, Task, scores
 
@@ -31,6 +31,8 @@ class Classification(Task):
         augment: bool = True,
         **options: Any,
     ) -> None:
+        if cutout and not augment:
+            raise ValueError("'data.cutout' has no effect where 'data.augment' is false: leave it out")
         data, augmentation, crop = pictures(name, folder, pixels, **options)
         self.model = {"classes": data.classes, **model}
         if self.model["classes"] != data.classes:
@@ -40,6 +42,7 @@ class Classification(Task):
             if augment
             else Augmentation(size=augmentation.size)
         )
+        self.examples, self.whole = len(data.train.labels), WHOLE.get(name)
         self.train = data.training(batch, seed, changed)
         self.tests = data.testing(500, crop)
         self.label_smoothing = label_smoothing

@@ -27,6 +27,7 @@ class Grokking(Task):
     ) -> None:
         self.model = {"words": vocabulary(p), **model}
         data = modular_arithmetic(operation, p, train, seed)
+        self.examples = len(data.train_targets)
         self.train = TensorBatches(data.train_inputs, data.train_targets, batch, seed)
         self.tests = tensor_batches_in_order(data.test_inputs, data.test_targets, 2048)
 

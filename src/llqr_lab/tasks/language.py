@@ -21,6 +21,7 @@ class Language(Task):
         text = characters(name, folder)
         self.model = {"words": len(text.vocabulary), **model}
         context = int(self.model.get("length", 256))
+        self.examples = len(text.train)
         self.train = text.training(batch, context, seed)
         self.tests = text.testing(64, context)
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from llqr_lab.data.named import corpus
+from llqr_lab.data.named import WHOLE, corpus
 from llqr_lab.data.tokens import PAD
 from llqr_lab.data.translation import TranslationBatches, all_batches, real_tokens
 from llqr_lab.decoding import Translator, translate
@@ -34,6 +34,8 @@ class Translating(Task):
     ) -> None:
         self.data = corpus(name, folder, bpe)
         self.model = {**model, "source_words": len(self.data.source), "target_words": len(self.data.target)}
+        self.examples = len(self.data.train.source) + self.data.empty + self.data.cleaned
+        self.whole = WHOLE.get(name)
         self.train = TranslationBatches(self.data.train, batch, seed)
         self.valid = all_batches(self.data.valid, batch)
         self.label_smoothing = label_smoothing
@@ -52,7 +54,7 @@ class Translating(Task):
     def evaluate(self, model: nn.Module, device: torch.device) -> Metrics:
         """On the validation set, without smoothing."""
         found = likelihood(model, self.valid, device)
-        return {"test_loss": found.loss}
+        return {"valid_loss": found.loss}
 
     def finals(self, model: nn.Module, device: torch.device) -> dict[str, Any]:
         """BLEU on the test set."""

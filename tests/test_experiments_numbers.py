@@ -1,0 +1,157 @@
+"""Promises: schedules, averages, ratios and verdicts are what their formulas say."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from llqr_lab.cli import app
+from llqr_lab.experiments.cli import _values, numbers
+from llqr_lab.experiments.collect import summary
+from llqr_lab.experiments.config import Schedule
+from llqr_lab.experiments.optimizers import rate
+from llqr_lab.experiments.presets import resolve
+from llqr_lab.experiments.sweep import configurations
+from llqr_lab.experiments.table import times, verdict
+from llqr_lab.figures.experiments import _point
+from llqr_lab.tasks.grokking import Grokking
+
+
+def result(method: str, score: float | None, seconds: float = 10.0, **more: Any) -> dict[str, Any]:
+    return {
+        "preset": "cifar10-resnet18-sgdm",
+        "scale": "cpu",
+        "method": method,
+        "score": "test_accuracy",
+        "clock": "processor",
+        "steps": 100,
+        "seconds": seconds,
+        "diverged": score is None,
+        "last": {"test_accuracy": score},
+        **more,
+    }
+
+
+def test_schedules() -> None:
+    """cosine: ½(1 + cos πk/n); inverse-sqrt: √(w/k) after w steps of linear warm-up; piecewise: tenths."""
+    cosine = Schedule("cosine")
+    assert [rate(cosine, step, 100) for step in (0, 50, 100)] == pytest.approx([1.0, 0.5, 0.0], abs=1e-12)
+    assert rate(cosine, 25, 100) == pytest.approx(0.5 * (1 + math.cos(math.pi / 4)))
+    inverse = Schedule("inverse-sqrt", warmup=4)
+    assert [rate(inverse, step, 100) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    assert rate(inverse, 15, 100) == pytest.approx(0.5)
+    tenths = Schedule("piecewise", warmup=2, milestones=(0.3, 0.6, 0.9))
+    assert [rate(tenths, step, 100) for step in (0, 2, 29, 30, 60, 90)] == pytest.approx([0.5, 1, 1, 0.1, 0.01, 0.001])
+    assert rate(Schedule(), 77, 100) == 1.0
+
+
+def test_the_standard_error() -> None:
+    """s/√n, with s² = Σ(x - x̄)²/(n - 1)."""
+    found = summary([1.0, 2.0, 4.0])
+    assert found is not None
+    assert found.mean == pytest.approx(7 / 3)
+    assert found.error == pytest.approx(math.sqrt(((4 / 3) ** 2 + (1 / 3) ** 2 + (5 / 3) ** 2) / 2 / 3))
+    single = summary([3.0])
+    assert single is not None
+    assert single.error is None
+    assert summary([]) is None
+
+
+def test_the_time_ratio_is_of_medians_and_of_one_clock() -> None:
+    base = [result("base", 0.5, seconds) for seconds in (10.0, 11.0, 50.0)]
+    assert times([result("kfac-ngd", 0.5, 22.0)], base) == "×2"
+    assert times([result("kfac-ngd", 0.5, 22.0, clock="wall")], base) == "–"
+    assert times([result("kfac-ngd", 0.5)], []) == "–"
+
+
+def test_verdicts() -> None:
+    base = [result("base", score) for score in (0.50, 0.51, 0.52)]
+    better = [result("kfac-ngd", score) for score in (0.60, 0.61, 0.62)]
+    even = [result("ekfac-ngd", score) for score in (0.50, 0.52, 0.53)]
+    worse = [result("diagonal-ngd", score) for score in (0.40, 0.41, 0.42)]
+    said = verdict(base + better + even + worse)
+    assert "better than the base by over two standard errors: kfac-ngd" in said
+    assert "within two standard errors of the base: ekfac-ngd" in said
+    assert "worse by over two standard errors: diagonal-ngd" in said
+    # two good seeds and one that diverged aren't better than three that all came to their end
+    failing = [*better[:2], result("kfac-ngd", None)]
+    assert "failed more often than the base: kfac-ngd (2 of 3 seeds came to a score)" in verdict(base + failing)
+    assert "no run of the base" in verdict(better)
+    assert "came to no score" in verdict([result("base", None), *better])
+    assert "one seed" in verdict([base[0], better[0]])
+
+
+def test_curves_hold_what_was_measured_last_and_leave_out_what_diverged() -> None:
+    row = result("base", 0.5, curve={"step": [10, 20], "seconds": [1.0, 2.0], "train_loss": [3.0, 2.0]})
+    assert _point(row, 5, "step", "train_loss") is None
+    assert _point(row, 15, "step", "train_loss") == (15, 3.0)
+    assert _point(row, 500, "seconds", "train_loss") == (2.0, 2.0)
+    assert _point({**row, "diverged": True}, 500, "step", "train_loss") is None
+
+
+def test_steps_to_grokking() -> None:
+    task = Grokking({"name": "grokking-transformer"}, 8, 0, "add", p=5)
+    accuracies = [(0.5, 0.1), (0.995, 0.2), (1.0, 0.96), (1.0, 0.97)]
+    lines = [
+        {"step": 10 * number, "seconds": float(number), "train_accuracy": train, "test_accuracy": test}
+        for number, (train, test) in enumerate(accuracies, 1)
+    ]
+    assert [task.over(line) for line in lines] == [False, False, True, True]
+    assert task.summary(lines) == {"steps_to_overfit": 20, "steps_to_target": 30, "seconds_to_target": 3.0}
+    assert task.summary(lines[:2])["steps_to_target"] is None
+
+
+def test_what_a_sweep_is_asked_for() -> None:
+    assert numbers("0-2,7,1") == [0, 1, 2, 7]
+    assert _values("llqr.every=50,100") == ("llqr.every", [50, 100])
+    assert _values("model.blocks=[1,1]") == ("model.blocks", [[1, 1]])
+    assert _values("llqr.solver.name=sgdm,cg") == ("llqr.solver.name", ["sgdm", "cg"])
+    found = configurations("grokking-add", "smoke", ("base", "kfac-ngd"), (0, 1), {"llqr.every": [1, 2]})
+    assert [(config.label, config.seed) for config, _ in found] == [
+        ("base", 0),
+        ("kfac-ngd+llqr.every=1", 0),
+        ("kfac-ngd+llqr.every=2", 0),
+        ("base", 1),
+        ("kfac-ngd+llqr.every=1", 1),
+        ("kfac-ngd+llqr.every=2", 1),
+    ]
+
+
+def test_settings_reach_the_optimizer() -> None:
+    import torch
+
+    from llqr import LLQR
+    from llqr.solvers import SGDM
+    from llqr_lab.experiments.optimizers import optimizer
+
+    config = resolve(
+        "grokking-add",
+        "smoke",
+        "kfac-ngd",
+        0,
+        {"llqr.damping": 0.5, "llqr.warm_start": True, "llqr.chunk_size": 4, "llqr.ema": 0.25, "llqr.steps": 3},
+    )
+    made = optimizer(config.base, config.llqr, torch.nn.Linear(3, 2))
+    assert isinstance(made, LLQR)
+    assert (made.ema, made.warm_start) == (0.25, True)
+    told = repr(made)
+    assert all(word in told for word in ("kfac", "3", "0.5"))
+    assert made._refit.solver == SGDM(lr=0.005, momentum=0.9, clip=5.0)
+    assert (made._refit.damping, made._refit.chunk_size, made._refit.steps) == (0.5, 4, 3)
+
+
+def test_bench_epoch_times_steps_and_refits_beside_the_paper_s(tmp_path: Path) -> None:
+    import json
+
+    output = tmp_path / "epoch.json"
+    arguments = ["bench", "epoch", "cifar10-resnet18-sgdm", "--scale=smoke", "--methods=diagonal-ngd", "--repeats=1"]
+    shown = CliRunner().invoke(app, [*arguments, f"--output={output}", "--threads=1"], env={"COLUMNS": "120"})
+    assert shown.exit_code == 0, shown.output
+    base, own = json.loads(output.read_text(encoding="utf-8"))["rows"]
+    assert (base["ratio"], base["every"]) == (1.0, None)
+    assert own["ratio"] == pytest.approx(own["step"] + own["refit"] / own["every"])
+    assert own["paper"] == 1.08
