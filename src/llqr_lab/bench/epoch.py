@@ -7,7 +7,6 @@ is the preset's, whatever the size of the data set at hand.
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -57,7 +56,8 @@ def main(
                 done()
     rows = [_row(preset, name, periods[name], steps, refits) for name in names]
     where = f"llqr bench epoch {preset} --scale {scale} --methods {','.join(methods)}"
-    content = {"preset": preset, "scale": scale, "threads": torch.get_num_threads(), "repeats": repeats, "rows": rows}
+    content = {"preset": preset, "scale": scale, "threads": torch.get_num_threads(), "repeats": repeats}
+    content |= {"clock": runs["base"].clock_name, "rows": rows}
     write_json(output, {**provenance(where, seed), **content})
     console = Console()
     console.print(f"{preset} at --scale {scale}, {torch.get_num_threads()} threads", highlight=False)
@@ -77,9 +77,9 @@ def _run(task: Task, preset: str, scale: str, method: str, seed: int) -> Run:
 
 def _seconds(run: Run, task: Task, step: int) -> float:
     batch = task.train[step]
-    before = time.perf_counter()
+    before = run.clock()
     run.advance(batch)
-    return time.perf_counter() - before
+    return run.clock() - before
 
 
 def _row(

@@ -69,7 +69,9 @@ def sweep(
         folder = folder_of(runs, config)
         folder.check(config, resume=True)
         if folder.done:
-            console.print(f"done before: {describe(folder.read_result())}", highlight=False, markup=False)
+            console.print(
+                f"done before: {describe(folder.read_result())}", highlight=False, markup=False, soft_wrap=True
+            )
         else:
             waiting.append(Job(config, folder, _arguments(config, point, runs, data, device)))
     running: list[Job] = []
@@ -83,7 +85,7 @@ def sweep(
             for job in [each for each in running if each.process is not None and each.process.poll() is not None]:
                 running.remove(job)
                 if job.folder.done:
-                    console.print(describe(job.folder.read_result()), highlight=False, markup=False)
+                    console.print(describe(job.folder.read_result()), highlight=False, markup=False, soft_wrap=True)
                 else:
                     failed.append(job)
                     console.print(f"failed: {_why(job)}", style="red", highlight=False, markup=False, soft_wrap=True)
