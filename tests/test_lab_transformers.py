@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from llqr_lab.models.translation import TranslationTransformer, positions
+from llqr_lab.models.zoo import build
 from small_lab import PAD, WORDS, batch, mean_loss, sentences, small
 
 
@@ -125,3 +126,13 @@ def test_positions_are_sines_and_cosines_from_one_turn_of_a_radian_to_a_ten_thou
 def test_encoder_and_decoder_may_differ_in_depth() -> None:
     model = TranslationTransformer(9, 9, width=4, ffn=4, heads=1, layers=3, decoder_layers=1)
     assert (len(model.encoder), len(model.decoder)) == (3, 1)
+
+
+def test_the_spread_of_the_grokking_transformer_s_weights() -> None:
+    model = build("grokking-transformer", spread=0.03)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            assert float(parameter.std()) == pytest.approx(0.03, rel=0.1), name
+        else:
+            # gains of norms, and biases
+            assert parameter.unique().numel() == 1, name

@@ -32,7 +32,9 @@ class CausalTransformer(nn.Module):
 class GrokkingTransformer(CausalTransformer):
     """Tokens in, the logits of what follows the last one out (as for a ∘ b = ?), as in Power et al. 2022.
 
-    The words are the p elements that ∘ works on and the two signs ∘ and =; p is 97 by default.
+    The words are the p elements that ∘ works on and the two signs ∘ and =; p is 97 by default. Weights begin as torch has them,
+    or with `spread` as N(0, spread²), and biases as zeros: the smaller, the sooner it generalises. Without weight decay, on
+    subtraction, 0.02 and 0.03 gave no plateau at all in trials, and 0.04 one of more than a thousand steps.
     """
 
     def __init__(
@@ -43,8 +45,14 @@ class GrokkingTransformer(CausalTransformer):
         heads: int = 4,
         layers: int = 2,
         dropout: float = 0.0,
+        spread: float | None = None,
     ) -> None:
         super().__init__(words, length, width, heads, layers, dropout, bias=True)
+        if spread is not None:
+            without_biases(self)
+            for parameter in self.parameters():
+                if parameter.dim() > 1:
+                    nn.init.normal_(parameter, std=spread)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.norm(self.hidden(tokens)[:, -1]))  # type: ignore[no-any-return]
