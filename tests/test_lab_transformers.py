@@ -132,7 +132,7 @@ def test_the_spread_of_the_grokking_transformer_s_weights() -> None:
     model = build("grokking-transformer", spread=0.03)
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
-            assert float(parameter.std()) == pytest.approx(0.03, rel=0.1), name
+            assert float(parameter.detach().std()) == pytest.approx(0.03, rel=0.1), name
         else:
             # gains of norms, and biases
             assert parameter.unique().numel() == 1, name
