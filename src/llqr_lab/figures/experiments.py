@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.ticker import LogFormatter
 
 from llqr_lab.experiments.collect import Result, summary, value
 from llqr_lab.experiments.config import toml
@@ -51,6 +52,9 @@ def curves(results: list[Result], path: Path) -> None:
         )
         for axes in grid.flat:
             axes.set_yscale("log")
+            # plain numbers, also between the powers of ten where there are few of these
+            for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+                ticks(LogFormatter(minor_thresholds=(1.5, 0.5)))
         handles, labels = grid[0, 0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=4)
         figure.suptitle(_title(results), fontsize="medium")
