@@ -16,7 +16,7 @@ from llqr_lab.experiments.config import Schedule
 from llqr_lab.experiments.optimizers import rate
 from llqr_lab.experiments.presets import resolve
 from llqr_lab.experiments.sweep import configurations
-from llqr_lab.experiments.table import times, verdict
+from llqr_lab.experiments.table import shown, times, verdict
 from llqr_lab.figures.experiments import _point
 from llqr_lab.tasks.grokking import Grokking
 
@@ -27,6 +27,9 @@ def result(method: str, score: float | None, seconds: float = 10.0, **more: Any)
         "scale": "cpu",
         "method": method,
         "score": "test_accuracy",
+        "model": "resnet20",
+        "data": "cifar10",
+        "batch": 128,
         "clock": "processor",
         "steps": 100,
         "seconds": seconds,
@@ -59,6 +62,13 @@ def test_the_standard_error() -> None:
     assert single is not None
     assert single.error is None
     assert summary([]) is None
+
+
+def test_numbers_are_shown_without_powers_of_ten() -> None:
+    found = summary([6000.0, 7000.0])
+    assert shown(found, 1.0) == "6500 ± 500"
+    assert shown(summary([0.6387, 0.642]), 100.0) == "64.03 ± 0.17"
+    assert shown(summary([23456.0]), 1.0) == "23456"
 
 
 def test_the_time_ratio_is_of_medians_and_of_one_clock() -> None:

@@ -66,12 +66,12 @@ def table(preset: str, group: list[Result]) -> Table:
 
 def ours(group: list[Result]) -> str:
     """What was trained on what, for how long."""
-    networks = sorted({f"{each.get('model')} on {each.get('data')}" for each in group})
+    networks = sorted({f"{each['model']} on {each['data']}" for each in group})
     sizes = sorted({(each.get("examples"), each.get("whole")) for each in group}, key=str)
     told = [f"{size:,}" + (f" of its {whole:,}" if whole and whole != size else "") for size, whole in sizes if size]
     steps = sorted({each["steps"] for each in group})
     length = f"{steps[0]:,}" + (f" to {steps[-1]:,}" if len(steps) > 1 else "")
-    return f"{', '.join(networks)} ({', '.join(told)} examples), {length} steps of {group[0].get('batch')}"
+    return f"{', '.join(networks)} ({', '.join(told)} examples), {length} steps of {group[0]['batch']}"
 
 
 def methods_of(group: list[Result]) -> list[str]:
@@ -95,8 +95,13 @@ def seeds(rows: list[Result]) -> str:
 def shown(found: Summary | None, unit: float) -> str:
     if found is None:
         return "–"
-    mean = f"{unit * found.mean:.4g}" if unit * found.mean < 1e4 else f"{unit * found.mean:.0f}"
-    return mean if found.error is None else f"{mean} ± {unit * found.error:.2g}"
+    mean = _digits(unit * found.mean, 4)
+    return mean if found.error is None else f"{mean} ± {_digits(unit * found.error, 2)}"
+
+
+def _digits(number: float, count: int) -> str:
+    """So many digits that count, and all that are before the point."""
+    return f"{number:.0f}" if number >= 10**count else f"{number:.{count}g}"
 
 
 def times(rows: list[Result], base: list[Result]) -> str:
