@@ -67,7 +67,7 @@ def test_the_standard_error() -> None:
 def test_numbers_are_shown_without_powers_of_ten() -> None:
     found = summary([6000.0, 7000.0])
     assert shown(found, 1.0) == "6500 ± 500"
-    assert shown(summary([0.6387, 0.642]), 100.0) == "64.03 ± 0.17"
+    assert shown(summary([0.6387, 0.6421]), 100.0) == "64.04 ± 0.17"
     assert shown(summary([23456.0]), 1.0) == "23456"
 
 
