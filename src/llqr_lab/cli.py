@@ -234,11 +234,14 @@ def bench_epoch(
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of torch; else its own choice.")] = None,
 ) -> None:
     """The time of an epoch with LLQR over one without it, from steps and refits timed in turns, beside the paper's."""
-    target = writable_file(output or Path(f"results/epoch_{preset}_{scale}.json"))
-    from llqr_lab.bench.epoch import main
     from llqr_lab.experiments.cli import told
+    from llqr_lab.experiments.presets import known_preset
 
     with told():
+        known_preset(preset)
+        target = writable_file(output or Path(f"results/epoch_{preset}_{scale}.json"))
+        from llqr_lab.bench.epoch import main
+
         main(preset, scale, tuple(methods.split(",")), target, data, seed, repeats, threads)
 
 

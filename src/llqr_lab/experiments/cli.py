@@ -20,7 +20,7 @@ from llqr_lab.experiments.collect import Result, collected
 from llqr_lab.experiments.collect import save as save_results
 from llqr_lab.experiments.config import Config, ConfigError, read
 from llqr_lab.experiments.folder import RunError
-from llqr_lab.experiments.presets import PRESETS, SCALES, resolve
+from llqr_lab.experiments.presets import PRESETS, SCALES, known_preset, resolve
 from llqr_lab.suggest import suggestion
 
 
@@ -105,11 +105,10 @@ def sweep(
     from llqr_lab.experiments.sweep import ABLATIONS, configurations
     from llqr_lab.experiments.sweep import sweep as run_all
 
-    if preset not in PRESETS:
-        raise ConfigError(f"there is no preset '{preset}'{suggestion(preset, PRESETS)}")
+    usual = known_preset(preset).methods
     if ablation and ablation not in ABLATIONS:
         raise ConfigError(f"there is no ablation '{ablation}'{suggestion(ablation, ABLATIONS)}")
-    own, grid = ABLATIONS[ablation] if ablation else (PRESETS[preset].methods, {})
+    own, grid = ABLATIONS[ablation] if ablation else (usual, {})
     chosen = tuple(filter(None, methods.split(","))) or own
     grid = {**grid, **dict(map(_values, changes))}
     wanted = configurations(preset, scale, chosen, numbers(seeds), grid)
@@ -174,8 +173,8 @@ def figure(kind: str, preset: str, source: Path, scale: str, output: Path) -> No
         raise ConfigError(f"there is no figure '{kind}'{suggestion(kind, kinds)}")
     if kind == "grokking" and preset:
         raise ConfigError("the figure 'grokking' has all of its operations: leave out the preset")
-    if kind != "grokking" and preset not in PRESETS:
-        raise ConfigError(f"there is no preset '{preset}'{suggestion(preset, PRESETS)}")
+    if kind != "grokking":
+        known_preset(preset)
     results = [each for each in collected(source) if each["scale"] == _known(scale)]
     if kind == "curves":
         figures.curves(_some([each for each in _plain(results) if each["preset"] == preset], preset, scale), output)

@@ -287,13 +287,17 @@ PRESETS: dict[str, Preset] = {
 }
 
 
-def resolve(name: str, scale: str, method: str, seed: int, changes: Mapping[str, Any] | None = None) -> Config:
-    """The configuration of a preset, with what is changed by hand."""
+def known_preset(name: str) -> Preset:
     if name not in PRESETS:
         raise ConfigError(f"there is no preset '{name}'{suggestion(name, PRESETS)}")
+    return PRESETS[name]
+
+
+def resolve(name: str, scale: str, method: str, seed: int, changes: Mapping[str, Any] | None = None) -> Config:
+    """The configuration of a preset, with what is changed by hand."""
+    preset = known_preset(name)
     if scale not in SCALES:
         raise ConfigError(f"there is no scale '{scale}'{suggestion(scale, SCALES)}")
-    preset = PRESETS[name]
     own = dict(preset.cpu if scale == "cpu" else preset.smoke if scale == "smoke" else {})
     wrapper = _wrapper(preset, scale, method)
     config = parsed({**preset.settings, **({"llqr": wrapper} if wrapper else {})}).changed(own)
