@@ -265,3 +265,10 @@ def test_a_network_that_is_not_there_is_refused_with_the_nearest(command: tuple[
 
 def test_the_names_that_are_checked_are_the_networks_there_are() -> None:
     assert set(options.NETWORKS) == set(NETWORKS)
+
+
+def test_memory_below_zero_is_left_out_of_ratios_and_growth() -> None:
+    from llqr_lab.bench.measure import growth_exponent, ratio
+
+    assert growth_exponent([1, 2, 4], [-3.0, 2.0, 4.0]) == pytest.approx(1.0)
+    assert ratio(-3.0, 2.0) is None

@@ -62,12 +62,15 @@ def median(values: Sequence[float]) -> float | None:
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:
     """None where one side is missing or too small to be seen."""
-    return numerator / denominator if numerator and denominator else None
+    return numerator / denominator if numerator and denominator and min(numerator, denominator) > 0 else None
 
 
 def growth_exponent(sizes: Sequence[float], values: Sequence[float | None]) -> float | None:
-    """The slope of a least-squares line through (log size, log value); None with fewer than two points."""
-    points = [(math.log(size), math.log(value)) for size, value in zip(sizes, values, strict=True) if value]
+    """The slope of a least-squares line through (log size, log value); None with fewer than two points.
+
+    What isn't positive is left out: memory that was given back in between can make a job seem to take less than none.
+    """
+    points = [(math.log(size), math.log(value)) for size, value in zip(sizes, values, strict=True) if value and value > 0]
     if len(points) < 2:
         return None
     return statistics.linear_regression(*zip(*points, strict=True)).slope
