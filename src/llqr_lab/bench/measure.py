@@ -70,7 +70,9 @@ def growth_exponent(sizes: Sequence[float], values: Sequence[float | None]) -> f
 
     What isn't positive is left out: memory that was given back in between can make a job seem to take less than none.
     """
-    points = [(math.log(size), math.log(value)) for size, value in zip(sizes, values, strict=True) if value and value > 0]
+    points = [
+        (math.log(size), math.log(value)) for size, value in zip(sizes, values, strict=True) if value and value > 0
+    ]
     if len(points) < 2:
         return None
     return statistics.linear_regression(*zip(*points, strict=True)).slope
