@@ -97,10 +97,12 @@ PEERS: Mapping[str, Callable[[Base, nn.Module], Optimizer]] = {
 
 
 def _matrices_inside(model: nn.Module) -> list[nn.Parameter]:
-    outside = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
-    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    outside |= {id(p) for module in linear[-1:] for p in module.parameters()}
-    inside = [p for p in model.parameters() if p.dim() == 2 and id(p) not in outside]
+    """Of linear layers and attention, but for the last layer and what an embedding shares."""
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear | nn.MultiheadAttention)]
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    outside = {id(p) for module in (*layers[-1:], *tables) for p in module.parameters()}
+    found = dict.fromkeys(p for module in layers for p in module.parameters(recurse=False))
+    inside = [p for p in found if p.dim() == 2 and id(p) not in outside]
     if not inside:
         raise ConfigError("muon is for matrices inside a network, and this one has none")
     return inside
