@@ -207,6 +207,25 @@ def figure(
 
 
 @app.command()
+def report(
+    sources: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="RUNS...", help="Folders of runs, or files of results that `llqr table --save` wrote."),
+    ] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", callback=writable_file, help="The page to write.")] = Path(
+        "report.html"
+    ),
+) -> None:
+    """Runs as one page that needs nothing else: settings, curves, tables beside the paper's, where the time went."""
+    from llqr_lab.experiments.cli import told
+
+    with told():
+        from llqr_lab.report.command import write_report
+
+        typer.echo(write_report(sources or [Path("runs")], output))
+
+
+@app.command()
 def data(
     name: Annotated[str, typer.Argument(help="A data set to check thoroughly; else all are listed.")] = "",
     folder: Annotated[Path | None, typer.Option("--data", help="The folder with data sets; else LLQR_DATA.")] = None,

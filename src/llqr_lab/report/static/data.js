@@ -1,0 +1,85 @@
+// What the page carries: curves by experiment, their numbers as bytes that are read when they are drawn.
+
+const experiments = JSON.parse(document.getElementById("payload").textContent);
+const decoded = new WeakMap();
+
+/** The numbers of an encoded column. */
+function numbers(column) {
+  if (!decoded.has(column)) decoded.set(column, decode(column));
+  return decoded.get(column);
+}
+
+function decode(column) {
+  if ("c" in column) return new Float64Array(column.n).fill(column.c);
+  const text = atob(column.d ?? column.f);
+  const bytes = new Uint8Array(text.length);
+  for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
+  return "d" in column ? new Float64Array(bytes.buffer) : new Float32Array(bytes.buffer);
+}
+
+/** Curves of a metric: {label, detail, style, x, y, low, high, edges, count, width}, whatever is asked for by `choice`. */
+function curvesOf(source, choice) {
+  const together = choice.view === "methods";
+  const found = [];
+  source.methods.forEach((method, place) => {
+    const entries = together && method.band ? [bandCurve(method, choice)] : method.runs.map((run) => runCurve(run, choice));
+    entries.forEach((curve, number) => {
+      if (!curve) return;
+      const seeds = method.runs.length;
+      const detail = together && method.band ? `${seeds} seeds` : seeds > 1 || !together ? `seed ${method.runs[number].seed}` : "";
+      const states = (together ? method.runs : [method.runs[number]]).map((run) => run.status).filter((each) => each !== "finished");
+      const label = method.label;
+      const status = [...new Set(states)].join(", ");
+      found.push({ ...curve, key: together ? label : `${label} ${detail}`, label, detail, status, style: styleOf(place, together ? 0 : number) });
+    });
+  });
+  return found;
+}
+
+function styleOf(place, number) {
+  return { colour: place % 8, dash: (place + Math.floor(place / 8) + number) % 4, marker: (place + number) % 5 };
+}
+
+function runCurve(run, choice) {
+  const metric = run.metrics[choice.metric];
+  const along = choice.along === "step" ? run.step : run.metrics.seconds?.last;
+  if (!metric || !along) return null;
+  const edges = metric.low && run.width > 1;
+  return joined(numbers(along), numbers(metric.last), {
+    low: edges ? numbers(metric.low) : null,
+    high: edges ? numbers(metric.high) : null,
+    edges,
+    width: run.width,
+  });
+}
+
+function bandCurve(method, choice) {
+  const { band } = method;
+  const spread = band.metrics[choice.metric];
+  const along = choice.along === "step" ? band.step : band.metrics.seconds?.mean;
+  if (!spread || !along) return null;
+  const middle = numbers(spread[choice.middle]);
+  let low = null;
+  let high = null;
+  const edges = band.width > 1;
+  if (choice.band === "range" || edges) [low, high] = [numbers(spread.low), numbers(spread.high)];
+  let inner = null;
+  if (choice.band === "deviation") {
+    const deviation = numbers(spread.deviation);
+    const mean = numbers(spread.mean);
+    inner = [mean.map((each, i) => each - (deviation[i] || 0)), mean.map((each, i) => each + (deviation[i] || 0))];
+    if (!edges) [[low, high], inner] = [inner, null];
+  }
+  return joined(numbers(along), middle, { low, high, inner, edges, width: band.width, count: numbers(spread.count) });
+}
+
+/** A curve without the places where nothing was measured; where it wasn't finite, y is NaN and the line is broken. */
+function joined(x, y, more) {
+  const places = [];
+  for (let i = 0; i < y.length; i++) if (!Number.isNaN(y[i]) && Number.isFinite(x[i])) places.push(i);
+  const pick = (values) => values && Float64Array.from(places, (i) => (Number.isFinite(values[i]) ? values[i] : NaN));
+  return {
+    x: pick(x), y: pick(y), low: pick(more.low), high: pick(more.high), inner: more.inner?.map(pick) ?? null,
+    count: pick(more.count), edges: Boolean(more.edges), width: more.width,
+  };
+}
