@@ -55,9 +55,9 @@ class Browser:
         reads, self._to = os.pipe()
         self._from, writes = os.pipe()
         theirs = [fcntl.fcntl(each, fcntl.F_DUPFD, 10) for each in (reads, writes)]
+        launch = [sys.executable, "-I", "-c", _LAUNCH, *map(str, theirs)]
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-c", _LAUNCH, *map(str, theirs), program, *FLAGS]
-            + [f"--user-data-dir={self._folder.name}", "about:blank"],
+            [*launch, program, *FLAGS, f"--user-data-dir={self._folder.name}", "about:blank"],
             pass_fds=theirs,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -86,7 +86,8 @@ def ours(group: list[Result]) -> str:
     told = [f"{size:,}" + (f" of its {whole:,}" if whole and whole != size else "") for size, whole in sizes if size]
     steps = sorted({each["steps"] for each in group})
     length = f"{steps[0]:,}" + (f" to {steps[-1]:,}" if len(steps) > 1 else "")
-    return f"{', '.join(networks)} ({', '.join(told)} examples), {length} steps of {group[0]['batch']}"
+    examples = f" ({', '.join(told)} examples)" if told else ""
+    return f"{', '.join(networks)}{examples}, {length} steps of {group[0]['batch']}"
 
 
 def methods_of(group: list[Result]) -> list[str]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from llqr_lab.experiments.collect import Result
+from llqr_lab.experiments.paper import RESULTS
 from llqr_lab.experiments.presets import PRESETS
 from llqr_lab.experiments.table import cells, heading, methods_of, verdict
 from llqr_lab.report.bands import Band, band
+from llqr_lab.report.format import number
 from llqr_lab.report.runs import FoundRun
 from llqr_lab.report.series import Series
 from llqr_lab.report.timing import PARTS, Timing, timing
@@ -74,6 +78,11 @@ class Experiment:
         return cells(self.preset, self.results) if self.results else []
 
     @property
+    def reported(self) -> bool:
+        """Whether the paper has results of it."""
+        return self.preset in RESULTS
+
+    @property
     def verdict(self) -> str:
         return verdict(self.results) if self.results else ""
 
@@ -95,21 +104,41 @@ class Experiment:
         known = {name for run in self.runs for name, value in run.last.items() if _is_number(value)}
         return [name for name in _ordered(known) if name not in BESIDE and name != "step" and not _is_time(name)]
 
+    def final(self, run: FoundRun, name: str) -> str:
+        """With as many decimals as the others in its column, so that they can be compared at a glance."""
+        value = run.last.get(name)
+        column = [abs(each.last[name]) for each in self.runs if _is_finite(each.last.get(name)) and each.last[name]]
+        if not _is_finite(value) or not column or max(column) >= 1e7 or min(column) < 1e-3:
+            return number(value)
+        whole = all(isinstance(each, int) for each in column)
+        return f"{value:,.{0 if whole else 4 - max(0, min(4, math.floor(math.log10(max(column)))))}f}"
+
     @cached_property
     def timings(self) -> list[Timing]:
         return [found for method in self.methods if (found := timing(method.label, method.runs))]
+
+    @property
+    def longest(self) -> float:
+        """Seconds of the longest training."""
+        return max((run.seconds or 0.0 for run in self.runs), default=0.0)
 
     @property
     def time_parts(self) -> list[str]:
         return [part for part in PARTS if any(part in each.parts for each in self.timings)]
 
     @cached_property
-    def settings(self) -> tuple[list[str], list[tuple[str, str]]]:
-        """The names of settings that differ between runs, and the others with their value."""
-        names = dict.fromkeys(name for run in self.runs for name in run.settings)
-        values = {name: {run.settings.get(name, "") for run in self.runs if run.settings} for name in names}
-        differing = [name for name in names if len(values[name]) > 1]
-        return differing, [(name, values[name].pop()) for name in names if len(values[name]) == 1]
+    def settings(self) -> tuple[list[str], list[tuple[str, str, str]]]:
+        """The names of settings that differ between runs; the others with their value, and the methods that don't have them."""
+        values: dict[str, set[str]] = {}
+        for run in self.runs:
+            for name, value in run.settings.items():
+                values.setdefault(name, set()).add(value)
+        differing = [name for name in values if len(values[name]) > 1]
+        return differing, [(name, min(found), self._without(name)) for name, found in values.items() if len(found) == 1]
+
+    def _without(self, name: str) -> str:
+        lacking = [method.label for method in self.methods if all(name not in run.settings for run in method.runs)]
+        return ", ".join(lacking) if len(lacking) < 4 else f"{len(lacking)} methods"
 
     def setting(self, method: Method, name: str) -> str:
         return ", ".join(dict.fromkeys(run.settings[name] for run in method.runs if name in run.settings)) or "–"
@@ -161,6 +190,10 @@ def _ordered(names: Iterable[str]) -> list[str]:
 
 def _is_time(name: str) -> bool:
     return name == "seconds" or name.endswith("_seconds")
+
+
+def _is_finite(value: Any) -> bool:
+    return _is_number(value) and math.isfinite(value)
 
 
 def _is_number(value: object) -> bool:

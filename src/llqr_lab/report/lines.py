@@ -82,14 +82,18 @@ def _number(value: object) -> float:
         return NOT_FINITE
 
 
-def flattened(row: Row, prefix: str = "") -> dict[str, Any]:
+DEPTH = 5
+"""Of tables in tables that are looked into."""
+
+
+def flattened(row: Row, prefix: str = "", depth: int = DEPTH) -> dict[str, Any]:
     """Tables and lists in a row as dotted names: {"cosine": {"sgd": 0.1}, "q": [1]} is {"cosine.sgd": 0.1, "q.0": 1}."""
     found: dict[str, Any] = {}
     for name, value in row.items():
         if isinstance(value, list):
             value = {str(number): each for number, each in enumerate(value)}
         if isinstance(value, dict):
-            found |= flattened(value, f"{prefix}{name}.")
+            found |= flattened(value, f"{prefix}{name}.", depth - 1) if depth else {}
         else:
             found[prefix + name] = value
     return found

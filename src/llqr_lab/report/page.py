@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
-import math
 from collections.abc import Callable
 from datetime import datetime
 from importlib.metadata import version
 from importlib.resources import files
-from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from llqr_lab.report.experiments import Experiment
+from llqr_lab.report.format import named, number, seconds
 from llqr_lab.report.payload import payload
 from llqr_lab.report.runs import UNREADABLE
 
@@ -41,7 +39,7 @@ def page(experiments: list[Experiment], made: datetime) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters: dict[str, Callable[[Any], str]] = {"number": number, "seconds": seconds, "title": named}
+    filters: dict[str, Callable[..., str]] = {"number": number, "seconds": seconds, "title": named}
     environment.filters |= filters
     # a run's text may hold what would end the element that it is in; scripts and style are ours
     theme, style = _ours("theme.js"), _ours("report.css")
@@ -72,27 +70,3 @@ def _policy(scripts: list[str], style: str) -> str:
 
 def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-def number(value: Any) -> str:
-    """With five digits, or as it is."""
-    if value is None:
-        return "–"
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return value if isinstance(value, str) else json.dumps(value)
-    if not math.isfinite(value):
-        return "not finite"
-    return f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
-
-
-def seconds(value: float) -> str:
-    """12.3 s, 4.5 min, 6.7 h."""
-    for size, unit in ((5400.0, "h"), (90.0, "min")):
-        if value >= size:
-            return f"{value / (3600 if unit == 'h' else 60):.1f} {unit}"
-    return f"{value:.3g} s" if value < 100 else f"{value:.0f} s"
-
-
-def named(name: str) -> str:
-    """A metric's name for people."""
-    return name.replace("_", " ")

@@ -105,10 +105,15 @@ def found_runs(sources: Sequence[Path]) -> Iterator[FoundRun]:
         _share(BUDGET, count, FEWEST, MOST),
         _share(DIAGNOSTICS_BUDGET, count, DIAGNOSTICS_FEWEST, DIAGNOSTICS_MOST),
     )
+    seen = set()
     for folder in folders.values():
-        yield _of_folder(folder, *limits)
+        run = _of_folder(folder, *limits)
+        seen.add((run.preset, run.scale, run.method, run.seed))
+        yield run
     for result in kept:
-        yield _of_result(result)
+        # of a run that is there whole, what was kept says nothing new
+        if (result["preset"], result["scale"], result["method"], result["seed"]) not in seen:
+            yield _of_result(result)
 
 
 def _share(budget: int, count: int, fewest: int, most: int) -> int:
@@ -127,7 +132,7 @@ def _of_folder(folder: RunFolder, limit: int, diagnostics_limit: int) -> FoundRu
     status = _status(folder, result, notes)
     diagnostics, spectra = _diagnostics(folder.diagnostics, diagnostics_limit)
     preset, scale, method, seed = _named(folder, settings)
-    plain = {name: toml(value) for name, value in flat(settings).items() if name not in NAMES}
+    plain = {name: _told(value) for name, value in flat(settings).items() if name not in NAMES}
     return FoundRun(
         preset,
         scale,
@@ -239,6 +244,11 @@ def _diagnostics(path: Path, limit: int) -> tuple[Series, dict[str, list[str]]]:
     return series, {block: names for block, names in known.items() if names}
 
 
+def _told(value: Any) -> str:
+    """A setting as it is written, words without quotes."""
+    return value if isinstance(value, str) else toml(value)
+
+
 def _of_result(result: Result) -> FoundRun:
     """A run of which only the result was kept, with a thinned curve."""
     series = Series(MOST)
@@ -246,7 +256,7 @@ def _of_result(result: Result) -> FoundRun:
     rows = [row for row in curve if _is_step(row.get("step"))]
     if rows:
         _add(series, rows)
-    settings = {name: toml(result[name]) for name in ("model", "data", "batch")}
+    settings = {name: _told(result[name]) for name in ("model", "data", "batch")}
     return FoundRun(
         result["preset"],
         result["scale"],

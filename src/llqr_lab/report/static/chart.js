@@ -10,8 +10,7 @@ class Chart {
     this.cursor = null;
     this.emphasis = null;
     this.pending = false;
-    this.drawn = false;
-    this.onview = () => {};
+    this.layer = document.createElement("canvas");
   }
 
   /** Draw other curves; the part that is looked at stays where it was asked to. */
@@ -31,12 +30,13 @@ class Chart {
       if (x[x.length - 1] > high) high = x[x.length - 1];
     }
     if (!(low <= high)) return this.options.logx ? [1, 10] : [0, 1];
-    if (low === high) return this.options.logx ? [low / 2, low * 2] : [low - 1, low + 1];
-    return [low, high];
+    if (this.options.logx) return low === high ? [low / 2, low * 2] : [low, high];
+    return [0, high || 1]; // training begins at zero
   }
 
   /** Soon, and once, however often it is asked for; nothing is drawn that hasn't been looked at. */
-  redraw() {
+  redraw(curves = true) {
+    this.stale ||= curves;
     if (this.pending || !this.seen) return;
     this.pending = true;
     requestAnimationFrame(() => {
@@ -49,6 +49,17 @@ class Chart {
     const { pen, width, height } = prepared(this.canvas, sharper);
     if (!width || !this.options) return;
     const colours = palette();
+    if (this.stale || sharper !== 1) this.drawCurves(pen, width, height, colours);
+    else copied(this.layer, this.canvas);
+    pen.save();
+    this.clip(pen);
+    if (this.selection) this.paintSelection(pen, colours);
+    if (this.cursor !== null) this.paintCursor(pen, colours);
+    pen.restore();
+  }
+
+  /** The axes and curves, kept so that a pointer that moves doesn't draw them again. */
+  drawCurves(pen, width, height, colours) {
     const [low, high] = this.view ?? this.extent;
     const [bottom, top] = this.heights(low, high);
     const margin = 14;
@@ -59,9 +70,7 @@ class Chart {
     this.y = new Scale(bottom, top, this.box.bottom, this.box.top, this.options.logy);
     paintAxes(pen, this.box, this.x, this.y, colours);
     pen.save();
-    pen.beginPath();
-    pen.rect(this.box.left, 0, this.box.right - this.box.left + 6, this.box.bottom + 1);
-    pen.clip();
+    this.clip(pen);
     const ordered = [...this.curves].sort((a, b) => (a.key === this.emphasis) - (b.key === this.emphasis));
     const weight = this.curves.length > 40 ? 1 : 1.75;
     for (const curve of ordered) {
@@ -69,12 +78,17 @@ class Chart {
       pen.globalAlpha = this.emphasis === null || chosen ? 1 : 0.15;
       paintCurve(pen, curve, this.x, this.y, colours, chosen ? weight + 1 : weight);
     }
-    pen.globalAlpha = 1;
-    if (this.selection) this.paintSelection(pen, colours);
-    if (this.cursor !== null) this.paintCursor(pen, colours);
     pen.restore();
     Object.assign(this.canvas.dataset, { drawn: this.curves.length, from: low, to: high, bottom, top });
-    this.drawn = true;
+    Object.assign(this.layer, { width: this.canvas.width, height: this.canvas.height });
+    copied(this.canvas, this.layer);
+    this.stale = false;
+  }
+
+  clip(pen) {
+    pen.beginPath();
+    pen.rect(this.box.left, 0, this.box.right - this.box.left + 6, this.box.bottom + 1);
+    pen.clip();
   }
 
   /** What the curves reach from and to where it is looked. */
@@ -108,7 +122,6 @@ class Chart {
     if (!(high - low >= smallest)) return;
     this.view = low <= first && high >= last ? null : [low, high];
     this.redraw();
-    this.onview();
   }
 
   /** Closer by a factor, or away, around a number. */
@@ -131,7 +144,6 @@ class Chart {
   reset() {
     this.view = null;
     this.redraw();
-    this.onview();
   }
 
   paintSelection(pen, colours) {
@@ -178,7 +190,7 @@ class Chart {
     this.cursor = value;
     if (value === null) {
       this.tip.hidden = true;
-      this.redraw();
+      this.redraw(false);
       return;
     }
     const found = this.values();
@@ -191,7 +203,7 @@ class Chart {
       const said = rows.slice(0, 6).map(({ curve, i }) => `${curve.label} ${told(curve.y[i])}`);
       this.live.textContent = `${this.options.along} ${told(value)}: ${said.join(", ") || "nothing"}`;
     }
-    this.redraw();
+    this.redraw(false);
   }
 
   placeTip() {

@@ -17,7 +17,7 @@ function decode(column) {
   return "d" in column ? new Float64Array(bytes.buffer) : new Float32Array(bytes.buffer);
 }
 
-/** Curves of a metric: {label, detail, style, x, y, low, high, edges, count, width}, whatever is asked for by `choice`. */
+/** Curves of a metric, as `choice` asks for them: {key, label, detail, status, cut, style, x, y, low, high, inner, count, edges}. */
 function curvesOf(source, choice) {
   const together = choice.view === "methods";
   const found = [];
@@ -27,10 +27,13 @@ function curvesOf(source, choice) {
       if (!curve) return;
       const seeds = method.runs.length;
       const detail = together && method.band ? `${seeds} seeds` : seeds > 1 || !together ? `seed ${method.runs[number].seed}` : "";
-      const states = (together ? method.runs : [method.runs[number]]).map((run) => run.status).filter((each) => each !== "finished");
-      const label = method.label;
-      const status = [...new Set(states)].join(", ");
-      found.push({ ...curve, key: together ? label : `${label} ${detail}`, label, detail, status, style: styleOf(place, together ? 0 : number) });
+      const runs = together ? method.runs : [method.runs[number]];
+      const unfinished = runs.filter((run) => run.status !== "finished").map((run) => run.status);
+      const { label } = method;
+      const several = runs.length > 1 && unfinished.length ? `${unfinished.length} ` : "";
+      const status = several + [...new Set(unfinished)].join(" or ");
+      const cut = unfinished.length === runs.length;
+      found.push({ ...curve, key: together ? label : `${label} ${detail}`, label, detail, status, cut, style: styleOf(place, together ? 0 : number) });
     });
   });
   return found;

@@ -57,7 +57,7 @@ function gestures(chart) {
     if (selection && selection[1] - selection[0] > 5) {
       chart.look(chart.x.value(selection[0]), chart.x.value(selection[1]));
       chart.point(null);
-    } else if (begun) chart.redraw();
+    } else if (begun) chart.redraw(false);
     begun = null;
   };
   canvas.addEventListener("pointerup", ended);

@@ -28,13 +28,22 @@ function prepared(canvas, sharper = 1) {
   return { pen, width, height };
 }
 
+/** One canvas onto another of as many pixels. */
+function copied(from, to) {
+  const pen = to.getContext("2d");
+  pen.save();
+  pen.setTransform(1, 0, 0, 1, 0, 0);
+  pen.drawImage(from, 0, 0);
+  pen.restore();
+}
+
 function paintAxes(pen, box, x, y, colours, small = false) {
   pen.lineWidth = 1;
   pen.fillStyle = colours.quiet;
   pen.textBaseline = "middle";
   pen.textAlign = "right";
   const wanted = (pixels, each) => Math.max(2, Math.floor(pixels / each));
-  for (const tick of y.ticks(wanted(box.bottom - box.top, small ? 34 : 44))) {
+  for (const tick of y.ticks(wanted(box.bottom - box.top, small ? 22 : 44))) {
     const place = Math.round(y.at(tick)) + 0.5;
     pen.strokeStyle = colours.grid;
     line(pen, box.left, place, box.right, place);
@@ -122,6 +131,7 @@ function paintCurve(pen, curve, x, y, colours, weight) {
   }
   pen.stroke();
   pen.setLineDash([]);
+  if (curve.style.marker === null) return;
   // markers at places of their own for each curve, so that lines that coincide can be told apart; single points always
   const gap = Math.max(24, Math.abs(x.end - x.start) / 7);
   let next = x.start + ((curve.style.marker * 0.37 + curve.style.colour * 0.23) % 1) * gap * 0.6;
@@ -129,7 +139,7 @@ function paintCurve(pen, curve, x, y, colours, weight) {
     if (!shown(i)) continue;
     const place = x.at(curve.x[i]);
     const alone = !(i > from && shown(i - 1)) && !(i < to && shown(i + 1));
-    const ends = i === to && curve.status && i === curve.x.length - 1;
+    const ends = i === to && curve.cut && i === curve.x.length - 1;
     if (place < x.start - 1 || place > x.end + 1 || (place < next && !alone && !ends)) continue;
     marker(pen, ends ? 5 : curve.style.marker, place, y.at(curve.y[i]), ends ? 5 : 3.5);
     while (next <= place) next += gap;

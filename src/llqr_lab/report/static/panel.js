@@ -82,14 +82,17 @@ class Panel {
     const { logx, logy, middle, band } = this.choice;
     const axes = [logy && "log y", logx && "log x"].filter(Boolean).join(", ");
     const said = [`${name} along ${unit}${axes ? ` (${axes})` : ""}`];
-    if (shown.some((curve) => curve.count)) {
-      const area = { range: "the area from the smallest to the largest of them", deviation: "the area is ± one standard deviation", none: "" }[band];
-      said.push(`lines are the ${middle} over seeds${area ? `, ${area}` : ""}`);
+    const over = shown.filter((curve) => curve.count);
+    const edges = shown.some((curve) => curve.edges);
+    if (over.length) {
+      const area = { range: ", areas reach from the smallest to the largest of them", deviation: ", areas are ± one standard deviation", none: "" };
+      said.push(`lines are the ${middle} over seeds${area[band]}`);
     }
-    if (shown.some((curve) => curve.edges)) said.push("areas with edges reach from the smallest to the largest within a bucket");
-    if (shown.some((curve) => curve.status)) said.push("a cross ends what isn’t finished");
+    if (over.some((curve) => curve.status)) said.push("a seed that isn’t finished counts as far as it came");
+    if (edges) said.push(`${over.length && band !== "range" ? "areas with edges" : "areas"} hold all values of a bucket`);
+    if (shown.some((curve) => curve.cut)) said.push("a cross ends what isn’t finished");
     if (logy && shown.some((curve) => curve.y.some((each) => each <= 0))) said.push("zero and below can’t be shown on a log axis, and isn’t");
-    return `${said.join("; ")}.`.replace(/^./, (first) => first.toUpperCase());
+    return `${said.join("; ")}.`;
   }
 
   showAll(all) {
@@ -100,6 +103,7 @@ class Panel {
 
   list() {
     this.filter.hidden = this.curves.length < FILTER_FROM;
+    this.root.querySelector(".all").hidden = this.curves.length < 3;
     this.entries.replaceChildren(...this.curves.map((curve) => this.entry(curve)));
   }
 
