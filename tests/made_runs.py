@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,12 @@ def made_run(
     diagnostics: Sequence[Line] = (),
 ) -> Path:
     """A run of a preset at --scale cpu, under a name of one's own if wanted; what it measured is made up."""
-    label = named or method
     number = len(list(runs.rglob("config.toml"))) if runs.exists() else 0
     folder = runs / f"run-{number}"
     folder.mkdir(parents=True)
     config = resolve(preset, "cpu", method, seed, settings or {})
-    table = {**_table(config.to_toml()), "method": label, "preset": preset}
+    label = named or config.label
+    table = tomllib.loads(config.to_toml()) | ({"method": named} if named else {})
     folder.joinpath("config.toml").write_text(tomli_w.dumps(table), encoding="utf-8")
     lines = falling(60, seed, 0.1 * len(method)) if lines is None else lines
     times = [{"seconds": 0.5 * line.get("step", 0)} for line in lines] if times is None else times
@@ -62,12 +63,6 @@ def made_run(
         }
         folder.joinpath("result.json").write_text(json.dumps(result), encoding="utf-8")
     return folder
-
-
-def _table(text: str) -> dict[str, Any]:
-    import tomllib
-
-    return tomllib.loads(text)
 
 
 def falling(count: int, seed: int, shift: float = 0.0, every: int = 50) -> list[Line]:

@@ -129,12 +129,16 @@ class Browser:
     def open(self, path: Path) -> float:
         """Open a file and wait for it to be loaded and painted; the seconds that it took."""
         begun = time.monotonic()
+        self.load(path)
+        self.painted()
+        return time.monotonic() - begun
+
+    def load(self, path: Path) -> None:
+        """Open a file and wait for it to be loaded."""
         self._events.clear()
         self.call("Page.navigate", url=path.resolve().as_uri())
         while "Page.loadEventFired" not in self._events:
             self._message()
-        self.painted()
-        return time.monotonic() - begun
 
     def painted(self) -> None:
         """Wait until what scripts have asked to be drawn is drawn."""
