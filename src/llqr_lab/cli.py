@@ -300,6 +300,25 @@ def bench_engine(
     main(output, figure, seed, repeats, quick)
 
 
+@bench.command("report")
+def bench_report(
+    output: Annotated[Path, typer.Option(callback=writable_file, help="The JSON file to write.")] = Path(
+        "results/report.json"
+    ),
+    runs: Annotated[int, typer.Option(min=1, help="Runs that are made up.")] = 200,
+    points: Annotated[int, typer.Option(min=1, help="Evaluations of each.")] = 100_000,
+    seed: Seed = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="Times that the page is opened; medians are reported.")] = 3,
+) -> None:
+    """The report of many long runs: seconds to make it and to open it in Chromium, memory, size (some GB of files)."""
+    from llqr_lab.experiments.cli import told
+
+    with told():
+        from llqr_lab.bench.report import main
+
+        main(output, runs, points, seed, repeats)
+
+
 @bench.command("step")
 def bench_step(
     output: Annotated[Path, typer.Option(callback=writable_file, help="The JSON file to write.")] = Path(

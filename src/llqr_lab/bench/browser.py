@@ -93,7 +93,8 @@ class Browser:
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """One command of the protocol, and its answer."""
         self._number += 1
-        session = {"sessionId": self._session} if self._session else {}
+        whole = method.startswith(("Target.", "SystemInfo.", "Browser."))  # of the browser, not of the page
+        session = {} if whole else {"sessionId": self._session}
         message = {"id": self._number, "method": method, "params": parameters, **session}
         os.write(self._to, json.dumps(message).encode() + b"\0")
         while True:
@@ -196,6 +197,11 @@ class Browser:
     def pdf(self, path: Path) -> None:
         """As it would be printed."""
         path.write_bytes(base64.b64decode(self.call("Page.printToPDF", printBackground=True)["data"]))
+
+    @property
+    def processor_seconds(self) -> float:
+        """That all of the browser's processes have used, which others on the machine don't change much."""
+        return sum(float(each["cpuTime"]) for each in self.call("SystemInfo.getProcessInfo")["processInfo"])
 
     @property
     def version(self) -> str:

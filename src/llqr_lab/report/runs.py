@@ -18,7 +18,7 @@ from llqr_lab.experiments.folder import RunError, RunFolder
 from llqr_lab.report.lines import Row, chunks, column, flattened
 from llqr_lab.report.series import Series
 
-BUDGET, FEWEST, MOST = 60_000, 200, 2_000
+BUDGET, FEWEST, MOST = 40_000, 200, 2_000
 """Points of all curves of a metric together, and of the curve of one run."""
 DIAGNOSTICS_BUDGET, DIAGNOSTICS_FEWEST, DIAGNOSTICS_MOST = 4_000, 20, 200
 """The same of diagnostics, which have many numbers at each point."""

@@ -11,10 +11,16 @@ function numbers(column) {
 
 function decode(column) {
   if ("c" in column) return new Float64Array(column.n).fill(column.c);
-  const text = atob(column.d ?? column.f);
-  const bytes = new Uint8Array(text.length);
-  for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
+  const bytes = bytesOf(column.d ?? column.f);
   return "d" in column ? new Float64Array(bytes.buffer) : new Float32Array(bytes.buffer);
+}
+
+function bytesOf(text) {
+  if (Uint8Array.fromBase64) return Uint8Array.fromBase64(text);
+  const plain = atob(text);
+  const bytes = new Uint8Array(plain.length);
+  for (let i = 0; i < plain.length; i++) bytes[i] = plain.charCodeAt(i);
+  return bytes;
 }
 
 /** Curves of a metric, as `choice` asks for them: {key, label, detail, status, cut, style, x, y, low, high, inner, count, edges}. */
@@ -78,9 +84,15 @@ function bandCurve(method, choice) {
 
 /** A curve without the places where nothing was measured; where it wasn't finite, y is NaN and the line is broken. */
 function joined(x, y, more) {
-  const places = [];
-  for (let i = 0; i < y.length; i++) if (!Number.isNaN(y[i]) && Number.isFinite(x[i])) places.push(i);
-  const pick = (values) => values && Float64Array.from(places, (i) => (Number.isFinite(values[i]) ? values[i] : NaN));
+  const places = new Uint32Array(y.length);
+  let count = 0;
+  for (let i = 0; i < y.length; i++) if (!Number.isNaN(y[i]) && Number.isFinite(x[i])) places[count++] = i;
+  const pick = (values) => {
+    if (!values) return null;
+    const picked = new Float64Array(count);
+    for (let i = 0; i < count; i++) picked[i] = Number.isFinite(values[places[i]]) ? values[places[i]] : NaN;
+    return picked;
+  };
   return {
     x: pick(x), y: pick(y), low: pick(more.low), high: pick(more.high), inner: more.inner?.map(pick) ?? null,
     count: pick(more.count), edges: Boolean(more.edges), width: more.width,
