@@ -82,11 +82,14 @@ def diagnosed(count: int = 20, blocks: Sequence[str] = ("stem.weight", "stages.0
     return [
         {
             "step": 100 * number,
+            "trouble": None,
+            "quantiles": [0.0, 0.25, 0.5, 0.75, 1.0],
             "spectra": {
                 block: [(1 + number / 10) ** (power * (place + 1) / 2) for power in (-2, -1, 0, 1, 2)]
                 for place, block in enumerate(blocks)
             },
-            "cosine": {"sgd": 0.2 + 0.01 * number, "llqr": 0.5 + 0.02 * number},
+            "cosine": {"gradient": 0.2 + 0.01 * number, "optimizer": 0.5 + 0.02 * number},
+            "layers": {"head": {"cosine": 0.3}},
             "fraction": 0.4 + 0.01 * number,
             "staleness": None if number == 1 else 0.1 / number,
         }

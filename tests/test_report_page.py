@@ -315,11 +315,17 @@ def test_a_real_run_records_its_time_beside_its_metrics(tmp_path: Path) -> None:
 
 def test_diagnostics_of_any_form(tmp_path: Path) -> None:
     made_run(tmp_path, "ekfac-ngd", diagnostics=diagnosed(20))
-    odd = [{"step": 5, "spectra": "none"}, {"step": 6, "fraction": "?", "new": {"thing": 2.0}}, {"spectra": {}}]
+    odd = [
+        {"step": 0, "spectra": "none", "trouble": "no <step>"},
+        {"step": 6, "fraction": "?", "new": {"thing": 2.0}},
+        {},
+    ]
     made_run(tmp_path, "kfac-ngd", diagnostics=odd)
     text = report(tmp_path, output=tmp_path / "report.html")
     (experiment,) = carried(text)
-    assert experiment["diagnostics"]["metrics"] == ["new.thing", "cosine.sgd", "cosine.llqr", "fraction", "staleness"]
+    metrics = ["cosine.optimizer", "cosine.gradient", "fraction", "staleness", "new.thing", "layers.head.cosine"]
+    assert experiment["diagnostics"]["metrics"] == metrics
+    assert "kfac-ngd, seed 0: diagnostics at step 0: no <step>" in [row[0] for row in Reader(text).rows]
     (run,) = experiment["spectra"]
     assert [block["name"] for block in run["blocks"]] == ["stem.weight", "stages.0.weight", "head.weight"]
     assert len(run["blocks"][0]["quantiles"]) == 5

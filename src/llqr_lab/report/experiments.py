@@ -89,7 +89,7 @@ class Experiment:
     @cached_property
     def metrics(self) -> list[str]:
         """What there is to draw, by importance."""
-        return _ordered(name for run in self.runs for name in run.series.columns if not _is_time(name))
+        return _ordered(name for run in self.runs for name in run.series.names if not _is_time(name))
 
     @property
     def chosen(self) -> str:
@@ -154,10 +154,20 @@ class Experiment:
 
     @cached_property
     def diagnostics(self) -> list[str]:
-        """The diagnostics that are single numbers."""
-        names = dict.fromkeys(name for run in self.runs for name in run.diagnostics.columns)
-        spectra = {name for run in self.runs for names in run.spectra.values() for name in names}
-        return [name for name in names if name not in spectra]
+        """The diagnostics that are single numbers: of the step that the optimizer takes first, those by layer last."""
+        names = {name for run in self.runs for name in run.diagnostics.names}
+        names -= {name for run in self.runs for names in run.spectra.values() for name in names}
+        known = ("cosine.optimizer", "cosine", "fraction", "staleness")
+        rank = {prefix: number for number, prefix in enumerate(known)}
+        parts = {name: (name, name.partition(".")[0]) for name in names}
+        return sorted(
+            names,
+            key=lambda name: (
+                name.startswith("layers."),
+                min(rank.get(each, len(known)) for each in parts[name]),
+                name,
+            ),
+        )
 
     @property
     def widths(self) -> list[int]:

@@ -130,7 +130,7 @@ def _of_folder(folder: RunFolder, limit: int, diagnostics_limit: int) -> FoundRu
     settings = _settings(folder, notes)
     result = _result(folder, notes)
     status = _status(folder, result, notes)
-    diagnostics, spectra = _diagnostics(folder.diagnostics, diagnostics_limit)
+    diagnostics, spectra = _diagnostics(folder.diagnostics, diagnostics_limit, notes)
     preset, scale, method, seed = _named(folder, settings)
     plain = {name: _told(value) for name, value in flat(settings).items() if name not in NAMES}
     return FoundRun(
@@ -227,20 +227,25 @@ def _add(series: Series, rows: Sequence[Row]) -> None:
     series.add(steps, columns)
 
 
-def _diagnostics(path: Path, limit: int) -> tuple[Series, dict[str, list[str]]]:
+def _diagnostics(path: Path, limit: int, notes: list[str]) -> tuple[Series, dict[str, list[str]]]:
     """Its numbers, whatever they are called and however deep they lie, and which of them are U's spectra."""
     series = Series(limit)
     spectra: dict[str, list[str]] = {}
+    troubles = []
     for chunk in chunks(path):
         rows = [row for row in chunk if row is not None and _is_step(row.get("step"))]
         if rows:
-            _add(series, [flattened(row) for row in rows])
+            # which quantiles the spectra have is the same in all lines
+            _add(series, [flattened({name: row[name] for name in row if name != "quantiles"}) for row in rows])
+        troubles += [f"diagnostics at step {row['step']:,}: {row['trouble']}" for row in rows if row.get("trouble")]
         for row in rows:
             blocks = row.get("spectra")
             for block, quantiles in (blocks if isinstance(blocks, dict) else {}).items():
                 if isinstance(quantiles, list) and len(quantiles) > len(spectra.get(block, ())):
                     spectra[block] = [f"spectra.{block}.{number}" for number in range(len(quantiles))]
-    known = {block: [name for name in names if name in series.columns] for block, names in spectra.items()}
+    notes += troubles[:1] + [f"and {len(troubles) - 1:,} more such troubles"] * (len(troubles) > 1)
+    numbers = set(series.names)
+    known = {block: [name for name in names if name in numbers] for block, names in spectra.items()}
     return series, {block: names for block, names in known.items() if names}
 
 

@@ -63,6 +63,11 @@ class Series:
     def __len__(self) -> int:
         return len(self.step)
 
+    @property
+    def names(self) -> list[str]:
+        """Of the columns that have a number somewhere."""
+        return [name for name, column in self.columns.items() if np.isfinite(column.low).any()]
+
     def add(self, step: Steps, columns: dict[str, Floats]) -> None:
         """More points. Their steps should rise; where they don't, later points of a bucket still count as later."""
         self.points += len(step)
