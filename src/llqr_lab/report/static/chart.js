@@ -184,10 +184,10 @@ class Chart {
     return found;
   }
 
-  /** Read values at a number along x; those nearest in height first, where a height is given. */
+  /** Read values at the point nearest to a number along x; those nearest in height, where a height is given and there are many. */
   point(value, height, spoken = false) {
     if (!this.x) return;
-    this.cursor = value;
+    this.cursor = value === null ? null : this.snapped(value);
     if (value === null) {
       this.tip.hidden = true;
       this.redraw(false);
@@ -197,13 +197,26 @@ class Chart {
     const away = ({ curve, i }) => Math.abs(this.y.at(curve.y[i]) - height);
     if (found.length > SHOWN_VALUES && height !== undefined) found.sort((a, b) => away(a) - away(b));
     const rows = found.slice(0, SHOWN_VALUES).sort((a, b) => b.curve.y[b.i] - a.curve.y[a.i]);
-    fillTip(this.tip, this.options.along, value, rows, found.length - rows.length);
+    fillTip(this.tip, this.options.along, this.cursor, rows, found.length - rows.length);
     this.placeTip();
     if (spoken) {
       const said = rows.slice(0, 6).map(({ curve, i }) => `${curve.label} ${told(curve.y[i])}`);
-      this.live.textContent = `${this.options.along} ${told(value)}: ${said.join(", ") || "nothing"}`;
+      this.live.textContent = `${this.options.along} ${told(this.cursor)}: ${said.join(", ") || "nothing"}`;
     }
     this.redraw(false);
+  }
+
+  /** Where a curve has a point, as near as there is one in sight. */
+  snapped(value) {
+    const [low, high] = this.view ?? this.extent;
+    let found = value;
+    let least = Infinity;
+    for (const { x } of this.curves) {
+      if (!x.length) continue;
+      const near = x[nearest(x, value)];
+      if (near >= low && near <= high && Math.abs(near - value) < least) [found, least] = [near, Math.abs(near - value)];
+    }
+    return found;
   }
 
   placeTip() {

@@ -83,18 +83,25 @@ function within(curve, low, high) {
   return [from, Math.max(from, to)];
 }
 
-/** The area between two lines, in as many pieces as there are gaps. */
-function paintArea(pen, curve, lower, upper, x, y, [from, to], edges) {
+/** The area between two lines, in as many pieces as there are gaps; buckets are as wide as they are. */
+function paintArea(pen, curve, lower, upper, x, y, [from, to], { edges = false, buckets = false } = {}) {
   const shown = (i) => !Number.isNaN(lower[i]) && !Number.isNaN(upper[i]) && (!y.log || upper[i] > 0) && (!x.log || curve.x[i] > 0);
   const foot = (i) => y.at(y.log && lower[i] <= 0 ? y.low : lower[i]);
+  const begin = (i) => x.at(i > 0 ? curve.x[i - 1] : x.log ? curve.x[0] : Math.max(0, 2 * curve.x[0] - curve.x[1]) || 0);
   const alpha = pen.globalAlpha;
   for (let i = from; i <= to; i++) {
     if (!shown(i)) continue;
     let end = i;
     while (end < to && shown(end + 1)) end++;
     pen.beginPath();
-    for (let k = i; k <= end; k++) pen.lineTo(x.at(curve.x[k]), y.at(upper[k]));
-    for (let k = end; k >= i; k--) pen.lineTo(x.at(curve.x[k]), foot(k));
+    for (let k = i; k <= end; k++) {
+      if (buckets) pen.lineTo(begin(k), y.at(upper[k]));
+      pen.lineTo(x.at(curve.x[k]), y.at(upper[k]));
+    }
+    for (let k = end; k >= i; k--) {
+      pen.lineTo(x.at(curve.x[k]), foot(k));
+      if (buckets) pen.lineTo(begin(k), foot(k));
+    }
     pen.closePath();
     pen.globalAlpha = alpha * 0.16;
     pen.fill();
@@ -113,8 +120,8 @@ function paintCurve(pen, curve, x, y, colours, weight) {
   const [from, to] = range;
   pen.fillStyle = pen.strokeStyle = colours.lines[curve.style.colour];
   pen.setLineDash([]);
-  if (curve.low) paintArea(pen, curve, curve.low, curve.high, x, y, range, curve.edges);
-  if (curve.inner) paintArea(pen, curve, ...curve.inner, x, y, range, false);
+  if (curve.low) paintArea(pen, curve, curve.low, curve.high, x, y, range, { edges: curve.edges, buckets: curve.edges });
+  if (curve.inner) paintArea(pen, curve, ...curve.inner, x, y, range);
   const shown = (i) => !Number.isNaN(curve.y[i]) && (!y.log || curve.y[i] > 0) && (!x.log || curve.x[i] > 0);
   pen.lineWidth = weight;
   pen.lineJoin = "round";

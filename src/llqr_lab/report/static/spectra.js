@@ -56,7 +56,7 @@ class Spectra {
       pen.fillStyle = pen.strokeStyle = colours.lines[1];
       const range = [0, curve.x.length - 1];
       const count = curve.quantiles.length;
-      for (let i = 0; i < Math.floor(count / 2); i++) paintArea(pen, curve, curve.quantiles[i], curve.quantiles[count - 1 - i], x, y, range, i === 0);
+      for (let i = 0; i < Math.floor(count / 2); i++) paintArea(pen, curve, curve.quantiles[i], curve.quantiles[count - 1 - i], x, y, range, { edges: i === 0 });
       paintCurve(pen, { ...curve, y: curve.quantiles[count >> 1], style: { colour: 1, dash: 0, marker: null } }, x, y, colours, 1.5);
     }
     this.grid.dataset.drawn = this.charts.length;
