@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from llqr_lab.bench.browser import Browser, chromium
+from llqr_lab.experiments.loop import SPENT
 from llqr_lab.report.command import write_report
 from made_runs import diagnosed, falling, made_run
 
@@ -31,7 +32,10 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     runs = tmp_path_factory.mktemp("runs")
     for method in ("base", "ekfac-ngd"):
         for seed in range(3):
-            made_run(runs, method, seed, diagnostics=diagnosed() if method != "base" else ())
+            lines = falling(60, seed, 0.1 * len(method))
+            # tables with all that is recorded are wider than a phone
+            times = [{"seconds": 0.5 * line["step"], **dict.fromkeys(SPENT, 0.1 * line["step"])} for line in lines]
+            made_run(runs, method, seed, lines, times, diagnostics=diagnosed() if method != "base" else ())
     made_run(runs, "kfac-ngd", finished=False, lines=falling(30, 0))
     made_run(runs, named=EVIL, lines=[*falling(40, 5), {"step": 3000, "test_accuracy": float("nan"), EVIL: 1.0}])
     many = falling(5000, 0, every=1)
@@ -96,9 +100,9 @@ def choose(browser: Browser, control: str, value: str, experiment: int = 0) -> N
     browser.painted()
 
 
-def ink(browser: Browser) -> np.ndarray[Any, Any]:
-    """The picture in the first chart."""
-    text = browser.run("document.querySelector('#experiment-0 canvas').toDataURL('image/png')")
+def ink(browser: Browser, experiment: int = 0) -> np.ndarray[Any, Any]:
+    """The picture in an experiment's first chart."""
+    text = browser.run(f"document.querySelector('#experiment-{experiment} canvas').toDataURL('image/png')")
     return np.asarray(Image.open(BytesIO(base64.b64decode(text.split(",")[1]))).convert("RGBA")).astype(int)
 
 
@@ -274,6 +278,13 @@ def test_spikes_and_diagnostics_are_drawn(browser: Browser) -> None:
     box(browser, "#experiment-1 canvas")
     choose(browser, "metric", "train_loss", experiment=1)
     assert float(chart(browser, "#experiment-1")["top"]) > 40
+    # the spike is at 3,211 of 5,000 steps; beside it the upper half has lines of the grid only
+    picture = ink(browser, 1)[..., 3] > 0
+    height, width = picture.shape
+    left = np.flatnonzero(picture[height - 40 :].any(axis=0))[0]
+    at = left + round((width - left) * 3211 / 5000)
+    rows = [picture[20 : height // 2, near - 12 : near + 12].any(axis=1).sum() for near in (at, at - 200, at + 200)]
+    assert rows[0] > height // 4 > 3 * max(rows[1:])
     box(browser, "#experiment-0 .spectra")
     assert browser.run("document.querySelector('#experiment-0 .grid').dataset.drawn") == "3"
     box(browser, "#experiment-0 .panel[data-kind=diagnostics]")
