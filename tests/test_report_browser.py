@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
@@ -37,7 +38,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
             times = [{"seconds": 0.5 * line["step"], **dict.fromkeys(SPENT, 0.1 * line["step"])} for line in lines]
             made_run(runs, method, seed, lines, times, diagnostics=diagnosed() if method != "base" else ())
     made_run(runs, "kfac-ngd", finished=False, lines=falling(30, 0))
-    made_run(runs, named=EVIL, lines=[*falling(40, 5), {"step": 3000, "test_accuracy": float("nan"), EVIL: 1.0}])
+    last = {"step": 3000, "test_accuracy": float("nan"), "constructor": 1.0, EVIL: 1.0}
+    made_run(runs, named=EVIL, lines=[*falling(40, 5), last])
     many = falling(5000, 0, every=1)
     many[3210]["train_loss"] = 40.0
     made_run(runs, lines=many, preset="cifar100-resnet18-sgdm", finished=False)
@@ -94,7 +96,7 @@ def click(browser: Browser, selector: str) -> None:
 def choose(browser: Browser, control: str, value: str, experiment: int = 0) -> None:
     browser.run(
         f"(() => {{ const s = document.querySelector('#experiment-{experiment} [data-control={control}]'); "
-        f"s.value = '{value}'; "
+        f"s.value = {json.dumps(value)}; "
         "s.dispatchEvent(new Event('change', {bubbles: true})); })()"
     )
     browser.painted()
@@ -209,6 +211,10 @@ def test_zoom_by_fingers(browser: Browser) -> None:
 
 
 def test_other_metrics_axes_and_bands(browser: Browser) -> None:
+    for metric in ("constructor", EVIL):
+        choose(browser, "metric", metric)
+        assert chart(browser)["drawn"] == "1"
+    choose(browser, "metric", "test_accuracy")
     choose(browser, "along", "seconds")
     assert float(chart(browser)["to"]) == 1500.0
     choose(browser, "metric", "test_loss")

@@ -144,8 +144,11 @@ def test_what_became_of_runs(tmp_path: Path) -> None:
     (unreadable / "config.toml").write_text("= what", encoding="utf-8")
     half = made_run(tmp_path, "base", 6)
     (half / "result.json").write_text("{", encoding="utf-8")
-    begun = made_run(tmp_path, "base", 7, lines=[], finished=False)
+    made_run(tmp_path, "base", 7, lines=[], finished=False)
     running = made_run(tmp_path, "base", 8, finished=False)
+    lost = made_run(tmp_path, "base", 9, finished=False)
+    (lost / "metrics.jsonl").unlink()
+    (lost / "metrics.jsonl").symlink_to("/proc/self/mem")  # a file that opens, and then can't be read
     with RunFolder(running).locked():
         page = Reader(report(tmp_path, output=tmp_path / "report.html"))
         assert RunFolder(running).running
@@ -163,6 +166,7 @@ def test_what_became_of_runs(tmp_path: Path) -> None:
         "6": "unreadable",
         "7": "stopped",
         "8": "running",
+        "9": "stopped",
     }
     notes = [row[0] for row in page.rows if len(row) == 1]
     assert any("RuntimeError: out of <memory>" in note for note in notes)
@@ -170,7 +174,7 @@ def test_what_became_of_runs(tmp_path: Path) -> None:
     assert any("train_loss wasn't a finite number 1 time" in note for note in notes)
     assert any("config.toml can't be read" in note for note in notes)
     assert any("result.json isn't whole" in note for note in notes)
-    assert begun.name in {path.name for path in tmp_path.iterdir()}
+    assert any("metrics.jsonl or times.jsonl can't be read (Input/output error)" in note for note in notes)
 
 
 def test_a_broken_line_takes_its_seconds_with_it(tmp_path: Path) -> None:
@@ -185,7 +189,7 @@ def test_a_broken_line_takes_its_seconds_with_it(tmp_path: Path) -> None:
 def test_nothing_in_a_run_gets_out_of_its_place(tmp_path: Path) -> None:
     """Names, metrics, settings, logs and blocks that look like HTML are words in the page, in tables and in JSON."""
     lines = [
-        {"step": 1, EVIL: 1.0, "__proto__": 2.0, "loss": 3.0},
+        {"step": 1, EVIL: 1.0, "\ud800": 2.0, "loss": 3.0},
         {"step": 2, EVIL: float("inf"), "loss": float("nan")},
     ]
     diagnostics = [{"step": 1, "spectra": {EVIL: [1.0, 2.0, 3.0]}, "cosine": {EVIL: 0.5}}]

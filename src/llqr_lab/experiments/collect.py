@@ -65,6 +65,11 @@ def checked(result: Any) -> Result:
     for name, kind in NEEDED.items():
         if not isinstance(result[name], kind):
             raise ValueError(f"{name} is {result[name]!r}")
+    for name in ("examples", "whole"):
+        if not isinstance(result.get(name), int | None):
+            raise ValueError(f"{name} is {result[name]!r}")
+    if value(result) is not None and result["score"] == "steps_to_target":
+        float(result["seconds_to_target"])
     if result["steps"] < 1 or len({len(column) for column in result["curve"].values()}) > 1:
         raise ValueError("no steps, or columns of unequal length")
     return dict(result)

@@ -125,7 +125,7 @@ def times(rows: list[Result], base: list[Result]) -> str:
     if not base or len({each["clock"] for each in (*rows, *base)} | {"mixed"}) > 2:
         return "–"  # nothing to compare with, or seconds of two kinds
     own, alone = (median(each["seconds"] / each["steps"] for each in some) for some in (rows, base))
-    return f"×{own / alone:.3g}"
+    return f"×{own / alone:.3g}" if alone else "–"
 
 
 def verdict(group: list[Result]) -> str:

@@ -16,7 +16,8 @@ from llqr_lab.results import write_text
 def write_report(sources: Sequence[Path], output: Path) -> str:
     """Write the page; what to say of it."""
     found = experiments(found_runs(sources))
-    text = page(found, datetime.now())
+    # names may hold halves of characters, which no file can
+    text = page(found, datetime.now()).encode("utf-8", "replace").decode("utf-8")
     try:
         write_text(output, text)
     except OSError as error:

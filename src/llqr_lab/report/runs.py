@@ -122,7 +122,11 @@ def _share(budget: int, count: int, fewest: int, most: int) -> int:
 
 def _of_folder(folder: RunFolder, limit: int, diagnostics_limit: int) -> FoundRun:
     notes: list[str] = []
-    series, last, unread = _measured(folder, limit)
+    try:
+        series, last, unread = _measured(folder, limit)
+    except OSError as error:
+        series, last, unread = Series(limit), {}, 0
+        notes.append(f"metrics.jsonl or times.jsonl can't be read ({error.strerror})")
     if unread:
         notes.append(f"{unread:,} {'line' if unread == 1 else 'lines'} couldn't be read and are left out")
     for name, count in series.not_finite.items():

@@ -39,7 +39,7 @@ function curvesOf(source, choice) {
       const several = runs.length > 1 && unfinished.length ? `${unfinished.length} ` : "";
       const status = several + [...new Set(unfinished)].join(" or ");
       const cut = unfinished.length === runs.length;
-      found.push({ ...curve, key: together ? label : `${label} ${detail}`, label, detail, status, cut, style: styleOf(place, together ? 0 : number) });
+      found.push({ ...curve, key: together ? `${place}` : `${place}.${number}`, label, detail, status, cut, style: styleOf(place, together ? 0 : number) });
     });
   });
   return found;
@@ -49,8 +49,13 @@ function styleOf(place, number) {
   return { colour: place % 8, dash: (place + Math.floor(place / 8) + number) % 4, marker: (place + number) % 5 };
 }
 
+/** What a table has by a name; a metric may be called "constructor". */
+function own(table, name) {
+  return Object.hasOwn(table, name) ? table[name] : null;
+}
+
 function runCurve(run, choice) {
-  const metric = run.metrics[choice.metric];
+  const metric = own(run.metrics, choice.metric);
   const along = choice.along === "step" ? run.step : run.metrics.seconds?.last;
   if (!metric || !along) return null;
   const edges = metric.low && run.width > 1;
@@ -64,7 +69,7 @@ function runCurve(run, choice) {
 
 function bandCurve(method, choice) {
   const { band } = method;
-  const spread = band.metrics[choice.metric];
+  const spread = own(band.metrics, choice.metric);
   const along = choice.along === "step" ? band.step : band.metrics.seconds?.mean;
   if (!spread || !along) return null;
   const middle = numbers(spread[choice.middle]);
