@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
+from typer.testing import CliRunner
 
 from llqr_lab.bench.browser import Browser, chromium
+from llqr_lab.cli import app
 from llqr_lab.experiments.loop import SPENT
 from llqr_lab.report.command import write_report
 from made_runs import diagnosed, falling, made_run
@@ -353,3 +355,20 @@ def test_no_other_script_runs(browser: Browser) -> None:
     assert browser.run("window.hurt") is None
     assert any("Content Security Policy" in each for each in browser.complaints)
     browser.complaints.clear()
+
+
+def test_bench_report_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "report.json"
+    arguments = ["bench", "report", "--runs=6", "--points=900", "--repeats=1", f"--output={output}"]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    found = json.loads(output.read_text(encoding="utf-8"))
+    assert (found["runs"], found["points_of_a_run"], found["repeats"]) == (6, 900, 1)
+    assert found["read_bytes"] > 6 * 900 * 100
+    assert 50_000 < found["page_bytes"] < found["read_bytes"]
+    assert min(found["open_seconds"], found["open_cpu_seconds"], found["each_run_seconds"]) > 0
+    assert found["browser"].split("/")[0] in ("Chrome", "HeadlessChrome")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    refused = CliRunner().invoke(app, arguments)
+    assert refused.exit_code == 1
+    assert "there is no Chromium here" in refused.output
