@@ -270,7 +270,8 @@ def test_results_that_were_edited(tmp_path: Path) -> None:
     kept = tmp_path / "kept.json"
     assert llqr("table", str(tmp_path), f"--save={kept}").exit_code == 0
     whole = json.loads(kept.read_text(encoding="utf-8"))
-    for edit in ({"steps": 0}, {"score": None}, {"last": 3}, {"curve": {"step": [1], "seconds": []}}):
+    edits = ({"steps": 0}, {"score": None}, {"last": 3}, {"curve": {"step": [1], "seconds": []}})
+    for edit in (*edits, {"examples": "many"}, {"steps_to_target": "soon"}):
         kept.write_text(json.dumps({"runs": [{**whole["runs"][0], **edit}]}), encoding="utf-8")
         assert "isn't a file of results" in refused("table", str(kept))
     kept.write_text(json.dumps({"runs": ["a"]}), encoding="utf-8")

@@ -208,6 +208,25 @@ def figure(
 
 
 @app.command()
+def report(
+    sources: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="RUNS...", help="Folders of runs, or files of results that `llqr table --save` wrote."),
+    ] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", callback=writable_file, help="The page to write.")] = Path(
+        "report.html"
+    ),
+) -> None:
+    """Runs as one page that needs nothing else: settings, curves, tables beside the paper's, where the time went."""
+    from llqr_lab.experiments.cli import told
+
+    with told():
+        from llqr_lab.report.command import write_report
+
+        typer.echo(write_report(sources or [Path("runs")], output))
+
+
+@app.command()
 def data(
     name: Annotated[str, typer.Argument(help="A data set to check thoroughly; else all are listed.")] = "",
     folder: Annotated[Path | None, typer.Option("--data", help="The folder with data sets; else LLQR_DATA.")] = None,
@@ -280,6 +299,25 @@ def bench_engine(
     from llqr_lab.bench.engine import main
 
     main(output, figure, seed, repeats, quick)
+
+
+@bench.command("report")
+def bench_report(
+    output: Annotated[Path, typer.Option(callback=writable_file, help="The JSON file to write.")] = Path(
+        "results/report.json"
+    ),
+    runs: Annotated[int, typer.Option(min=1, help="Runs that are made up.")] = 200,
+    points: Annotated[int, typer.Option(min=1, help="Evaluations of each.")] = 100_000,
+    seed: Seed = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="Times that the page is opened; medians are reported.")] = 3,
+) -> None:
+    """The report of many long runs: seconds to make it and to open it in Chromium, memory, size (some GB of files)."""
+    from llqr_lab.experiments.cli import told
+
+    with told():
+        from llqr_lab.bench.report import main
+
+        main(output, runs, points, seed, repeats)
 
 
 @bench.command("step")

@@ -23,7 +23,7 @@ def collected(source: Path) -> list[Result]:
     """The finished runs under a folder, or in a file that `save` wrote."""
     if source.is_file():
         try:
-            return [_checked(each) for each in json.loads(source.read_text(encoding="utf-8"))["runs"]]
+            return [checked(each) for each in json.loads(source.read_text(encoding="utf-8"))["runs"]]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RunError(
                 f"'{source}' isn't a file of results ({error!r}): name one that `llqr table --save` wrote"
@@ -34,7 +34,7 @@ def collected(source: Path) -> list[Result]:
     found = []
     for folder in folders:
         try:
-            found.append(_checked({**folder.read_result(), "curve": curve(folder.read_metrics())}))
+            found.append(checked({**folder.read_result(), "curve": curve(folder.read_metrics())}))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RunError(
                 f"the run in '{folder.path}' has a result that isn't whole ({error!r}): remove its result.json, and resume it"
@@ -60,11 +60,16 @@ NEEDED: dict[str, type | tuple[type, ...]] = {
 }
 
 
-def _checked(result: Any) -> Result:
+def checked(result: Any) -> Result:
     """A result with all that tables and figures ask for."""
     for name, kind in NEEDED.items():
         if not isinstance(result[name], kind):
             raise ValueError(f"{name} is {result[name]!r}")
+    for name in ("examples", "whole"):
+        if not isinstance(result.get(name), int | None):
+            raise ValueError(f"{name} is {result[name]!r}")
+    if value(result) is not None and result["score"] == "steps_to_target":
+        float(result["seconds_to_target"])
     if result["steps"] < 1 or len({len(column) for column in result["curve"].values()}) > 1:
         raise ValueError("no steps, or columns of unequal length")
     return dict(result)

@@ -162,7 +162,7 @@ def toml(value: Any) -> str:
 
 def differences(one: Config, other: Config) -> list[str]:
     """The settings in which two configurations differ, with both values."""
-    left, right = _flat(_plain(one)), _flat(_plain(other))
+    left, right = flat(_plain(one)), flat(_plain(other))
     names = [name for name in {**left, **right} if left.get(name) != right.get(name)]
     return [f"{name}: {left.get(name, 'not set')} and {right.get(name, 'not set')}" for name in names]
 
@@ -177,11 +177,12 @@ def _plain(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else value
 
 
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A table of tables as one, by dotted names."""
+    found: dict[str, Any] = {}
     for name, value in table.items():
-        flat.update(_flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value})
-    return flat
+        found.update(flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value})
+    return found
 
 
 def _made(kind: type, table: Any, where: str) -> Any:
@@ -251,25 +252,25 @@ FRACTIONS = ("label_smoothing", "base.momentum", "base.beta2", "llqr.ema", "llqr
 
 def _check(config: Config) -> None:
     """What types don't say."""
-    flat = _flat(_plain(config))
+    settings = flat(_plain(config))
     for name, known in CHOICES.items():
-        if name in flat and flat[name] not in known:
-            raise ConfigError(f"'{name}' can't be '{flat[name]}'{suggestion(flat[name], known)}")
-    for name, value in flat.items():
+        if name in settings and settings[name] not in known:
+            raise ConfigError(f"'{name}' can't be '{settings[name]}'{suggestion(settings[name], known)}")
+    for name, value in settings.items():
         if isinstance(value, int | float) and not abs(value) < LARGEST:
             raise ConfigError(f"'{name}' should be a number below {LARGEST:g}, not {value}")
         if isinstance(value, int | float) and not name.startswith(("model.", "data.")) and value < 0:
             raise ConfigError(f"'{name}' can't be negative, and is {value}")
     for name in POSITIVE:
-        if name in flat and not flat[name] > 0:
-            raise ConfigError(f"'{name}' should be positive, and is {flat[name]}")
+        if name in settings and not settings[name] > 0:
+            raise ConfigError(f"'{name}' should be positive, and is {settings[name]}")
     for name in FRACTIONS:
-        if name in flat and not 0 <= flat[name] < 1:
-            raise ConfigError(f"'{name}' should be at least 0 and below 1, and is {flat[name]}")
+        if name in settings and not 0 <= settings[name] < 1:
+            raise ConfigError(f"'{name}' should be at least 0 and below 1, and is {settings[name]}")
     if (config.epochs > 0) == (config.steps > 0):
         raise ConfigError("the length of the run should be set by one of 'epochs' and 'steps'")
     for name, where, kinds, default in NEEDED:
-        if name in flat and flat[name] != default and flat.get(where) not in kinds:
-            raise ConfigError(f"'{name}' has no effect where '{where}' is '{flat.get(where)}': leave it out")
+        if name in settings and settings[name] != default and settings.get(where) not in kinds:
+            raise ConfigError(f"'{name}' has no effect where '{where}' is '{settings.get(where)}': leave it out")
     if config.schedule.name == "inverse-sqrt" and not config.schedule.warmup:
         raise ConfigError("'schedule.warmup' should be positive: the inverse square root is of steps in units of it")

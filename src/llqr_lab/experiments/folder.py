@@ -5,6 +5,8 @@ metrics.jsonl     one line an evaluation, appended: nothing in it depends on the
 times.jsonl       the seconds that belong to these lines
 checkpoint.pt     where the run can go on; checkpoint.previous.pt the one before
 result.json       written at the end: a run that has it is done
+diagnostics.jsonl what was looked at along the way, where it was asked for
+run.log           what the run said, where a sweep started it
 events.out.…      for TensorBoard
 
 Files that are replaced are written beside themselves and renamed. A checkpoint knows how long metrics.jsonl was when it was
@@ -43,6 +45,11 @@ UNUSABLE = (
 )
 """What reading and restoring a checkpoint may end in."""
 
+LOCK_SECONDS = 0.5
+"""How long a run waits for its lock: longer than it takes to ask whether it is running."""
+LOG_BYTES = 20_000
+"""Of the log's end, in which its last words are looked for."""
+
 
 class RunError(Exception):
     """A run that can't begin or go on; the message says why and what to do."""
@@ -53,6 +60,7 @@ class RunFolder:
         self.path = path
         self.config, self.result = path / "config.toml", path / "result.json"
         self.metrics, self.times = path / "metrics.jsonl", path / "times.jsonl"
+        self.diagnostics, self.log = path / "diagnostics.jsonl", path / "run.log"
         self.checkpoints = (path / "checkpoint.pt", path / "checkpoint.previous.pt")
 
     @property
@@ -62,6 +70,29 @@ class RunFolder:
     @property
     def begun(self) -> bool:
         return self.config.is_file()
+
+    @property
+    def running(self) -> bool:
+        """Whether a process is at work on it now."""
+        lock = self.path / ".lock"
+        if self.done or not lock.exists():
+            return False
+        try:
+            FileLock(lock).acquire(timeout=0).lock.release()
+        except Timeout:
+            return True
+        except OSError:
+            return False  # a folder that may only be read: nobody trains in it
+        return False
+
+    def last_words(self) -> str:
+        """The last line of its log that says something."""
+        if not self.log.is_file():
+            return ""
+        with self.log.open("rb") as file:
+            file.seek(max(0, self.log.stat().st_size - LOG_BYTES))
+            text = file.read().decode("utf-8", errors="replace")
+        return next((line for line in reversed(text.splitlines()) if line.strip(" ╭╮╰╯─│")), "")
 
     def check(self, config: Config, resume: bool) -> None:
         """Whether this run may be made here: nothing is there, or this very run is and is to go on."""
@@ -94,7 +125,7 @@ class RunFolder:
         """One process at a time."""
         lock = FileLock(self.path / ".lock")
         try:
-            lock.acquire(timeout=0)
+            lock.acquire(timeout=LOCK_SECONDS)
         except Timeout:
             raise RunError(f"another process is at work on the run in '{self.path}'") from None
         try:

@@ -10,7 +10,8 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,6 +35,9 @@ except ImportError:  # Windows has none
 
 CHECKPOINT_SECONDS = 60.0
 """Between checkpoints; when they are written changes nothing but how much is done again after a stop."""
+
+SPENT = ("refit_step_seconds", "evaluation_seconds", "batch_seconds", "checkpoint_seconds")
+"""Where time goes, by the run's clock: the steps that refit (within `seconds`), and three things beside the steps."""
 
 Report = Callable[[int, int, Mapping[str, Any]], None]
 """Called after each step with its number, how many there are, and what was measured last."""
@@ -60,7 +64,8 @@ def train(
             warn("the run began with another number of threads: its numbers may differ in their last digits")
         with Board(folder.path, run.step) as board:
             saved = time.monotonic()
-            for batch in stream(task.train, run.step, run.step if run.over else run.steps, workers):
+            last = run.step if run.over else run.steps
+            for batch in run.waiting(stream(task.train, run.step, last, workers)):
                 run.advance(to_device(batch, device))
                 if run.step % run.evaluate_every == 0 or run.step == run.steps or run.diverged:
                     metrics, times = run.measure()
@@ -70,7 +75,8 @@ def train(
                 if run.over:
                     break
                 if time.monotonic() - saved >= checkpoint_seconds:
-                    folder.save(run.state_dict())
+                    with run.timed("checkpoint_seconds"):
+                        folder.save(run.state_dict())
                     saved = time.monotonic()
         result = _result(config, run, folder, device)
         folder.finish(run.state_dict(), result)
@@ -99,10 +105,27 @@ class Run:
         # of one thread, the processor's time is what the run would take with nothing else on the machine
         self.clock: Callable[[], float] = time.process_time if alone else time.perf_counter
         self.clock_name = "processor" if alone else "wall"
+        self.spent = dict.fromkeys(SPENT, 0.0)
         self.threads_changed = False
         self.over = self.diverged = False
         self.latest: dict[str, Any] = {}
         self._begin_interval()
+
+    @contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        start = self.clock()
+        yield
+        self.spent[what] += self.clock() - start
+
+    def waiting(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The batches, with the time that they take to come."""
+        coming = iter(batches)
+        while True:
+            with self.timed("batch_seconds"):
+                batch = next(coming, None)
+            if batch is None:
+                return
+            yield batch
 
     def _begin_interval(self) -> None:
         self._losses, self._right, self._seen = 0.0, 0, 0
@@ -110,7 +133,7 @@ class Run:
 
     def advance(self, batch: Batch) -> None:
         """One step."""
-        start = self.clock()
+        start, fits = self.clock(), self._fits()
         self.model.train()
         outputs: list[Tensor] = []
 
@@ -135,7 +158,14 @@ class Run:
         self._right, self._seen = self._right + right, self._seen + seen
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.seconds += self.clock() - start
+        seconds = self.clock() - start
+        self.seconds += seconds
+        if self._fits() > fits:
+            self.spent["refit_step_seconds"] += seconds
+
+    def _fits(self) -> int:
+        """Refits so far, taken or not."""
+        return self.optimizer.stats.refits + self.optimizer.stats.rejected if isinstance(self.optimizer, LLQR) else 0
 
     def measure(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Metrics of the steps since the last time and of the model now, and the seconds so far."""
@@ -147,7 +177,7 @@ class Run:
             "train_loss": _finite(self._losses / self._counted),
             "train_accuracy": self._right / max(1, self._seen),
         }
-        with torch.no_grad():
+        with torch.no_grad(), self.timed("evaluation_seconds"):
             metrics |= {name: _finite(value) for name, value in self.task.evaluate(self.model, self.device).items()}
         times = {"seconds": self.seconds}
         if isinstance(self.optimizer, LLQR):
@@ -155,6 +185,7 @@ class Run:
             metrics |= {"refits": stats.refits, "rejected": stats.rejected, "turned": stats.turned}
             metrics |= {"objective": None if stats.objective_after is None else _finite(stats.objective_after)}
             times["refit_wall_seconds"] = stats.seconds
+        times |= self.spent
         self.over = self.diverged or self.task.over(metrics)
         self.latest = metrics
         self._begin_interval()
@@ -170,6 +201,7 @@ class Run:
         return {
             "step": self.step,
             "seconds": self.seconds,
+            "spent": self.spent,
             "clock": self.clock_name,
             "threads": torch.get_num_threads(),
             "lr": self.lr,
@@ -188,6 +220,7 @@ class Run:
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         self.step, self.seconds, self.latest = state["step"], state["seconds"], state["latest"]
+        self.spent |= state.get("spent", {})  # a checkpoint of before this was measured has none
         self.over, self.diverged = state["over"]
         self.lr = state["lr"]
         self.threads_changed = state["threads"] != torch.get_num_threads()
@@ -240,7 +273,7 @@ def _command(config: Config) -> str:
 
 def _result(config: Config, run: Run, folder: RunFolder, device: torch.device) -> dict[str, Any]:
     run.model.eval()
-    with torch.no_grad():
+    with torch.no_grad(), run.timed("evaluation_seconds"):
         finals = {} if run.diverged else run.task.finals(run.model, device)
     lines = folder.read_metrics()
     stats = run.optimizer.stats if isinstance(run.optimizer, LLQR) else None
@@ -264,6 +297,7 @@ def _result(config: Config, run: Run, folder: RunFolder, device: torch.device) -
         "refit_wall_seconds": stats.seconds if stats else 0.0,
         "peak_bytes": _peak_bytes(device),
         "unmoved": _unmoved(run),
+        **run.spent,
         "preconditioner_bytes": stats.memory if stats else 0,
         "diverged": run.diverged,
         **run.task.summary(lines),

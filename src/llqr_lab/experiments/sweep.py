@@ -118,12 +118,11 @@ def _started(job: Job, jobs: int) -> Job:
     job.folder.path.mkdir(parents=True, exist_ok=True)
     threads = str(max(1, (os.cpu_count() or 1) // jobs))
     command = [sys.executable, "-m", "llqr_lab", *job.arguments, f"--threads={threads}"]
-    with (job.folder.path / "run.log").open("ab") as log:
+    with job.folder.log.open("ab") as log:
         job.process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": threads})
     return job
 
 
 def _why(job: Job) -> str:
-    log = job.folder.path / "run.log"
-    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip(" ╭╮╰╯─│")]
-    return f"{job.config.preset} {job.config.label} seed {job.config.seed}: {lines[-1] if lines else 'no word why'} ({log})"
+    words = job.folder.last_words() or "no word why"
+    return f"{job.config.preset} {job.config.label} seed {job.config.seed}: {words} ({job.folder.log})"

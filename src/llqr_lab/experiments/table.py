@@ -25,42 +25,57 @@ LOWER_IS_BETTER = ("test_loss", "steps_to_target")
 
 
 def show(results: list[Result], console: Console) -> None:
-    groups: dict[tuple[str, str], list[Result]] = {}
-    for result in results:
-        groups.setdefault((result["preset"], result["scale"]), []).append(result)
-    for (preset, scale), group in groups.items():
-        known = PRESETS[preset].summary if preset in PRESETS else preset
-        how = "" if scale == "paper" else ", not comparable with the paper"
-        console.print(f"{preset}: {known}", highlight=False, markup=False, soft_wrap=True)
-        console.print(f"ours at --scale {scale}{how}: {ours(group)}", highlight=False, markup=False, soft_wrap=True)
-        console.print(table(preset, group))
+    for preset, group in grouped(results):
+        for line in heading(preset, group):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+        made = Table(box=box.SIMPLE_HEAD)
+        headers, *rows = cells(preset, group)
+        for number, header in enumerate(headers):
+            made.add_column(header, justify="right" if number else "left", no_wrap=not number)
+        for row in rows:
+            made.add_row(*map(escape, row))
+        console.print(made)
         console.print(verdict(group), highlight=False, markup=False, soft_wrap=True)
         console.print()
 
 
-def table(preset: str, group: list[Result]) -> Table:
-    """A row a method: the score over seeds, the time, and the paper's where it has one."""
+def grouped(results: list[Result]) -> list[tuple[str, list[Result]]]:
+    """The results of each preset and scale, with the preset's name."""
+    groups: dict[tuple[str, str], list[Result]] = {}
+    for result in results:
+        groups.setdefault((result["preset"], result["scale"]), []).append(result)
+    return [(preset, group) for (preset, _), group in groups.items()]
+
+
+def heading(preset: str, group: list[Result]) -> tuple[str, str]:
+    """What the paper's experiment is, and what ours was."""
+    scale = group[0]["scale"]
+    known = PRESETS[preset].summary if preset in PRESETS else preset
+    how = "" if scale == "paper" else ", not comparable with the paper"
+    return f"{preset}: {known}", f"ours at --scale {scale}{how}: {ours(group)}"
+
+
+def cells(preset: str, group: list[Result]) -> list[list[str]]:
+    """The header, then a row a method: the score over seeds, the time, and the paper's where it has one."""
     score = group[0]["score"]
+    name = NAMES.get(score, score)
     reported = RESULTS.get(preset, {})
-    made = Table(box=box.SIMPLE_HEAD)
-    made.add_column("method", no_wrap=True)
-    for header in ("seeds", f"{NAMES.get(score, score)}\nours", "time a step,\n× base, ours"):
-        made.add_column(header, justify="right")
+    header = ["method", "seeds", f"{name}\nours", "time a step,\n× base, ours"]
     if score == "steps_to_target":
-        made.add_column("seconds\nto 95%", justify="right")
+        header.append("seconds\nto 95%")
     if reported:
-        made.add_column(f"{NAMES.get(score, score)}\npaper", justify="right")
-        made.add_column("time,\n× base, paper", justify="right")
+        header += [f"{name}\npaper", "time,\n× base, paper"]
     base = [each for each in group if each["method"] == "base"]
+    made = [header]
     for method in methods_of(group):
         rows = [each for each in group if each["method"] == method]
-        cells = [escape(method), seeds(rows), shown(summary(scores(rows)), UNITS.get(score, 1.0)), times(rows, base)]
+        row = [method, seeds(rows), shown(summary(scores(rows)), UNITS.get(score, 1.0)), times(rows, base)]
         if score == "steps_to_target":
-            cells.append(shown(summary(each["seconds_to_target"] for each in rows if value(each) is not None), 1.0))
+            row.append(shown(summary(each["seconds_to_target"] for each in rows if value(each) is not None), 1.0))
         if reported:
             paper = reported.get(method)
-            cells += [f"{paper.score:.2f} ± {paper.error:.2f}", f"×{paper.time:.3g}"] if paper else ["", ""]
-        made.add_row(*cells)
+            row += [f"{paper.score:.2f} ± {paper.error:.2f}", f"×{paper.time:.3g}"] if paper else ["", ""]
+        made.append(row)
     return made
 
 
@@ -71,7 +86,8 @@ def ours(group: list[Result]) -> str:
     told = [f"{size:,}" + (f" of its {whole:,}" if whole and whole != size else "") for size, whole in sizes if size]
     steps = sorted({each["steps"] for each in group})
     length = f"{steps[0]:,}" + (f" to {steps[-1]:,}" if len(steps) > 1 else "")
-    return f"{', '.join(networks)} ({', '.join(told)} examples), {length} steps of {group[0]['batch']}"
+    examples = f" ({', '.join(told)} examples)" if told else ""
+    return f"{', '.join(networks)}{examples}, {length} steps of {group[0]['batch']}"
 
 
 def methods_of(group: list[Result]) -> list[str]:
@@ -109,7 +125,7 @@ def times(rows: list[Result], base: list[Result]) -> str:
     if not base or len({each["clock"] for each in (*rows, *base)} | {"mixed"}) > 2:
         return "–"  # nothing to compare with, or seconds of two kinds
     own, alone = (median(each["seconds"] / each["steps"] for each in some) for some in (rows, base))
-    return f"×{own / alone:.3g}"
+    return f"×{own / alone:.3g}" if alone else "–"
 
 
 def verdict(group: list[Result]) -> str:

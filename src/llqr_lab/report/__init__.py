@@ -1,0 +1,1 @@
+"""`llqr report`: runs as one page that needs nothing else."""
