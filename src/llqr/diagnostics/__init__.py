@@ -1,0 +1,32 @@
+"""How good a step is: held against the exact one, on the quadratic model of a batch."""
+
+from llqr.diagnostics.blocks import BlockStep, Coupling, block_step, coupling
+from llqr.diagnostics.classics import diagonal, diagonal_step, kfac_step
+from llqr.diagnostics.monitor import Monitor
+from llqr.diagnostics.proposals import proposed_step
+from llqr.diagnostics.judging import Reference, Verdict, judge, reference
+from llqr.diagnostics.spectra import QUANTILES, Spectrum, spectra
+from llqr.diagnostics.staleness import Objectives, Staleness, compare_fits, staleness
+
+__all__ = [
+    "QUANTILES",
+    "BlockStep",
+    "Coupling",
+    "Monitor",
+    "Objectives",
+    "Reference",
+    "Spectrum",
+    "Staleness",
+    "Verdict",
+    "block_step",
+    "compare_fits",
+    "coupling",
+    "diagonal",
+    "diagonal_step",
+    "judge",
+    "kfac_step",
+    "proposed_step",
+    "reference",
+    "spectra",
+    "staleness",
+]

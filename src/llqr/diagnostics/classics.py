@@ -1,0 +1,144 @@
+"""Classical approximations of H, as steps to compare with: its diagonal, and K-FAC's Kronecker factors."""
+
+from __future__ import annotations
+
+import math
+from typing import TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from llqr.diagnostics.fisher import Passes, Seen
+from llqr.diagnostics.judging import Reference
+from llqr.diagnostics.vectors import flat, named
+from llqr.errors import SingularProblemError
+
+EXACT_DIAGONAL = 1024
+"""Parameters up to which H's diagonal is taken by as many products."""
+DRAWS = 200
+"""Backward passes for the diagonal of a larger one; its relative error is about √(2/draws)."""
+
+
+def diagonal(reference: Reference, draws: int = DRAWS, seed: int = 0, exact: bool | None = None) -> dict[str, Tensor]:
+    """diag(H + λ): by a product with each unit vector (`exact`, by default for small models), or estimated.
+
+    The estimate is Σ (Jᵀs)² over cotangents s with E[s sᵀ] = W (`llqr.diagnostics.fisher`): unbiased, never negative, with a
+    relative error that doesn't depend on what is off the diagonal.
+    """
+    count = flat(reference.gradient).numel()
+    if count <= EXACT_DIAGONAL if exact is None else exact:
+        return _by_products(reference)
+    passes = Passes(reference)
+    repeats = math.ceil(draws / passes.columns)
+    total = {name: torch.zeros_like(g) for name, g in reference.gradient.items()}
+    for cotangent in passes.cotangents(repeats, torch.Generator().manual_seed(seed)):
+        for name, pulled in zip(total, passes.pull(cotangent, list(passes.parameters.values())), strict=True):
+            total[name].addcmul_(pulled, pulled)
+    own = reference.diagonal_terms
+    return {name: value / repeats + own[name] for name, value in total.items()}
+
+
+def diagonal_step(
+    reference: Reference, draws: int = DRAWS, seed: int = 0, exact: bool | None = None
+) -> dict[str, Tensor]:
+    """-diag(H + λ)⁻¹ g."""
+    found = diagonal(reference, draws, seed, exact)
+    return {name: _divided(g, found[name], name) for name, g in reference.gradient.items()}
+
+
+def kfac_step(reference: Reference, repeats: int = 1, draws: int = DRAWS, seed: int = 0) -> dict[str, Tensor]:
+    """-(A ⊗ G + λ)⁻¹ g for Linear and Conv2d layers, and diag(H + λ)⁻¹ for the rest.
+
+    A = mean of a aᵀ over what goes in (examples, tokens, patches; with a 1 for the bias), G = the sum of E[s sᵀ] over what
+    comes back, by a pass for each class, `repeats` times: exact where examples don't mix, sampled signs where tokens do. The
+    damping is exact, in the eigenbases of both (their mean, where weights and biases have different ones). Layers with shared
+    weights, and convolutions that are grouped or padded otherwise than with zeros, count as the rest.
+    """
+    passes = Passes(reference, _kronecker_layers(reference))
+    places = [(name, out) for name, seen in passes.seen.items() for out in seen.outputs]
+    factors: dict[str, Tensor] = {}
+    for cotangent in passes.cotangents(repeats, torch.Generator().manual_seed(seed)) if places else ():
+        for (name, _), pulled in zip(places, passes.pull(cotangent, [out for _, out in places]), strict=True):
+            rows = _positions(passes.seen[name].module, pulled)
+            factors[name] = factors.get(name, 0) + rows.mT @ rows / repeats
+    step: dict[str, Tensor] = {}
+    for name, factor in factors.items():
+        step.update(_layer_step(reference, name, passes.seen[name], factor))
+    if step.keys() != reference.gradient.keys():
+        step = {**diagonal_step(reference, draws, seed), **step}
+    return {name: step[name] for name in reference.gradient}
+
+
+def _layer_step(reference: Reference, layer: str, seen: Seen, g_factor: Tensor) -> dict[str, Tensor]:
+    weight, bias = (f"{layer}.{part}" if layer else part for part in ("weight", "bias"))
+    shape = reference.gradient[weight].shape
+    gradient = reference.gradient[weight].flatten(1)
+    columns = gradient.shape[1]
+    rows = torch.cat([_patches(seen.module, inputs) for inputs in seen.inputs])
+    damping = reference.diagonal_terms[weight]
+    if bias in reference.gradient:
+        rows = torch.cat([rows, rows.new_ones(len(rows), 1)], 1)
+        gradient = torch.cat([gradient, reference.gradient[bias][:, None]], 1)
+        damping = (columns * damping + reference.diagonal_terms[bias]) / (columns + 1)
+    a_values, a_basis = torch.linalg.eigh(rows.mT @ rows / len(rows))
+    g_values, g_basis = torch.linalg.eigh(g_factor)
+    scale = g_values.clamp_min(0)[:, None] * a_values.clamp_min(0) + damping
+    found = g_basis @ _divided(g_basis.mT @ gradient @ a_basis, scale, weight) @ a_basis.mT
+    step = {weight: found[:, :columns].reshape(shape)}
+    return {**step, bias: found[:, columns]} if bias in reference.gradient else step
+
+
+def _kronecker_layers(reference: Reference) -> dict[str, nn.Linear | nn.Conv2d]:
+    owners: dict[int, int] = {}
+    for module in reference.model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    found: dict[str, nn.Linear | nn.Conv2d] = {}
+    for name, module in reference.model.named_modules():
+        weight = f"{name}.weight" if name else "weight"
+        if _fits(module) and weight in reference.gradient and owners[id(module.weight)] == 1:
+            found[name] = module
+    return found
+
+
+def _fits(module: nn.Module) -> TypeGuard[nn.Linear | nn.Conv2d]:
+    if type(module) is nn.Conv2d:
+        return module.groups == 1 and module.padding_mode == "zeros" and not isinstance(module.padding, str)
+    return type(module) is nn.Linear
+
+
+def _patches(module: nn.Linear | nn.Conv2d, inputs: Tensor) -> Tensor:
+    """What meets the weights, one row for each place that they are used at."""
+    if isinstance(module, nn.Linear):
+        return inputs.reshape(-1, inputs.shape[-1])
+    columns = functional.unfold(inputs, module.kernel_size, module.dilation, module.padding, module.stride)  # type: ignore[arg-type]
+    return columns.mT.reshape(-1, columns.shape[-2])
+
+
+def _positions(module: nn.Linear | nn.Conv2d, cotangent: Tensor) -> Tensor:
+    """What comes back at each of these places."""
+    if isinstance(module, nn.Linear):
+        return cotangent.reshape(-1, cotangent.shape[-1])
+    return cotangent.flatten(-2).mT.reshape(-1, cotangent.shape[-3])
+
+
+def _by_products(reference: Reference) -> dict[str, Tensor]:
+    gradient = flat(reference.gradient)
+    entries = torch.empty_like(gradient)
+    unit = torch.zeros_like(gradient)
+    for index in range(len(gradient)):
+        unit[index] = 1
+        entries[index] = flat(reference.quadratic.curvature(named(unit, reference.gradient)))[index]
+        unit[index] = 0
+    return named(entries, reference.gradient)
+
+
+def _divided(gradient: Tensor, curvature: Tensor, name: str) -> Tensor:
+    """-gradient / curvature; zero where both are."""
+    if bool(((curvature <= 0) & (gradient != 0)).any()):
+        raise SingularProblemError(
+            f"the approximated curvature of {name!r} is zero or negative where the gradient isn't: give a damping"
+        )
+    return -gradient / curvature.masked_fill(curvature <= 0, 1.0)
