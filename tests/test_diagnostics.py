@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from networks import Dense, relative
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from zoo import cases, pick
 
 from llqr import cg_step
 from llqr.diagnostics import (
@@ -28,6 +26,8 @@ from llqr.diagnostics import (
 from llqr.diagnostics.vectors import dot, norm
 from llqr.divergences import KL, L2, Newton
 from llqr.errors import IndefiniteProblemError, LLQRError, NonFiniteError, SingularProblemError
+from networks import Dense, relative
+from zoo import cases, pick
 
 DAMPING = 1e-2
 
@@ -159,7 +159,7 @@ def test_every_number_of_a_verdict(made: tuple[Reference, Truth]) -> None:
 
 def test_along_a_line_the_fraction_is_the_squared_cosine(made: tuple[Reference, Truth]) -> None:
     """g = -(H + λ)δ*, so the most that a direction attains is cos² in the metric of H + λ; lengths don't matter."""
-    found, truth = made
+    found, _ = made
     downhill = {name: -g for name, g in found.gradient.items()}
     verdict = judge(downhill, found, by_layer=False)
     assert verdict.best_length > 0

@@ -2,9 +2,9 @@
 
 from llqr.diagnostics.blocks import BlockStep, Coupling, block_step, coupling
 from llqr.diagnostics.classics import diagonal, diagonal_step, kfac_step
+from llqr.diagnostics.judging import Reference, Verdict, judge, reference
 from llqr.diagnostics.monitor import Monitor
 from llqr.diagnostics.proposals import proposed_step
-from llqr.diagnostics.judging import Reference, Verdict, judge, reference
 from llqr.diagnostics.spectra import QUANTILES, Spectrum, spectra
 from llqr.diagnostics.staleness import Objectives, Staleness, compare_fits, staleness
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from llqr.checks import Inputs, Loss
-from llqr.diagnostics.proposals import proposed_step
 from llqr.diagnostics.judging import Reference, reference
+from llqr.diagnostics.proposals import proposed_step
 from llqr.diagnostics.spectra import QUANTILES, Spectrum, spectra
 from llqr.diagnostics.staleness import Objectives, staleness
 from llqr.diagnostics.vectors import norm
