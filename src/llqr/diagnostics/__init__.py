@@ -1,7 +1,7 @@
 """How good a step is: held against the exact one, on the quadratic model of a batch."""
 
 from llqr.diagnostics.blocks import BlockStep, Coupling, block_step, coupling
-from llqr.diagnostics.classics import diagonal, diagonal_step, kfac_step
+from llqr.diagnostics.classics import Inverse, diagonal, diagonal_step, kfac_inverse, kfac_step
 from llqr.diagnostics.judging import Reference, Verdict, judge, reference
 from llqr.diagnostics.monitor import Monitor
 from llqr.diagnostics.proposals import proposed_step
@@ -12,6 +12,7 @@ __all__ = [
     "QUANTILES",
     "BlockStep",
     "Coupling",
+    "Inverse",
     "Monitor",
     "Objectives",
     "Reference",
@@ -24,6 +25,7 @@ __all__ = [
     "diagonal",
     "diagonal_step",
     "judge",
+    "kfac_inverse",
     "kfac_step",
     "proposed_step",
     "reference",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import TypeGuard
 
 import torch
@@ -11,7 +12,7 @@ from torch.nn import functional
 
 from llqr.diagnostics.fisher import Passes, Seen
 from llqr.diagnostics.judging import Reference
-from llqr.diagnostics.vectors import flat, named
+from llqr.diagnostics.vectors import Step, flat, named
 from llqr.errors import SingularProblemError
 
 EXACT_DIAGONAL = 1024
@@ -39,54 +40,85 @@ def diagonal(reference: Reference, draws: int = DRAWS, seed: int = 0, exact: boo
     return {name: value / repeats + own[name] for name, value in total.items()}
 
 
+class Inverse:
+    """An approximation of (H + λ)⁻¹, to be applied to the gradient of its batch or to others, as a `Preconditioner` is."""
+
+    def __init__(self, diagonal: Mapping[str, Tensor], layers: Sequence[Factors] = ()) -> None:
+        self._diagonal, self._layers = diagonal, layers
+
+    def apply(self, gradients: Step) -> dict[str, Tensor]:
+        found = {name: _divided(gradients[name], curvature, name) for name, curvature in self._diagonal.items()}
+        for layer in self._layers:
+            found.update(layer.apply(gradients))
+        return {name: found[name] for name in gradients}
+
+
 def diagonal_step(
     reference: Reference, draws: int = DRAWS, seed: int = 0, exact: bool | None = None
 ) -> dict[str, Tensor]:
     """-diag(H + λ)⁻¹ g."""
-    found = diagonal(reference, draws, seed, exact)
-    return {name: _divided(g, found[name], name) for name, g in reference.gradient.items()}
+    return _step(Inverse(diagonal(reference, draws, seed, exact)), reference)
 
 
-def kfac_step(reference: Reference, repeats: int = 1, draws: int = DRAWS, seed: int = 0) -> dict[str, Tensor]:
-    """-(A ⊗ G + λ)⁻¹ g for Linear and Conv2d layers, and diag(H + λ)⁻¹ for the rest.
+def kfac_inverse(
+    reference: Reference,
+    repeats: int = 1,
+    draws: int = DRAWS,
+    seed: int = 0,
+    known_diagonal: Mapping[str, Tensor] | None = None,
+) -> Inverse:
+    """(A ⊗ G + λ)⁻¹ for Linear and Conv2d layers, and diag(H + λ)⁻¹ for the rest.
 
     A = mean of a aᵀ over what goes in (examples, tokens, patches; with a 1 for the bias), G = the sum of E[s sᵀ] over what
     comes back, by a pass for each class, `repeats` times: exact where examples don't mix, sampled signs where tokens do. The
     damping is exact, in the eigenbases of both (their mean, where weights and biases have different ones). Layers with shared
-    weights, and convolutions that are grouped or padded otherwise than with zeros, count as the rest.
+    weights, and convolutions that are grouped or padded otherwise than with zeros, count as the rest. `known_diagonal`: what
+    `diagonal` gave, where it was asked already.
     """
     passes = Passes(reference, _kronecker_layers(reference))
     places = [(name, out) for name, seen in passes.seen.items() for out in seen.outputs]
-    factors: dict[str, Tensor] = {}
+    sums: dict[str, Tensor] = {}
     for cotangent in passes.cotangents(repeats, torch.Generator().manual_seed(seed)) if places else ():
         for (name, _), pulled in zip(places, passes.pull(cotangent, [out for _, out in places]), strict=True):
             rows = _positions(passes.seen[name].module, pulled)
-            factors[name] = factors.get(name, 0) + rows.mT @ rows / repeats
-    step: dict[str, Tensor] = {}
-    for name, factor in factors.items():
-        step.update(_layer_step(reference, name, passes.seen[name], factor))
-    if step.keys() != reference.gradient.keys():
-        step = {**diagonal_step(reference, draws, seed), **step}
-    return {name: step[name] for name in reference.gradient}
+            sums[name] = sums.get(name, 0) + rows.mT @ rows / repeats
+    layers = [Factors(reference, name, passes.seen[name], factor) for name, factor in sums.items()]
+    covered = {name for layer in layers for name in layer.names}
+    rest = [name for name in reference.gradient if name not in covered]
+    curvature = (known_diagonal or diagonal(reference, draws, seed)) if rest else {}
+    return Inverse({name: curvature[name] for name in rest}, layers)
 
 
-def _layer_step(reference: Reference, layer: str, seen: Seen, g_factor: Tensor) -> dict[str, Tensor]:
-    weight, bias = (f"{layer}.{part}" if layer else part for part in ("weight", "bias"))
-    shape = reference.gradient[weight].shape
-    gradient = reference.gradient[weight].flatten(1)
-    columns = gradient.shape[1]
-    rows = torch.cat([_patches(seen.module, inputs) for inputs in seen.inputs])
-    damping = reference.diagonal_terms[weight]
-    if bias in reference.gradient:
-        rows = torch.cat([rows, rows.new_ones(len(rows), 1)], 1)
-        gradient = torch.cat([gradient, reference.gradient[bias][:, None]], 1)
-        damping = (columns * damping + reference.diagonal_terms[bias]) / (columns + 1)
-    a_values, a_basis = torch.linalg.eigh(rows.mT @ rows / len(rows))
-    g_values, g_basis = torch.linalg.eigh(g_factor)
-    scale = g_values.clamp_min(0)[:, None] * a_values.clamp_min(0) + damping
-    found = g_basis @ _divided(g_basis.mT @ gradient @ a_basis, scale, weight) @ a_basis.mT
-    step = {weight: found[:, :columns].reshape(shape)}
-    return {**step, bias: found[:, columns]} if bias in reference.gradient else step
+def kfac_step(reference: Reference, repeats: int = 1, draws: int = DRAWS, seed: int = 0) -> dict[str, Tensor]:
+    """-(A ⊗ G + λ)⁻¹ g, as `kfac_inverse` has it."""
+    return _step(kfac_inverse(reference, repeats, draws, seed), reference)
+
+
+class Factors:
+    """A ⊗ G + λ of one layer, with a column for the bias beside the weights, in the eigenbases of A and G."""
+
+    def __init__(self, reference: Reference, layer: str, seen: Seen, g_factor: Tensor) -> None:
+        weight, bias = (f"{layer}.{part}" if layer else part for part in ("weight", "bias"))
+        self.names = [name for name in (weight, bias) if name in reference.gradient]
+        rows = torch.cat([_patches(seen.module, inputs) for inputs in seen.inputs])
+        columns, damping = rows.shape[1], reference.diagonal_terms[weight]
+        if bias in self.names:
+            rows = torch.cat([rows, rows.new_ones(len(rows), 1)], 1)
+            damping = (columns * damping + reference.diagonal_terms[bias]) / (columns + 1)
+        a_values, self._a = torch.linalg.eigh(rows.mT @ rows / len(rows))
+        g_values, self._g = torch.linalg.eigh(g_factor)
+        self._curvature = g_values.clamp_min(0)[:, None] * a_values.clamp_min(0) + damping
+
+    def apply(self, gradients: Step) -> dict[str, Tensor]:
+        weight, *bias = (gradients[name] for name in self.names)
+        joined = torch.cat([weight.flatten(1), *(part[:, None] for part in bias)], 1)
+        found = self._g @ _divided(self._g.mT @ joined @ self._a, self._curvature, self.names[0]) @ self._a.mT
+        parts = [found[:, : joined.shape[1] - len(bias)].reshape(weight.shape), *found[:, -1:].mT[: len(bias)]]
+        return dict(zip(self.names, parts, strict=True))
+
+
+def _step(inverse: Inverse, reference: Reference) -> dict[str, Tensor]:
+    return {name: -part for name, part in inverse.apply(reference.gradient).items()}
 
 
 def _kronecker_layers(reference: Reference) -> dict[str, nn.Linear | nn.Conv2d]:
@@ -136,9 +168,9 @@ def _by_products(reference: Reference) -> dict[str, Tensor]:
 
 
 def _divided(gradient: Tensor, curvature: Tensor, name: str) -> Tensor:
-    """-gradient / curvature; zero where both are."""
+    """gradient / curvature; zero where both are."""
     if bool(((curvature <= 0) & (gradient != 0)).any()):
         raise SingularProblemError(
             f"the approximated curvature of {name!r} is zero or negative where the gradient isn't: give a damping"
         )
-    return -gradient / curvature.masked_fill(curvature <= 0, 1.0)
+    return gradient / curvature.masked_fill(curvature <= 0, 1.0)

@@ -1,0 +1,52 @@
+"""The figure of `llqr compare`: cosines with the exact step along a training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from llqr_lab.figures.style import BLUE, GREEN, GREY, ORANGE, PINK, drawing
+
+LINES: dict[str, tuple[str, str, str]] = {
+    "SGD": (GREY, "--", "s"),
+    "Adam": (ORANGE, "--", "v"),
+    "K-FAC": (PINK, "-.", "D"),
+    "exact, by layer": ("#000000", ":", "x"),
+    "LLQR scalar": ("#56B4E9", "-", "P"),
+    "LLQR diagonal": ("#E69F00", "-", "o"),
+    "LLQR kfac": (BLUE, "-", "^"),
+    "LLQR ekfac": (GREEN, "-", "*"),
+}
+PANELS = (
+    ("cosine", "cosine with the exact step"),
+    ("cosine_h", "the same in the metric of H"),
+    ("elsewhere", "on another batch, in the metric of H"),
+)
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """One line an optimizer, by the steps that were taken before; U is fitted afresh at each moment, on the same batch."""
+    looks = result["looks"]
+    with drawing(path, 13, 4.4) as figure:
+        for axes, (number, title) in zip(figure.subplots(1, len(PANELS), sharey=True), PANELS, strict=True):
+            for name, (colour, style, marker) in LINES.items():
+                points = [(look["step"], _value(look, name, number)) for look in looks]
+                there = [(step, value) for step, value in points if value is not None]
+                if there:
+                    steps, values = zip(*there, strict=True)
+                    axes.plot(steps, values, color=colour, linestyle=style, marker=marker, label=name)
+            axes.set_xscale("symlog", linthresh=10)
+            axes.set_xticks([look["step"] for look in looks], [str(look["step"]) for look in looks])
+            axes.minorticks_off()
+            axes.set_xlabel("training steps")
+            axes.set_title(title)
+        handles, labels = figure.axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=4)
+
+
+def _value(look: dict[str, Any], name: str, number: str) -> float | None:
+    if number == "elsewhere":  # the best fraction is the squared cosine
+        value = look["another_batch"]["fraction_along"].get(name)
+        return None if value is None else float(max(0.0, value)) ** 0.5
+    row = look["rows"].get(name)
+    return None if row is None else row[number]
