@@ -199,6 +199,20 @@ def test_layers_are_judged_alone(made: tuple[Reference, Truth]) -> None:
         assert part.actual == pytest.approx(float(change), rel=1e-9)
 
 
+def test_the_parts_of_layers_add_up(made: tuple[Reference, Truth]) -> None:
+    """g_i·δ_i + ½ δ_i·((H + λ)δ)_i over m(δ*), from the dense H; they add up to the step's own fraction."""
+    found, truth = made
+    step = random_step(truth)
+    parts = found.parts(truth.dense.named(step))
+    verdict = judge(truth.dense.named(step), found)
+    assert sum(part.fraction for part in parts.values()) == pytest.approx(verdict.fraction, rel=1e-9)
+    mask = truth.block(["2.weight", "2.bias"])
+    value = (truth.g @ torch.where(mask, step, 0.0)) + 0.5 * torch.where(mask, step, 0.0) @ truth.h @ step
+    assert parts["2"].fraction == pytest.approx(float(value / truth.m(truth.exact)), rel=1e-8)
+    assert parts["2"].cosine == pytest.approx(verdict.layers["2"].cosine, rel=1e-9)
+    assert parts["2"].length == pytest.approx(float(step[mask].norm() / truth.exact[mask].norm()), rel=1e-7)
+
+
 def test_a_layer_at_rest_has_no_direction(made: tuple[Reference, Truth]) -> None:
     found, _ = made
     step = {name: v if name.startswith("0.") else torch.zeros_like(v) for name, v in found.step.items()}

@@ -67,7 +67,7 @@ def test_a_line_has_what_the_functions_give() -> None:
     assert kept == [line]
     assert json.loads(json.dumps(line, allow_nan=False)) == line
     assert (line["step"], line["trouble"], line["quantiles"]) == (4, None, list(QUANTILES))
-    exact = reference(model, inputs, targets, cross_entropy, KL(), 0.1, training=False, max_steps=100)
+    exact = reference(model, inputs, targets, cross_entropy, KL(), 0.1, max_steps=100)
     assert line["exact"]["converged"]
     assert line["loss"] == pytest.approx(exact.loss)
     assert optimizer.preconditioner is not None
@@ -82,6 +82,8 @@ def test_a_line_has_what_the_functions_give() -> None:
         for number in ("cosine", "cosine_h", "fraction", "fraction_along", "length", "predicted", "actual"):
             assert line[number][name] == pytest.approx(getattr(verdict, number), rel=1e-3, abs=1e-4)
     assert line["layers"]["0"]["cosine"] == pytest.approx(judge(steps["optimizer"], exact).layers["0"].cosine, rel=1e-3)
+    total = sum(part["fraction"] for part in line["layers"].values())
+    assert total == pytest.approx(line["fraction"]["optimizer"], rel=1e-3)
     assert line["spectra"] == {n: s.quantiles() for n, s in spectra(optimizer.preconditioner).items()}
     stale = staleness(optimizer, inputs, targets, cross_entropy)
     assert line["staleness"] == pytest.approx(stale.as_is.staleness)

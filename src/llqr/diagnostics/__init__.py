@@ -2,7 +2,7 @@
 
 from llqr.diagnostics.blocks import BlockStep, Coupling, block_step, coupling
 from llqr.diagnostics.classics import Inverse, diagonal, diagonal_step, kfac_inverse, kfac_step
-from llqr.diagnostics.judging import Reference, Verdict, judge, reference
+from llqr.diagnostics.judging import Part, Reference, Verdict, judge, reference
 from llqr.diagnostics.monitor import Monitor
 from llqr.diagnostics.proposals import proposed_step
 from llqr.diagnostics.spectra import QUANTILES, Spectrum, spectra
@@ -15,6 +15,7 @@ __all__ = [
     "Inverse",
     "Monitor",
     "Objectives",
+    "Part",
     "Reference",
     "Spectrum",
     "Staleness",

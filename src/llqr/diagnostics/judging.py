@@ -60,6 +60,18 @@ class Verdict:
     """The same of each layer's part of δ taken alone: cosines with its part of δ*, fractions of the whole's m(δ*)."""
 
 
+@dataclass(frozen=True)
+class Part:
+    """A layer's part in a step."""
+
+    cosine: float
+    """With the layer's part of δ*, Euclidean; NaN where it rests."""
+    fraction: float
+    """(g_i·δ_i + ½ δ_i·((H + λ)δ)_i)/m(δ*): the layers' add up to the fraction of the whole step."""
+    length: float
+    """‖δ_i‖/‖δ*_i‖."""
+
+
 class Reference:
     """The quadratic model at θ of one batch, the exact step, and how good that is. Build one with `reference`."""
 
@@ -121,6 +133,18 @@ class Reference:
             for layer, names in layers(self.gradient.keys()).items():
                 parts[layer] = self._verdict(only(step, names), only(self.step, names), {})
         return self._verdict(step, self.step, parts)
+
+    def parts(self, step: Step) -> dict[str, Part]:
+        """What each layer has to do with a step: for one product in all, where `judge` takes two for each layer."""
+        step = checked(step, self.gradient)
+        product = self.quadratic.curvature(step)
+        found = {}
+        for layer, names in layers(self.gradient.keys()).items():
+            own, exact = ({name: each[name] for name in names} for each in (step, self.step))
+            value = dot(own, self.gradient) + 0.5 * dot(own, product)
+            cosine = _ratio(dot(own, exact), norm(own) * norm(exact))
+            found[layer] = Part(cosine, value / self.attainable, _ratio(norm(own), norm(exact)))
+        return found
 
     def _verdict(self, step: Step, exact: Step, parts: dict[str, Verdict]) -> Verdict:
         if norm(step) == 0:

@@ -53,7 +53,8 @@ class Monitor:
         loss_fn: `loss_fn(output, targets)`, the mean loss.
         writer: anything with `add_scalar` and `add_histogram`, such as TensorBoard's SummaryWriter.
         record: called with each line, a dict for JSON.
-        divergence, damping, training: of the quadratic model. The defaults are an LLQR's own divergence (else "ngd") and mode.
+        divergence, damping, training: of the quadratic model. By default an LLQR's own divergence (else "ngd"), and the modes
+            that the modules have: then dropout's masks are those of the coming step.
         products: the most products that the exact step may take; whether they were enough is in the line.
         prepare: as for `proposed_step`: called with a copy of the model between its backward pass and its step.
         weights: from the inputs to one weight a variable, 0 for padding.
@@ -72,7 +73,7 @@ class Monitor:
         damping: PerLayer = 1e-3,
         products: int = 100,
         tolerance: float = 1e-3,
-        training: bool | None = False,
+        training: bool | None = None,
         output: Selector | None = None,
         weights: Callable[[Inputs], Tensor] | None = None,
         prepare: Callable[[nn.Module], object] | None = None,
@@ -142,14 +143,11 @@ class Monitor:
         }
         if all(bool(part.isfinite().all()) for part in proposed.values()) and norm(proposed) > 0:
             steps["optimizer"] = proposed
-        verdicts = {name: exact.judge(each, by_layer=name == "optimizer") for name, each in steps.items()}
+        verdicts = {name: exact.judge(each, by_layer=False) for name, each in steps.items()}
         for number in NUMBERS:
             line[number] = {name: _finite(getattr(verdict, number)) for name, verdict in verdicts.items()}
-        layers = verdicts["optimizer"].layers if "optimizer" in verdicts else {}
-        line["layers"] = {
-            layer: {number: _finite(getattr(verdict, number)) for number in NUMBERS}
-            for layer, verdict in layers.items()
-        }
+        parts = exact.parts(steps["optimizer"]) if "optimizer" in steps else {}
+        line["layers"] = {layer: {n: _finite(v) for n, v in asdict(part).items()} for layer, part in parts.items()}
         return line
 
     def _staleness(self, inputs: Inputs, targets: Any) -> Line:

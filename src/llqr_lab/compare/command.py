@@ -32,12 +32,10 @@ def main(
     figure: Path,
 ) -> None:
     chosen = subject(name, batch, seed, data)
-    with one_thread(), bar(len(at), "comparing") as done:
-        looks = compare(chosen, base, rate, at, settings, done)
     command = f"llqr compare {name} --base {base} --lr {rate:g} --at {','.join(map(str, at))} --batch {batch}"
     command += f" --damping {settings.damping:g} --products {settings.products} --draws {settings.draws}"
     command += f" --inner {settings.inner} --seed {seed}{'' if settings.blocks else ' --no-blocks'}"
-    result = {
+    result: dict[str, Any] = {
         **provenance(command, seed),
         "network": name,
         "base": base,
@@ -45,13 +43,16 @@ def main(
         "batch": batch,
         "damping": settings.damping,
         "parameters": sum(p.numel() for p in chosen.model.parameters()),
-        "looks": looks,
+        "looks": [],
     }
-    write_json(output, result)
-    draw(result, figure)
     console = Console()
-    for look in looks:
-        report(look, result, console)
+    with one_thread(), bar(len(at), "comparing") as done:
+        for look in compare(chosen, base, rate, at, settings):
+            result["looks"].append(look)
+            write_json(output, result)  # a look can take minutes: what there is, is kept
+            report(look, result, console)
+            done()
+    draw(result, figure)
     console.print(f"Wrote {output} and {figure}", highlight=False, soft_wrap=True)
 
 

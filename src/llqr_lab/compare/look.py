@@ -140,9 +140,9 @@ class Look:
         found: dict[str, dict[str, float | None]] = {}
         for name in ("K-FAC", "LLQR diagonal", "LLQR kfac", "LLQR ekfac"):
             step = {each: -part for each, part in self.inverses[name].apply(self.reference.gradient).items()}
-            found[name] = {layer: _finite(v.cosine) for layer, v in self.reference.judge(step).layers.items()}
+            found[name] = {layer: _finite(part.cosine) for layer, part in self.reference.parts(step).items()}
         down = {each: -g for each, g in self.reference.gradient.items()}
-        found["SGD"] = {layer: _finite(v.cosine) for layer, v in self.reference.judge(down).layers.items()}
+        found["SGD"] = {layer: _finite(part.cosine) for layer, part in self.reference.parts(down).items()}
         return found
 
     def coupled(self) -> dict[str, Any]:

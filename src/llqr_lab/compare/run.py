@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,30 +17,27 @@ FAR = 10_000_000
 
 
 def compare(
-    subject: Subject, base: str, rate: float, at: Sequence[int], settings: Settings, done: Callable[[], None]
-) -> list[dict[str, Any]]:
-    """Train to the last of the steps in `at`, and look before each of them."""
+    subject: Subject, base: str, rate: float, at: Sequence[int], settings: Settings
+) -> Iterator[dict[str, Any]]:
+    """Train to the last of the steps in `at`, and look before each of them; what was seen, as it is seen."""
     model = copy.deepcopy(subject.model).train()
     optimizer = base_of(base, model, rate)
     followers = {name: Shadow(model, make) for name, make in shadows(base, rate).items()}
     with_u = {name: Shadow(model, make) for name, make in carried(STRUCTURES, base, rate).items()}
-    looks: list[dict[str, Any]] = []
     kept: list[tuple[int, dict[str, Applied]]] = []
     for step in range(max(at) + 1):
         batch = subject.draw(step)
         if step in at:
             look = Look(model, subject, batch, settings)
             look.fill(followers, with_u, model, batch)
-            looks.append(_told(look, step, kept, subject.draw(FAR + step)))
+            yield _told(look, step, kept, subject.draw(FAR + step))
             kept.append((step, look.inverses))
-            done()
         inputs, targets = batch
         optimizer.zero_grad()
         subject.loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
         for shadow in (*followers.values(), *with_u.values()):
             shadow.follow(model, step, inputs)
         optimizer.step()
-    return looks
 
 
 def _told(look: Look, step: int, kept: list[tuple[int, dict[str, Applied]]], other: Batch) -> dict[str, Any]:
