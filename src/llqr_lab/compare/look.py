@@ -6,13 +6,13 @@ import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from llqr import LLQR, QuadraticModel, fit
-from llqr.diagnostics import Inverse, Reference, Verdict, block_step, coupling, diagonal, kfac_inverse, reference
+from llqr.diagnostics import Coupling, Inverse, Reference, Verdict, coupling, diagonal, kfac_inverse, reference
 from llqr.diagnostics.vectors import norm
 from llqr.errors import LLQRError
 from llqr.solvers import SGDM, Quadratic, Solver
@@ -69,6 +69,7 @@ class Look:
         self.reference = self.referred(batch)
         self.inverses: dict[str, Applied] = {}
         self.rows: dict[str, Row] = {}
+        self.cut: Coupling | None = None
 
     def referred(self, batch: Batch) -> Reference:
         """The exact step of a batch at these parameters."""
@@ -93,9 +94,8 @@ class Look:
         self._keep("diag(H)⁻¹", Inverse(curvature))
         self._keep("K-FAC", kfac_inverse(self.reference, draws=self.settings.draws, known_diagonal=curvature))
         if self.settings.blocks:
-            for per in ("layer", "parameter"):
-                solved = block_step(self.reference, per, 1e-3, self.settings.products)
-                self._add(f"exact, by {per}", solved.step)
+            self.cut = coupling(self.reference, 1e-3, self.settings.products)
+            self.rows |= {"exact, by layer": row(self.cut.layer), "exact, by parameter": row(self.cut.parameter)}
         self._fit_all()
         for name, shadow in carried.items():
             (optimizer,) = shadow.optimizers
@@ -144,10 +144,6 @@ class Look:
         down = {each: -g for each, g in self.reference.gradient.items()}
         found["SGD"] = {layer: _finite(part.cosine) for layer, part in self.reference.parts(down).items()}
         return found
-
-    def coupled(self) -> dict[str, Any]:
-        found = coupling(self.reference, 1e-3, self.settings.products)
-        return {"lost": found.lost, "energy": found.energy, "residual": found.residual}
 
 
 def elsewhere(inverses: Mapping[str, Applied], there: Reference) -> dict[str, float | None]:

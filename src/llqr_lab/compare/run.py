@@ -58,7 +58,9 @@ def _told(look: Look, step: int, kept: list[tuple[int, dict[str, Applied]]], oth
         "older": [{"fitted": when, "fraction_along": elsewhere(inverses, found)} for when, inverses in kept],
         "by_layer": look.by_layer(),
     }
-    return {**told, "coupling": look.coupled()} if look.settings.blocks else told
+    if look.cut is not None:
+        told["coupling"] = {"lost": look.cut.lost, "energy": look.cut.energy, "residual": look.cut.residual}
+    return told
 
 
 def _cosine(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
