@@ -14,7 +14,7 @@ from torch.optim import Adam
 from llqr.diagnostics import reference
 from llqr_lab import options
 from llqr_lab.compare import subjects
-from llqr_lab.compare.look import Look, Settings, Summed, elsewhere
+from llqr_lab.compare.look import ExactInverse, Look, Settings, Summed, elsewhere
 from llqr_lab.compare.shadows import Shadow, shadows
 from llqr_lab.compare.subjects import Subject
 from llqr_lab.models.named import NETWORKS
@@ -56,7 +56,9 @@ def test_the_command_writes_a_result_that_says_how_it_was_made(tmp_path: Path, m
         assert -1 <= row["cosine"] <= 1
     assert last["exact"]["converged"]
     assert [each["fitted"] for each in last["older"]] == [0, 2]
-    assert last["another_batch"]["fraction_along"].keys() == last["older"][0]["fraction_along"].keys()
+    there = last["another_batch"]["fraction_along"]
+    assert there.keys() == last["older"][0]["fraction_along"].keys() | {"exact"}
+    assert 0 < there["exact"] < 1
     assert last["coupling"]["lost"]["parameter"] >= 0
     assert "after 5 steps of adamw" in printed
     assert "K-FAC" in printed
@@ -112,6 +114,13 @@ def test_shadows_have_the_state_of_an_optimizer_that_saw_the_same_gradients() ->
         assert torch.allclose(step_of, p.detach() - old, atol=1e-6)
 
 
+def test_the_exact_inverse_is_that_of_its_batch() -> None:
+    subject = tiny()
+    look = Look(subject.model, subject, subject.draw(0), QUICK)
+    found = ExactInverse(look.reference, 200).apply(look.reference.gradient)
+    assert look.reference.judge({n: -v for n, v in found.items()}).cosine_h == pytest.approx(1, abs=1e-4)
+
+
 def test_the_sum_over_a_batch_is_so_many_times_the_mean() -> None:
     subject = tiny()
     look = Look(subject.model, subject, subject.draw(0), QUICK)
@@ -139,7 +148,7 @@ def test_subjects_give_the_same_batch_whenever_asked() -> None:
         (("digits", "--at", "3,1"), "isn't a list of increasing numbers"),
         (("digits", "--at", "x"), "isn't a list of increasing numbers"),
         (("digits", "--damping", "0"), "isn't a positive number"),
-        (("digits", "--lr", "-1"), "isn't a positive number"),
+        (("digits", "--lr", "-1", "--output", "x.json", "--figure", "x.png"), "isn't a positive number"),
         (("digits", "--output", "nowhere/x.json"), "doesn't exist"),
         (("shakespeare", "--output", "x.json", "--figure", "x.png"), "LLQR_DATA"),
     ],

@@ -71,7 +71,7 @@ def report(look: dict[str, Any], result: dict[str, Any], console: Console) -> No
         caption_justify="left",
     )
     table.add_column("optimizer", no_wrap=True)
-    for header in ("cosine", "in H", "m", "best", "other", "predicted", "actual"):
+    for header in ("cosine", "in H", "m", "best", "other", "pred.", "actual"):
         table.add_column(header, justify="right", no_wrap=True)
     there = look["another_batch"]["fraction_along"]
     for name, numbers in look["rows"].items():

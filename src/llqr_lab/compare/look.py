@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from llqr import LLQR, QuadraticModel, fit
 from llqr.diagnostics import Coupling, Inverse, Reference, Verdict, coupling, diagonal, kfac_inverse, reference
-from llqr.diagnostics.vectors import norm
+from llqr.diagnostics.vectors import flat, named, norm
 from llqr.errors import LLQRError
+from llqr.exact.conjugate import conjugate_gradients
 from llqr.solvers import SGDM, Quadratic, Solver
 from llqr_lab.compare.shadows import Shadow
 from llqr_lab.compare.subjects import Batch, Subject
@@ -144,6 +145,20 @@ class Look:
         down = {each: -g for each, g in self.reference.gradient.items()}
         found["SGD"] = {layer: _finite(part.cosine) for layer, part in self.reference.parts(down).items()}
         return found
+
+
+class ExactInverse:
+    """(H + λ)⁻¹ of one batch, by conjugate gradients for each gradient that it is applied to."""
+
+    def __init__(self, reference: Reference, products: int) -> None:
+        self._reference, self._products = reference, products
+
+    def apply(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        curvature = self._reference.quadratic.curvature
+        solved = conjugate_gradients(
+            lambda v: flat(curvature(named(v, gradients))), flat(gradients), 1e-3, self._products
+        )
+        return {name: -part for name, part in named(solved.step, gradients).items()}
 
 
 def elsewhere(inverses: Mapping[str, Applied], there: Reference) -> dict[str, float | None]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from llqr_lab.compare.look import STRUCTURES, Applied, Look, Settings, elsewhere
+from llqr_lab.compare.look import STRUCTURES, Applied, ExactInverse, Look, Settings, elsewhere
 from llqr_lab.compare.shadows import Shadow, base_of, carried, shadows
 from llqr_lab.compare.subjects import Batch, Subject
 
@@ -53,7 +53,8 @@ def _told(look: Look, step: int, kept: list[tuple[int, dict[str, Applied]]], oth
         "another_batch": {
             "residual": there.residual,
             "cosine_of_gradients": _cosine(found.gradient, there.gradient),
-            "fraction_along": elsewhere(look.inverses, there),
+            "fraction_along": elsewhere({**look.inverses, "exact": ExactInverse(found, look.settings.products)}, there),
+            "step_along": there.judge(found.step, by_layer=False).fraction_along,
         },
         "older": [{"fitted": when, "fraction_along": elsewhere(inverses, found)} for when, inverses in kept],
         "by_layer": look.by_layer(),
