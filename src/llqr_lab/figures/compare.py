@@ -12,6 +12,7 @@ LINES: dict[str, tuple[str, str, str]] = {
     "Adam": (ORANGE, "--", "v"),
     "K-FAC": (PINK, "-.", "D"),
     "exact, by layer": ("#000000", ":", "x"),
+    "exact": ("#000000", "-", "+"),
     "LLQR scalar": ("#56B4E9", "-", "P"),
     "LLQR diagonal": ("#E69F00", "-", "o"),
     "LLQR kfac": (BLUE, "-", "^"),
@@ -25,7 +26,7 @@ PANELS = (
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """One line an optimizer, by the steps that were taken before; U is fitted afresh at each moment, on the same batch."""
+    """One line an optimizer, by the steps taken before; U is fitted afresh at each moment, on the batch of the first panels."""
     looks = result["looks"]
     with drawing(path, 13, 4.4) as figure:
         for axes, (number, title) in zip(figure.subplots(1, len(PANELS), sharey=True), PANELS, strict=True):
@@ -40,8 +41,15 @@ def draw(result: dict[str, Any], path: Path) -> None:
             axes.minorticks_off()
             axes.set_xlabel("training steps")
             axes.set_title(title)
-        handles, labels = figure.axes[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=4)
+            axes.set_ylim(top=1.05)
+        entries = {
+            label: handle
+            for axes in figure.axes
+            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
+        known = {name: entries[name] for name in LINES if name in entries}
+        labels = ["(H + λ)⁻¹ of the first batch" if name == "exact" else name for name in known]
+        figure.legend(list(known.values()), labels, loc="outside lower center", ncols=5)
 
 
 def _value(look: dict[str, Any], name: str, number: str) -> float | None:
