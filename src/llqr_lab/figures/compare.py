@@ -31,15 +31,13 @@ def draw(result: dict[str, Any], path: Path) -> None:
     with drawing(path, 13, 4.4) as figure:
         for axes, (number, title) in zip(figure.subplots(1, len(PANELS), sharey=True), PANELS, strict=True):
             for name, (colour, style, marker) in LINES.items():
-                points = [(look["step"], _value(look, name, number)) for look in looks]
-                there = [(step, value) for step, value in points if value is not None]
+                points = [(place, _value(look, name, number)) for place, look in enumerate(looks)]
+                there = [(place, value) for place, value in points if value is not None]
                 if there:
-                    steps, values = zip(*there, strict=True)
-                    axes.plot(steps, values, color=colour, linestyle=style, marker=marker, label=name)
-            axes.set_xscale("symlog", linthresh=10)
-            axes.set_xticks([look["step"] for look in looks], [str(look["step"]) for look in looks])
-            axes.minorticks_off()
-            axes.set_xlabel("training steps")
+                    places, values = zip(*there, strict=True)
+                    axes.plot(places, values, color=colour, linestyle=style, marker=marker, label=name)
+            axes.set_xticks(range(len(looks)), [str(look["step"]) for look in looks])
+            axes.set_xlabel("after so many training steps")
             axes.set_title(title)
             axes.set_ylim(top=1.05)
         entries = {
