@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,8 @@ def test_the_command_writes_a_result_that_says_how_it_was_made(tmp_path: Path, m
         wanted |= {f"LLQR {structure}", f"LLQR {structure}, paper, mean", f"LLQR {structure}, paper, sum"}
     for structure in ("scalar", "diagonal", "kfac", "ekfac"):
         wanted |= {f"LLQR {structure}, eval mode", f"carried {structure}: U g", f"carried {structure}: step"}
+    if find_spec("pytorch_optimizer") is not None:
+        wanted |= {"Shampoo", "SOAP"}
     assert wanted <= set(last["rows"])
     for row in last["rows"].values():
         assert row["fraction"] <= 1 + 1e-6

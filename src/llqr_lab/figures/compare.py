@@ -39,7 +39,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
             axes.set_xticks(range(len(looks)), [str(look["step"]) for look in looks])
             axes.set_xlabel("after so many training steps")
             axes.set_title(title)
-            axes.set_ylim(top=1.05)
+        figure.axes[0].set_ylim(top=1.05)  # of all panels, and after the last line: it ends their scaling
         entries = {
             label: handle
             for axes in figure.axes
