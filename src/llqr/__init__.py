@@ -1,6 +1,6 @@
 """Geometry-aware optimization of deep networks by layerwise LQR."""
 
-from llqr import divergences, solvers, structures
+from llqr import diagnostics, divergences, solvers, structures
 from llqr.exact import cg_step, dense_step, exact_step
 from llqr.optimizer import LLQR
 from llqr.plan import Plan, plan
@@ -17,6 +17,7 @@ __all__ = [
     "__version__",
     "cg_step",
     "dense_step",
+    "diagnostics",
     "divergences",
     "exact_step",
     "fit",

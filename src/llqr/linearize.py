@@ -81,7 +81,7 @@ class Recorder:
                     "the model draws random numbers (dropout?), other ones in chunks than in the whole batch: give the batch "
                     "whole, or training=False"
                 )
-        return [self._selected(output), *(caught[place] for place in self.places)]
+        return [self.selected(output), *(caught[place] for place in self.places)]
 
     def _output(self, tensors: Parameters, inputs: Inputs) -> Any:
         if self._call is None:
@@ -89,7 +89,8 @@ class Recorder:
         held = {f"model.{name}": tensor for name, tensor in tensors.items()}
         return functional_call(_Calling(self.model, self._call), held, ())
 
-    def _selected(self, output: Any) -> Tensor:
+    def selected(self, output: Any) -> Tensor:
+        """The tensor that is meant, out of what the model returned."""
         if self.select is not None:
             output = self.select(output)
         elif not isinstance(output, Tensor):

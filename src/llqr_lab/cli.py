@@ -10,7 +10,16 @@ from typing import Annotated
 
 import typer
 
-from llqr_lab.options import known_network, known_networks, positive_number, writable_file, writable_picture
+from llqr_lab.options import (
+    known_base,
+    known_network,
+    known_networks,
+    known_subject,
+    positive_number,
+    step_numbers,
+    writable_file,
+    writable_picture,
+)
 
 app = typer.Typer(name="llqr", no_args_is_help=True, add_completion=False)
 bench = typer.Typer(name="bench", no_args_is_help=True, help="Measure the methods against each other.")
@@ -79,6 +88,44 @@ def plan(
     from llqr_lab.planning import show
 
     show(network, batch, seed, repeats, every, steps)
+
+
+@app.command()
+def compare(
+    network: Annotated[
+        str,
+        typer.Argument(
+            callback=known_subject,
+            help="digits, digits-batchnorm, fashion, shakespeare, on their data; or a network of llqr plan, on random batches.",
+        ),
+    ],
+    base: Annotated[str, typer.Option(callback=known_base, help="What trains it: sgdm or adamw.")] = "sgdm",
+    lr: Annotated[
+        float | None, typer.Option(help="The base's learning rate; else 0.05 (sgdm) or 0.001 (adamw).")
+    ] = None,
+    at: Annotated[str, typer.Option(callback=step_numbers, help="After how many steps to look.")] = "0,10,30,100,300",
+    batch: Annotated[int, typer.Option(min=2, help="Examples in a batch.")] = 128,
+    damping: Annotated[float, typer.Option(callback=positive_number, help="λ of the exact step.")] = 0.01,
+    products: Annotated[int, typer.Option(min=1, help="The most products with H that an exact step may take.")] = 400,
+    draws: Annotated[int, typer.Option(min=1, help="Backward passes for the diagonal of H.")] = 200,
+    inner: Annotated[int, typer.Option(min=1, help="Inner steps of LLQR's fits.")] = 25,
+    blocks: Annotated[bool, typer.Option(help="Solve for H cut to blocks too, which takes longest.")] = True,
+    seed: Seed = 0,
+    data: Data = None,
+    output: Annotated[Path | None, typer.Option(help="The JSON file; else results/compare_NETWORK_BASE.json.")] = None,
+    figure: Annotated[Path | None, typer.Option(help="The figure; else docs/figures/compare_NETWORK_BASE.png.")] = None,
+) -> None:
+    """What optimizers would do at several moments of a training, held against the exact step."""
+    output = writable_file(output or Path(f"results/compare_{network}_{base}.json"))
+    figure = writable_picture(figure or Path(f"docs/figures/compare_{network}_{base}.png"))
+    rate = positive_number(lr) if lr is not None else {"sgdm": 0.05, "adamw": 1e-3}[base]
+    from llqr_lab.compare.command import main
+    from llqr_lab.compare.look import Settings
+    from llqr_lab.experiments.cli import told
+
+    settings = Settings(damping, products, draws, inner, blocks)
+    with told():
+        main(network, base, rate, list(map(int, at.split(","))), batch, settings, seed, data, output, figure)
 
 
 @app.command()

@@ -12,6 +12,9 @@ from llqr_lab.suggest import suggestion
 PICTURES = (".png", ".pdf", ".svg")
 NETWORKS = ("mlp", "convnet", "resnet18", "transformer")
 """Those of models/named.py, which takes torch to import."""
+SUBJECTS = ("digits", "digits-batchnorm", "digits-dropout", "fashion", "shakespeare", *NETWORKS)
+"""Those of compare/subjects.py."""
+BASES = ("sgdm", "adamw")
 
 
 def known_network(name: str) -> str:
@@ -26,6 +29,27 @@ def known_networks(names: list[str] | None) -> list[str] | None:
     for name in names:
         known_network(name)
     return list(dict.fromkeys(names))
+
+
+def known_subject(name: str) -> str:
+    if name not in SUBJECTS:
+        raise typer.BadParameter(f"nothing to compare on is called '{name}'{suggestion(name, SUBJECTS)}")
+    return name
+
+
+def known_base(name: str) -> str:
+    if name not in BASES:
+        raise typer.BadParameter(f"no base is called '{name}'{suggestion(name, BASES)}")
+    return name
+
+
+def step_numbers(text: str) -> str:
+    """Numbers of steps in increasing order, with commas between."""
+    parts = [part.strip() for part in text.split(",")]
+    numbers = [int(part) for part in parts if part.isdecimal()]
+    if len(numbers) != len(parts) or numbers != sorted(set(numbers)):
+        raise typer.BadParameter(f"'{text}' isn't a list of increasing numbers of steps, such as 0,10,100")
+    return ",".join(map(str, numbers))
 
 
 def writable_file(path: Path) -> Path:

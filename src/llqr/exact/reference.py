@@ -29,8 +29,9 @@ from llqr.checks import (
     refuse_wrapped,
 )
 from llqr.divergences import ActivationTerm, BasePoint, Divergence, OutputTerm, resolve
-from llqr.errors import ChainError, IndefiniteProblemError, NotTwiceDifferentiableError, unknown
+from llqr.errors import ChainError, NotTwiceDifferentiableError, unknown
 from llqr.exact.chain import named_stages
+from llqr.exact.conjugate import conjugate_gradients
 from llqr.exact.definite import cholesky, least_norm
 from llqr.exact.derivatives import apply_to_each, refuse_once_differentiable
 from llqr.exact.step import Degenerate
@@ -87,31 +88,12 @@ def cg_step(
     problem = _Problem(model, inputs, targets, loss_fn, divergence, damping)
     gradient = problem.gradient
     limit = min(2 * len(gradient), 10_000) if max_steps is None else max_steps
-    step, residual = torch.zeros_like(gradient), -gradient
-    direction, squared = residual, residual @ residual
-    goal = tolerance**2 * squared
-    for _ in range(limit):
-        if squared <= goal:
-            break
-        product = problem.curvature(direction)
-        check_finite(product, "a product with the Hessian")
-        curvature = direction @ product
-        if curvature <= 0:
-            if curvature < -1e-12 * product.norm() * direction.norm():
-                raise IndefiniteProblemError(
-                    "conjugate gradients met a direction of negative curvature: the quadratic model has no minimum. Raise "
-                    "the damping, or use GaussNewton or KL"
-                )
-            break
-        length = squared / curvature
-        step = step + length * direction
-        residual = residual - length * product
-        before, squared = squared, residual @ residual
-        direction = residual + (squared / before) * direction
-    if squared > goal:
-        reached = float((squared / (gradient @ gradient)).sqrt())
-        warnings.warn(f"cg_step stopped at a relative residual of {reached:.1e}, not {tolerance:.1e}", stacklevel=2)
-    return problem.unflatten(step)
+    solved = conjugate_gradients(problem.curvature, gradient, tolerance, limit)
+    if solved.residual > tolerance:
+        warnings.warn(
+            f"cg_step stopped at a relative residual of {solved.residual:.1e}, not {tolerance:.1e}", stacklevel=2
+        )
+    return problem.unflatten(solved.step)
 
 
 class _Problem:

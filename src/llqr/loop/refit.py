@@ -102,9 +102,9 @@ class Refit:
 
     def identity(self, parameters: Mapping[str, Tensor], only: Collection[str]) -> Preconditioner:
         """U = I for some of the parameters."""
-        return Preconditioner.identity({name: parameters[name] for name in only}, self._structures(parameters, only))
+        return Preconditioner.identity({name: parameters[name] for name in only}, self.structures(parameters, only))
 
-    def _structures(self, parameters: Mapping[str, Tensor], only: Collection[str]) -> dict[str, Structure]:
+    def structures(self, parameters: Mapping[str, Tensor], only: Collection[str]) -> dict[str, Structure]:
         """By name; a pattern for frozen parameters alone is no mistake, so the patterns are held against all of them."""
         assigned = assign(self.structure, parameters)
         return {escape(name): assigned[name] for name in only}
@@ -113,12 +113,15 @@ class Refit:
         self, base: Optimizer, parameters: Mapping[str, Tensor], source: Source, start: Preconditioner | None
     ) -> Fitted:
         """U of the parameters that require a gradient, fitted from the identity or from `start`."""
-        only = trainable(parameters)
-        q: Quadratic = self._quadratic(only, source)
-        if self.trust:
-            q = trusted(q, base, {name: parameters[name] for name in only}, self.trust)
-        u = fit(q, self._structures(parameters, only), self.solver, self.steps, start)
+        q = self.objective(base, parameters, source)
+        u = fit(q, self.structures(parameters, list(q.gradient)), self.solver, self.steps, start)
         return Fitted(u, _fault(q.gradient, u, start))
+
+    def objective(self, base: Optimizer, parameters: Mapping[str, Tensor], source: Source) -> Quadratic:
+        """The quadratic model that J is of: the batch's, or with `trust` that of the base's step."""
+        only = trainable(parameters)
+        q = self._quadratic(only, source)
+        return trusted(q, base, {name: parameters[name] for name in only}, self.trust) if self.trust else q
 
     def _quadratic(self, only: list[str], source: Source) -> QuadraticModel:
         if source.batch is not None:

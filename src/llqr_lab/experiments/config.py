@@ -79,6 +79,17 @@ class Wrapper:
 
 
 @dataclass(frozen=True)
+class Diagnostics:
+    """How good the steps are, held against the exact one (docs/diagnostics.md); nothing of the training depends on it."""
+
+    every: int = 0
+    """Steps between looks; 0 is none."""
+    damping: float = 0.01
+    products: int = 100
+    """The most curvature products that an exact step may take."""
+
+
+@dataclass(frozen=True)
 class Config:
     task: str
     model: Options
@@ -96,6 +107,7 @@ class Config:
     """The largest norm of the gradient; 0 is none."""
     schedule: Schedule = field(default_factory=Schedule)
     llqr: Wrapper | None = None
+    diagnostics: Diagnostics = field(default_factory=Diagnostics)
     seed: int = 0
     preset: str = ""
     scale: str = ""
@@ -232,7 +244,7 @@ CHOICES = {
     "llqr.divergence": ("ngd", "newton", "gauss-newton"),
     "llqr.structure": ("scalar", "diagonal", "kfac", "ekfac", "dense"),
 }
-POSITIVE = ("batch", "base.lr", "llqr.every", "llqr.steps", "llqr.solver.lr")
+POSITIVE = ("batch", "base.lr", "llqr.every", "llqr.steps", "llqr.solver.lr", "diagnostics.products")
 NEEDED: tuple[tuple[str, str, tuple[str, ...], Any], ...] = (
     ("base.beta2", "base.name", ("adamw", "muon", "singd"), 0.999),
     ("base.momentum", "base.name", ("sgdm", "adamw", "singd"), 0.9),

@@ -3,13 +3,13 @@
 config.toml       the settings, whole
 metrics.jsonl     one line an evaluation, appended: nothing in it depends on the machine's speed
 times.jsonl       the seconds that belong to these lines
+diagnostics.jsonl one line a look at how good the steps are, where they are asked for (docs/diagnostics.md)
 checkpoint.pt     where the run can go on; checkpoint.previous.pt the one before
 result.json       written at the end: a run that has it is done
-diagnostics.jsonl what was looked at along the way, where it was asked for
 run.log           what the run said, where a sweep started it
 events.out.…      for TensorBoard
 
-Files that are replaced are written beside themselves and renamed. A checkpoint knows how long metrics.jsonl was when it was
+Files that are replaced are written beside themselves and renamed. A checkpoint knows how long the .jsonl files were when it was
 written; a run that goes on cuts off what came later, and writes it again.
 """
 
@@ -61,6 +61,7 @@ class RunFolder:
         self.config, self.result = path / "config.toml", path / "result.json"
         self.metrics, self.times = path / "metrics.jsonl", path / "times.jsonl"
         self.diagnostics, self.log = path / "diagnostics.jsonl", path / "run.log"
+        self._logs = (self.metrics, self.times, self.diagnostics)
         self.checkpoints = (path / "checkpoint.pt", path / "checkpoint.previous.pt")
 
     @property
@@ -135,7 +136,7 @@ class RunFolder:
 
     def save(self, state: dict[str, Any]) -> None:
         """A checkpoint, with the lengths of the files that go with it."""
-        state = {**state, "lengths": [_length(self.metrics), _length(self.times)]}
+        state = {**state, "lengths": [_length(path) for path in self._logs]}
         newest, previous = self.checkpoints
         with replacing(newest, self.path, keep=previous) as file:
             torch.save(state, file)
@@ -143,14 +144,15 @@ class RunFolder:
     def load(self, restore: Callable[[dict[str, Any]], None]) -> list[str]:
         """Restore the newest checkpoint that can be, cut the logs to its length, and tell what was wrong with newer ones."""
         troubles = []
-        lengths = [0, 0]
+        lengths: list[int] = []
         for path in self.checkpoints:
             if path.is_file():
                 try:
                     state = _read_checkpoint(path)
                     lengths = list(state["lengths"])
-                    if _length(self.metrics) < lengths[0] or _length(self.times) < lengths[1]:
-                        raise ValueError("metrics.jsonl or times.jsonl is shorter than when it was written")
+                    for log, length in zip(self._logs, lengths, strict=False):
+                        if _length(log) < length:
+                            raise ValueError(f"{log.name} is shorter than when it was written")
                     restore(state)
                     break
                 except UNUSABLE as error:
@@ -160,15 +162,23 @@ class RunFolder:
                 raise RunError(
                     f"the run in '{self.path}' can't go on: {'; '.join(troubles)}. Remove these files to start over"
                 )
-        for file, length in zip((self.metrics, self.times), lengths, strict=True):
-            if file.exists():
-                os.truncate(file, length)
+        lengths += [0] * (len(self._logs) - len(lengths))  # of a checkpoint from before there were so many
+        for log, length in zip(self._logs, lengths, strict=True):
+            if log.exists():
+                os.truncate(log, length)
         return troubles
 
     def append(self, metrics: dict[str, Any], times: dict[str, Any]) -> None:
-        for path, line in ((self.metrics, metrics), (self.times, times)):
-            with _disk(self.path), path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        self._write(self.metrics, metrics)
+        self._write(self.times, times)
+
+    def note(self, line: dict[str, Any]) -> None:
+        """What a look at the steps gave."""
+        self._write(self.diagnostics, line)
+
+    def _write(self, path: Path, line: dict[str, Any]) -> None:
+        with _disk(self.path), path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
 
     def finish(self, state: dict[str, Any], result: dict[str, Any]) -> None:
         """The result, beside the trained model in a last checkpoint."""

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from llqr import LLQR
+from llqr.diagnostics import Monitor
+from llqr.diagnostics.monitor import Writer
 from llqr_lab.data.batches import Batch, mixed, own_randomness, stream
 from llqr_lab.experiments.config import Config, ConfigError
 from llqr_lab.experiments.folder import RunFolder
@@ -64,9 +66,14 @@ def train(
             warn("the run began with another number of threads: its numbers may differ in their last digits")
         with Board(folder.path, run.step) as board:
             saved = time.monotonic()
+            monitor = run.monitor(board.writer, folder.note)
             last = run.step if run.over else run.steps
             for batch in run.waiting(stream(task.train, run.step, last, workers)):
-                run.advance(to_device(batch, device))
+                batch = to_device(batch, device)
+                if monitor is not None:
+                    run.model.train()
+                    monitor(run.step, *batch)
+                run.advance(batch)
                 if run.step % run.evaluate_every == 0 or run.step == run.steps or run.diverged:
                     metrics, times = run.measure()
                     folder.append(metrics, times)
@@ -167,6 +174,30 @@ class Run:
         """Refits so far, taken or not."""
         return self.optimizer.stats.refits + self.optimizer.stats.rejected if isinstance(self.optimizer, LLQR) else 0
 
+    def monitor(self, writer: Writer, record: Callable[[dict[str, Any]], None]) -> Monitor | None:
+        """What looks at the coming steps; None where nobody asked."""
+        wanted, clip = self.config.diagnostics, self.config.clip_norm
+        if not wanted.every:
+            return None
+
+        def clipped(model: nn.Module) -> None:
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+
+        return Monitor(
+            self.model,
+            self.optimizer,
+            self.task.loss,
+            writer,
+            every=wanted.every,
+            record=record,
+            divergence="ngd",  # the same for every method, so that runs can be compared
+            damping=wanted.damping,
+            products=wanted.products,
+            weights=self.task.weights,
+            prepare=clipped,
+        )
+
     def measure(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Metrics of the steps since the last time and of the model now, and the seconds so far."""
         self.model.eval()
@@ -238,19 +269,19 @@ class Board:
     def __init__(self, folder: Path, step: int) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
+        self.writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
 
     def add(self, metrics: Mapping[str, Any], times: Mapping[str, Any]) -> None:
         for name, value in (*metrics.items(), *times.items()):
             if name != "step" and value is not None:
-                self._writer.add_scalar(name, value, metrics["step"])
-        self._writer.flush()
+                self.writer.add_scalar(name, value, metrics["step"])
+        self.writer.flush()
 
     def __enter__(self) -> Board:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._writer.close()
+        self.writer.close()
 
 
 def _built(task: Task) -> nn.Module:

@@ -1,0 +1,212 @@
+"""Spectra of U against its dense blocks, and staleness against J written out."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from llqr import LLQR, Preconditioner, QuadraticModel, fit
+from llqr.diagnostics import Objectives, compare_fits, spectra, staleness
+from llqr.diagnostics.spectra import QUANTILES
+from llqr.errors import LLQRError
+from llqr.solvers import SGDM
+from llqr.structures import Dense, EigenKronecker, Kronecker, Scalar
+from llqr.structures.base import LinearStructure, Tensors
+
+SHAPES = {"a.weight": (6, 5), "a.bias": (6,), "b.weight": (4, 3, 2, 2), "c": ()}
+
+
+def learned(structure: Any, shapes: dict[str, tuple[int, ...]] | None = None, spread: float = 0.3) -> Preconditioner:
+    """U moved away from the identity at random, as a fit would."""
+    u = Preconditioner.identity({n: torch.zeros(s).double() for n, s in (shapes or SHAPES).items()}, structure)
+    change = [{n: torch.randn_like(t) for n, t in group.tensors.items()} for group in u.groups]
+    return u.moved(change, spread)
+
+
+def matrix(u: Preconditioner, names: list[str], shapes: dict[str, tuple[int, ...]]) -> Tensor:
+    """A block of U as a matrix: U e_j column by column."""
+    sizes = [torch.Size(shapes[n]).numel() for n in names]
+    columns = []
+    for unit in torch.eye(sum(sizes)).double():
+        given = {n: part.reshape(shapes[n]) for n, part in zip(names, unit.split(sizes), strict=True)}
+        columns.append(torch.cat([part.reshape(-1) for part in u.apply(given).values()]))
+    return torch.stack(columns, 1)
+
+
+STRUCTURES = ["scalar", "diagonal", "kfac", "ekfac", "dense", Kronecker(modes="all"), EigenKronecker(modes="all")]
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=str)
+def test_small_blocks_have_their_exact_spectra(structure: Any) -> None:
+    u = learned(structure)
+    found = spectra(u)
+    assert list(found) == list(u.blocks)
+    for name, spectrum in found.items():
+        dense = matrix(u, [name], SHAPES)
+        values = (
+            torch.linalg.eigvalsh(dense)
+            if spectrum.kind == "eigenvalues"
+            else torch.linalg.svdvals(dense).sort().values
+        )
+        assert spectrum.exact
+        assert float(spectrum.weights.sum()) == pytest.approx(1)
+        if isinstance(structure, str) and structure == "scalar":  # one number stands for all
+            assert torch.allclose(spectrum.values.expand_as(values), values)
+        else:
+            assert torch.allclose(spectrum.values, values, atol=1e-9)
+
+
+def test_a_layers_block_is_one() -> None:
+    u = learned({"a": Dense(per="layer"), "*": Scalar()})
+    found = spectra(u)
+    dense = matrix(u, ["a.weight", "a.bias"], SHAPES)
+    assert found["a"].kind == "singular values"
+    assert torch.allclose(found["a"].values, torch.linalg.svdvals(dense).sort().values)
+
+
+def test_factors_with_diagonal_sides_and_many_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """max_dim makes the long side a vector; beyond MOST values some are chosen, the ends among them."""
+    shapes = {"w": (5, 40)}
+    u = learned(Kronecker(max_dim=8), shapes)
+    whole = spectra(u)["w"]
+    assert torch.allclose(whole.values, torch.linalg.svdvals(matrix(u, ["w"], shapes)).sort().values)
+    monkeypatch.setattr(sys.modules["llqr.diagnostics.spectra"], "MOST", 100)
+    some = spectra(u)["w"]
+    assert not some.exact
+    assert len(some.values) <= 100
+    assert some.quantiles([0.0, 1.0]) == pytest.approx(whole.quantiles([0.0, 1.0]))
+
+
+def test_large_ekfac_blocks_are_never_formed_and_their_quantiles_are_right() -> None:
+    """Lanczos quadrature against all the eigenvalues: within a few hundredths of the range, and at the ends."""
+    shapes = {"w": (24, 30)}
+    u = learned("ekfac", shapes, spread=0.05)
+    estimate, truth = spectra(u, small=100)["w"], spectra(u, small=1000)["w"]
+    assert (estimate.kind, estimate.exact, truth.exact) == ("eigenvalues", False, True)
+    spread = float(truth.values[-1] - truth.values[0])
+    for found, true in zip(estimate.quantiles(), truth.quantiles(), strict=True):
+        assert abs(found - true) < 0.06 * spread
+    assert estimate.quantiles([1.0])[0] == pytest.approx(float(truth.values[-1]), rel=1e-6)
+    assert estimate.quantiles([0.0])[0] == pytest.approx(float(truth.values[0]), abs=1e-3 * spread)
+
+
+@dataclass(frozen=True)
+class Shear(LinearStructure):
+    """A structure of a user's own, not symmetric: U x = x + t · (x moved on by one)."""
+
+    def sizes(self, shape: Any) -> dict[str, tuple[int, ...]]:
+        return {"t": ()}
+
+    def identity(self, shape: Any, like: Tensor, count: int = 1) -> dict[str, Tensor]:
+        return {"t": torch.zeros(count, dtype=like.dtype)}
+
+    def apply(self, tensors: Tensors, x: Tensor) -> Tensor:
+        return x + tensors["t"].reshape(-1, *[1] * (x.dim() - 1)) * x.roll(1, -1)
+
+    def pullback(self, x: Tensor, cotangent: Tensor) -> dict[str, Tensor]:
+        return {"t": (x.roll(1, -1) * cotangent).flatten(1).sum(1)}
+
+
+def test_large_blocks_of_an_own_structure() -> None:
+    """Singular values by UᵀU where U isn't symmetric: here |1 + t e^{iφ}|, from 1 - |t| to 1 + |t|."""
+    shapes = {"v": (700,)}
+    u = learned(Shear(), shapes)
+    t = abs(float(u.blocks["v"]["t"]))
+    found = spectra(u)["v"]
+    assert (found.kind, found.exact) == ("singular values", False)
+    assert found.quantiles([1.0])[0] == pytest.approx(1 + t, rel=1e-3)
+    assert found.quantiles([0.0])[0] == pytest.approx(1 - t, rel=1e-2)
+
+
+def test_quantiles_are_of_the_weights() -> None:
+    u = learned("diagonal", {"v": (101,)})
+    found = spectra(u)["v"]
+    values = u.blocks["v"]["d"].sort().values
+    assert found.quantiles([0.0, 0.5, 1.0]) == pytest.approx([float(values[i]) for i in (0, 50, 100)])
+    sample = found.histogram_sample(50)
+    assert len(sample) == 50
+    assert float(sample.median()) == pytest.approx(float(values[50]), abs=0.1)
+
+
+def test_what_has_no_spectrum() -> None:
+    with pytest.raises(LLQRError, match=r"optimizer\.preconditioner"):
+        spectra(None)  # type: ignore[arg-type]
+    u = learned("diagonal")
+    u.groups[0].tensors["d"].fill_(float("nan"))
+    with pytest.raises(LLQRError, match="U isn't finite"):
+        spectra(u)
+
+
+# --- staleness ---
+
+
+def setting() -> tuple[nn.Module, Tensor, Tensor]:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    return model, torch.randn(12, 4).double(), torch.randint(3, (12,))
+
+
+def test_staleness_is_what_is_lost_of_a_fresh_fits_gain() -> None:
+    """(J(U) - J(fresh)) / (J(I) - J(fresh)), with J(U) = g·δ + ½ δ·Hδ at δ = -U g."""
+    model, inputs, targets = setting()
+    q = QuadraticModel.build(model, inputs, targets, cross_entropy, "ngd", damping=0.01)
+    old = fit(QuadraticModel.build(model, inputs[:4], targets[:4], cross_entropy, "ngd", damping=0.01), "kfac", steps=5)
+    fresh = fit(q, "kfac", steps=25)
+
+    def j(u: Preconditioner | None) -> tuple[float, float]:
+        step = {n: -v for n, v in (q.gradient if u is None else u.apply(q.gradient)).items()}
+        curved = q.curvature(step)
+        decline = float(sum((q.gradient[n] * v).sum() for n, v in step.items()))
+        bend = float(sum((curved[n] * v).sum() for n, v in step.items()))
+        return float(q.value(step)), -(decline**2) / (2 * bend)
+
+    found = compare_fits(q, old, "kfac", steps=25)
+    for objectives, place in ((found.as_is, 0), (found.along, 1)):
+        identity, current, new = (j(u)[place] for u in (None, old, fresh))
+        assert objectives == Objectives(*(pytest.approx(v, rel=1e-9) for v in (identity, current, new)))
+        assert objectives.staleness == pytest.approx((current - new) / (identity - new), rel=1e-6)
+    assert 0 < found.along.staleness < 1
+    again = compare_fits(q, fresh, "kfac", steps=25)
+    assert again.as_is.staleness == pytest.approx(0, abs=1e-9)
+    identity = compare_fits(q, Preconditioner.identity(q.gradient, "kfac"), "kfac", steps=25)
+    assert identity.as_is.staleness == pytest.approx(1)
+
+
+@pytest.mark.parametrize("solver", [None, SGDM(lr=0.5)], ids=str)
+def test_staleness_of_an_optimizer_is_by_its_own_objective(solver: Any) -> None:
+    """With ema=0 and on the batch of its last refit, U is the fresh fit itself: 0; elsewhere it isn't."""
+    model, inputs, targets = setting()
+    base = torch.optim.SGD(model.parameters(), lr=2.0)
+    optimizer = LLQR(base, model, structure="kfac", every=100, steps=6, ema=0.0, solver=solver, damping=0.01)
+    cross_entropy(model(inputs), targets).backward()
+    assert optimizer.refit(inputs, targets, cross_entropy)
+    before = copy.deepcopy(optimizer.state_dict())
+    grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    found = staleness(optimizer, inputs, targets, cross_entropy)
+    assert found.as_is.staleness == pytest.approx(0, abs=1e-6)
+    assert found.as_is.fresh < found.as_is.identity
+    assert staleness(optimizer, inputs[:5], targets[:5], cross_entropy).as_is.staleness > 1e-3
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), grads, strict=True))
+    after = optimizer.state_dict()
+    assert after["llqr"]["stats"] == before["llqr"]["stats"]
+    blocks = [state["llqr"]["preconditioner"]["blocks"] for state in (before, after)]
+    assert all(torch.equal(t, blocks[1][b][n]) for b, tensors in blocks[0].items() for n, t in tensors.items())
+
+
+def test_staleness_of_what_has_no_u() -> None:
+    model, inputs, targets = setting()
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(LLQRError, match="that of an LLQR's U; this is a SGD"):
+        staleness(base, inputs, targets, cross_entropy)  # type: ignore[arg-type]
+    with pytest.raises(LLQRError, match="there is no U yet"):
+        staleness(LLQR(base, model, structure="diagonal"), inputs, targets, cross_entropy)
+
+
+def test_quantiles_that_are_logged_include_the_ends() -> None:
+    assert (QUANTILES[0], QUANTILES[-1]) == (0.0, 1.0)
