@@ -77,15 +77,22 @@ class Linearization(Recording):
                 )
             refuse_once_differentiable(rows)
         except CheckpointError as error:
-            if self._plain and not self._recorder.lower(error):  # nor autocast that is off, or converted parameters
+            if self._plain and not self._recorder.lower(error):  # nor that autocast was off, and parameters converted
                 raise
             self._plain = True
             self._record(exact_rules())  # recomputed blocks don't see the linear rules
             return self.pull_first(cotangents)
         except RuntimeError as error:
             refuse_reentrant(self._outputs, error)
+            try:
+                pulled = self.pull(cotangents)
+            except RuntimeError:  # not even once differentiable: a recomputed block again, of another dtype
+                if not self._recorder.lower(error):
+                    raise
+                self._record(exact_rules())
+                return self.pull_first(cotangents)
             self.use_forward_mode(str(error))
-            return self.pull(cotangents)
+            return pulled
         self._cotangents, self._transposed = variables, list(rows)
         return [row.detach() for row in rows]
 
@@ -141,6 +148,9 @@ class SecondDerivative(Recording):
             refuse_once_differentiable(self._slopes)
         except RuntimeError as error:
             refuse_reentrant(self._outputs, error)
+            if self._recorder.lower(error):  # as recomputed blocks ask for
+                self._record(exact_rules())
+                return self.of(scalar)
             raise _not_twice(error) from error
         return [slope.detach() for slope in self._slopes]
 
