@@ -362,6 +362,11 @@ def _check_base(base: Optimizer, model: nn.Module) -> None:
         )
     if isinstance(base, LLQR):
         raise LLQRError("the base is an LLQR already: wrap the optimizer inside it")
+    if isinstance(getattr(base, "optimizer", None), Optimizer):
+        raise LLQRError(
+            f"the base is a {type(base).__name__}, a framework's wrapper around an optimizer: give LLQR the optimizer inside, "
+            "and LLQR to the framework, as in accelerator.prepare(LLQR(optimizer, model))"
+        )
     if isinstance(base, torch.optim.LBFGS):
         raise LLQRError(
             "LBFGS evaluates its closure several times a step, and U can't come between: wrap another optimizer"
