@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import runpy
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -21,6 +24,13 @@ FILTERS = [
 def quiet(*more: str) -> list[Any]:
     """Marks for a module of tests."""
     return [pytest.mark.filterwarnings(text) for text in (*FILTERS, *more)]
+
+
+def run(name: str, *arguments: str) -> None:
+    """A page as a command."""
+    path = str(EXAMPLES / f"{name}.py")
+    with patch.object(sys, "argv", [path, *arguments]):
+        runpy.run_path(path, run_name="__main__")
 
 
 def example(name: str) -> ModuleType:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from frameworks import example, quiet
+from frameworks import example, quiet, run
 from llqr import LLQR
 from llqr.errors import LLQRError
-from loops import assert_same, blocks_of, network, never, parameters_of, sgd
+from loops import assert_same, batch, blocks_of, network, never, parameters_of, sgd, spoil
 
 pytest.importorskip("accelerate", reason="accelerate isn't installed: pip install llqr[frameworks]")
 pytest.importorskip("transformers", reason="transformers isn't installed: pip install llqr[frameworks]")
@@ -57,6 +57,39 @@ def test_stop_go_on_and_logs(page: Any, tmp_path: Path) -> None:
     again, other = page.train(str(tmp_path), epochs=3, every=3, resume=True)
     assert_same(blocks_of(optimizer), blocks_of(other))
     assert_same(parameters_of(model), parameters_of(again))
+
+
+def test_the_page_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("accelerate_bert", "--folder", str(tmp_path), "--epochs", "1")
+    assert "at step 16: 1 refits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("every", [never, 2], ids=["identity", "fitted"])
+def test_a_scaler_of_accelerate(every: Any) -> None:
+    """accelerate asks the optimizer whether a step was left out; an overflow is, as with the base, and the scale falls."""
+    from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+
+    Accelerator(cpu=True)
+    found = []
+    for wrap in (False, True):
+        model = network(dtype=torch.float32)
+        base: Any = LLQR(sgd(model), model, structure="kfac", every=every, steps=3) if wrap else sgd(model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        optimizer = AcceleratedOptimizer(base, scaler=scaler)
+        skipped = []
+        for k in range(4):
+            x, y = batch(k, dtype=torch.float32)
+            optimizer.zero_grad()
+            scaler.scale(torch.nn.functional.cross_entropy(model(x), y)).backward()
+            if k == 2:
+                spoil(model, "0.weight")
+            optimizer.step()
+            skipped.append(optimizer.step_was_skipped)
+        found.append((skipped, scaler.get_scale(), parameters_of(model)))
+    assert found[0][:2] == found[1][:2] == ([False, False, True, False], 32.0)
+    if every is never:
+        assert_same(found[0][2], found[1][2])
 
 
 def test_the_identity_is_the_base(page: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from frameworks import example, quiet
+from frameworks import example, quiet, run
 from llqr import LLQR
 from loops import assert_same, blocks_of, never, parameters_of
 
@@ -59,6 +59,12 @@ def test_logs_and_learning(page: Any, tmp_path: Path) -> None:
     assert history[-1]["loss"] < history[0]["loss"] - 0.3
     assert history[-1]["learning_rate"] < history[2]["learning_rate"]
     assert trainer.llqr.stats.rejected == 0
+
+
+def test_the_page_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for steps, more in (("2", []), ("4", ["--resume"])):
+        run("trainer_gpt2", "--folder", str(tmp_path), "--steps", steps, *more)
+        assert f"at step {steps}: 1 refits" in capsys.readouterr().out
 
 
 def test_the_identity_is_the_base(page: Any, tmp_path: Path) -> None:
