@@ -100,6 +100,24 @@ def test_options(page: Any, plain: Any, tmp_path: Path, options: dict[str, Any])
     assert float(here @ there) > 0.8 * float(here.norm() * there.norm())
 
 
+def test_an_optimizer_that_trainer_makes(page: Any, tmp_path: Path) -> None:
+    """With model_init the optimizer is made inside, around groups with and without weight decay (docs/frameworks.md)."""
+    from transformers import Trainer
+
+    class Making(Trainer):
+        def create_optimizer(self, model: Any = None) -> Any:
+            if self.optimizer is None:
+                self.optimizer = LLQR(super().create_optimizer(model), self.model, structure="diagonal", steps=2)
+            return self.optimizer
+
+    like = page.build(str(tmp_path), 2, save_strategy="no", disable_tqdm=True, per_device_train_batch_size=4)
+    trainer = Making(args=like.args, model_init=lambda: like.model, train_dataset=like.train_dataset)
+    trainer.train()
+    optimizer = trainer.optimizer.optimizer
+    assert optimizer.stats.refits == 1
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [like.args.weight_decay, 0.0]
+
+
 def test_newton_is_of_the_mean_over_what_the_model_saw(page: Any, tmp_path: Path) -> None:
     """Trainer has a model divide its loss by all the tokens of an accumulated batch; H is that of the mean all the same."""
     found = []

@@ -51,9 +51,10 @@ class Recorder:
         self._constants, self._renormalised = constants(model), renormalised(model)
         named = dict(model.named_parameters())
         self._own = {name: p.dtype for name, p in named.items()}
-        self._device = next((p.device.type for p in named.values()), "cpu")
+        self._autocast = AutocastOff(next((p.device.type for p in named.values()), "cpu"))
         self._full = not own_precision and not any(is_low(p) and not p.requires_grad for p in named.values())
-        self._low = any(map(is_low, [*named.values(), *self._constants.values()]))  # or autocast, once it is met
+        self._low = any(map(is_low, [*named.values(), *self._constants.values()]))
+        self._double = False
         self._random = torch.get_rng_state()  # every run of one recorder draws the same dropout masks
 
     def in_double(self) -> Recorder:
@@ -61,7 +62,7 @@ class Recorder:
         other = copy(self)
         frozen = {name: p for name, p in self.model.named_parameters() if not p.requires_grad}
         other._constants = in_double({**frozen, **self._constants})
-        other._full, other._low = True, False
+        other._full = other._double = True
         return other
 
     @property
@@ -73,31 +74,29 @@ class Recorder:
     def run(self, parameters: Parameters, inputs: Inputs) -> list[Tensor]:
         """[x_N, activations at the places …], in float32 at least."""
         if self._full:
-            autocast = AutocastOff(self._device)
+            self._low |= any(map(is_low, tensors_in(inputs)))
             try:
-                with autocast:
+                with self._autocast:
                     return self._run(
                         parameters, raised(inputs), raised({**self._others(parameters), **self._constants})
                     )
             except RuntimeError as error:
-                self._low |= autocast.met or any(map(is_low, tensors_in(inputs)))
                 if not self.lower(error):
                     raise
-            finally:
-                self._low |= autocast.met
         own = {name: tensor.to(self._own[name]) for name, tensor in parameters.items()}
         return self._run(own, inputs, self._constants)
 
     def lower(self, why: Exception) -> bool:
         """Go over to the model's own precision, if that is another one."""
-        lower, self._full = self._full and self._low, not self._low and self._full
-        if lower:
-            warnings.warn(
-                f"the model can't be linearised in float32, and U is fitted to it in its own precision: {why}",
-                LLQRWarning,
-                stacklevel=callers_level(),
-            )
-        return lower
+        if not self._full or self._double or not (self._low or self._autocast.met):
+            return False
+        self._full = False
+        warnings.warn(
+            f"the model can't be linearised in float32, and U is fitted to it in its own precision: {why}",
+            LLQRWarning,
+            stacklevel=callers_level(),
+        )
+        return True
 
     def _others(self, parameters: Parameters) -> Parameters:
         """Half-precision parameters that are held fixed."""
