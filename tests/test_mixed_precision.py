@@ -208,6 +208,7 @@ def test_a_quadratic_model_in_half_precision() -> None:
         assert_same(q.curvature(v), other.curvature(v))
         with torch.autocast("cpu", torch.bfloat16):
             assert_same(q.curvature(v), other.curvature(v))
+            assert float(q.value(v)) == float(other.value(v))
 
 
 class Stubborn(nn.Module):

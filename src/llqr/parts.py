@@ -78,6 +78,15 @@ class Part:
             product = steep if product is None else [a + b for a, b in zip(product, steep, strict=True)]
         return self._named([torch.zeros_like(v) for v in tangents] if product is None else product)
 
+    def bend(self, direction: Mapping[str, Tensor]) -> float:
+        """v·Hv: Jv·WJv for the flat terms, once products here are known to be right."""
+        recorded = self._record()
+        if recorded.linear is None or recorded.second is not None or not self._trusted:
+            product = self.curvature(direction)
+            return _dot([direction[name] for name in product], list(product.values()))
+        pushed = recorded.linear.push([direction[name].detach() for name in self._problem.parameters])
+        return _dot(pushed, self._curve(recorded, pushed))
+
     def _linear_product(self, recorded: _Recorded, linear: Linearization, tangents: list[Tensor]) -> list[Tensor]:
         """JᵀWJv; the first is held against ⟨v, JᵀWJv⟩ = ⟨Jv, WJv⟩.
 

@@ -111,14 +111,27 @@ class QuadraticModel:
     def curvature(self, direction: Mapping[str, Tensor]) -> Parameters:
         """H·v, damping included."""
         self._check(direction)
-        if self._versions != [parameter._version for parameter in self._parameters.values()]:
-            raise LLQRError("the parameters were changed since this quadratic model was built: build it again")
-        direction = {name: v.detach().to(self.gradient[name].dtype) for name, v in direction.items()}
+        direction = self._raised(direction)
         with no_autocast(direction):
             product = _total(part.curvature(direction) for part in self._parts)
         return {name: torch.add(product[name], v, alpha=self._diagonal[name]) for name, v in direction.items()}
 
+    def bend(self, direction: Mapping[str, Tensor]) -> float:
+        """v·Hv, damping included; without the way back through the network where H is JᵀWJ."""
+        self._check(direction)
+        direction = self._raised(direction)
+        damped = sum(
+            self._diagonal[name] * float((v * v).sum()) for name, v in direction.items() if self._diagonal[name]
+        )
+        with no_autocast(direction):
+            return damped + sum(part.bend(direction) for part in self._parts)
+
+    def _raised(self, direction: Mapping[str, Tensor]) -> Parameters:
+        return {name: v.detach().to(self.gradient[name].dtype) for name, v in direction.items()}
+
     def _check(self, direction: Mapping[str, Tensor]) -> None:
+        if self._versions != [parameter._version for parameter in self._parameters.values()]:
+            raise LLQRError("the parameters were changed since this quadratic model was built: build it again")
         for name, v in direction.items():
             if name not in self.gradient:
                 raise unknown("parameter in a direction", name, self.gradient)
@@ -133,8 +146,8 @@ class QuadraticModel:
 
     def value(self, step: Mapping[str, Tensor]) -> Tensor:
         """m(δ) = g·δ + ½ δ·Hδ."""
-        curved = self.curvature(step)
-        return torch.stack([((self.gradient[name] + 0.5 * curved[name]) * step[name]).sum() for name in step]).sum()
+        bend = self.bend(step)
+        return torch.stack([(self.gradient[name] * v).sum() for name, v in step.items()]).sum() + 0.5 * bend
 
 
 def _asks_for_loss(term: Term) -> bool:

@@ -3,6 +3,7 @@
 Commands import what they run with when they run, so that help, versions and mistakes are answered at once.
 """
 
+import os
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -303,6 +304,43 @@ def bench_step(
     from llqr_lab.bench.step import DEFAULT, main
 
     main(output, figure, tuple(networks or DEFAULT), batch, seed, repeats)
+
+
+@bench.command("race")
+def bench_race(
+    tasks: Annotated[list[str] | None, typer.Argument(help="Tasks; else all of them.")] = None,
+    optimizers: Annotated[str, typer.Option(help="Some of the optimizers, with commas between; else all.")] = "",
+    scale: Annotated[str, typer.Option(help="paper, cpu or smoke.")] = "cpu",
+    seeds: Annotated[str, typer.Option(help="Such as 0-2; learning rates are chosen with the first.")] = "0-2",
+    runs: Annotated[Path, typer.Option(help="The folder of runs; what is there isn't repeated.")] = Path("runs"),
+    data: Data = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time; else one a core.")] = None,
+    output: Annotated[Path, typer.Option(callback=writable_file, help="The JSON file to write.")] = Path(
+        "results/race.json"
+    ),
+    figure: Annotated[Path, typer.Option(callback=writable_picture, help="The figure to write.")] = Path(
+        "docs/figures/race.png"
+    ),
+) -> None:
+    """Optimizers side by side: SGDM, AdamW, Muon, SOAP, Shampoo, SINGD, and LLQR on three of them, each at its best rate."""
+    from llqr_lab.experiments.cli import numbers, told
+    from llqr_lab.experiments.config import ConfigError
+    from llqr_lab.race.entries import COURSES, ENTRIES
+    from llqr_lab.suggest import suggestion
+
+    with told():
+        chosen = [each.strip() for each in optimizers.split(",") if each.strip()]
+        for given, known, what in (
+            (tasks or [], list(COURSES), "task"),
+            (chosen, [e.name for e in ENTRIES], "optimizer"),
+        ):
+            for name in given:
+                if name not in known:
+                    raise ConfigError(f"there is no {what} '{name}' in the race{suggestion(name, known)}")
+        from llqr_lab.bench.race import main
+
+        at_a_time = jobs or os.cpu_count() or 1
+        main(tasks or list(COURSES), chosen, scale, numbers(seeds), runs, data, at_a_time, output, figure)
 
 
 @bench.command("target")

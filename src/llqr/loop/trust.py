@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from llqr.errors import LLQRError
-from llqr.solvers import Quadratic
+from llqr.solvers import Quadratic, bend
 
 DEFAULT = 0.1
 """ρ with the default solver; docs/choosing.md has the measurements."""
@@ -39,6 +39,10 @@ class Trusted:
     def curvature(self, direction: dict[str, Tensor]) -> dict[str, Tensor]:
         product = self._model.curvature({name: self._roots[name] * v for name, v in direction.items()})
         return {n: torch.add(self._trust * v, product[n], alpha=self._roots[n]) for n, v in direction.items()}
+
+    def bend(self, direction: dict[str, Tensor]) -> float:
+        square = sum(float((v * v).sum()) for v in direction.values())
+        return bend(self._model, {name: self._roots[name] * v for name, v in direction.items()}) + self._trust * square
 
 
 def trusted(model: Quadratic, base: Optimizer, parameters: Mapping[str, Tensor], trust: float) -> Quadratic:
@@ -71,7 +75,6 @@ def _rate(group: Mapping[str, Any]) -> float:
 
 
 def _inverse_curvature(model: Quadratic) -> float:
-    product = model.curvature(dict(model.gradient))
-    bend = sum(float((product[name] * g).sum()) for name, g in model.gradient.items())
+    curved = bend(model, dict(model.gradient))
     square = sum(float(g.square().sum()) for g in model.gradient.values())
-    return square / abs(bend) if bend else 1.0
+    return square / abs(curved) if curved else 1.0

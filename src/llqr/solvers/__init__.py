@@ -3,8 +3,8 @@
 from llqr.solvers.adam import Adam
 from llqr.solvers.base import Solver
 from llqr.solvers.conjugate_gradient import ConjugateGradient
-from llqr.solvers.problem import Problem, Quadratic
+from llqr.solvers.problem import Problem, Quadratic, bend
 from llqr.solvers.scale_free import ScaleFree
 from llqr.solvers.sgdm import SGDM
 
-__all__ = ["SGDM", "Adam", "ConjugateGradient", "Problem", "Quadratic", "ScaleFree", "Solver"]
+__all__ = ["SGDM", "Adam", "ConjugateGradient", "Problem", "Quadratic", "ScaleFree", "Solver", "bend"]

@@ -18,7 +18,7 @@ Rule = Callable[[Change], tuple[Change, float]]
 class FirstOrder(Solver):
     """U ← U + length · direction, by a rule that sees the gradients one after another.
 
-    A step takes one curvature product; one more at the end tells what the last step gave. U is moved in place, and back where
+    A step takes one curvature product; half a one at the end tells what the last step gave. U is moved in place, and back where
     the step has led beyond what is finite: a second copy would be the largest thing in memory.
     """
 
@@ -31,14 +31,14 @@ class FirstOrder(Solver):
         direction, length = Change(), 0.0
         for step in range(steps + 1):
             point = problem.at(u)
-            product = problem.curvature(point.step)
-            value = problem.value(point.step, product)
+            product = problem.curvature(point.step) if step < steps else None
+            value = problem.value_at(point.step) if product is None else problem.value(point.step, product)
             if not math.isfinite(value):
                 if history:
                     u.move_(direction, -length)
                 break
             history.append(value)
-            if step == steps:
+            if product is None:
                 break
             gradient = point.pullback(problem.slope(product))
             del point, product  # they hold U's tensors and the gradient's

@@ -10,7 +10,7 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -27,6 +27,13 @@ class Quadratic(Protocol):
     def curvature(self, direction: dict[str, Tensor]) -> Mapping[str, Tensor]: ...
 
 
+@runtime_checkable
+class Bending(Protocol):
+    """One that knows v·Hv for less than Hv."""
+
+    def bend(self, direction: dict[str, Tensor]) -> float: ...
+
+
 Stacks = list[Tensor]
 
 
@@ -36,20 +43,18 @@ class Problem:
     def __init__(self, model: Quadratic, u: Preconditioner) -> None:
         self.model, self.groups = model, [group.layout() for group in u.groups]
         self.gradient: Stacks = [group.gather(model.gradient).detach() for group in u.groups]
+        self.descent: Stacks = [-part for part in self.gradient]
 
     def normalised(self) -> tuple[Problem, float]:
         """The problem with g/‖g‖ in place of g, and ‖g‖: its J is ‖g‖² times smaller, for the same U."""
         factor = size(self.gradient)
         scaled = copy.copy(self)
-        scaled.gradient = [part / factor for part in self.gradient]
+        scaled.gradient, scaled.descent = ([part / factor for part in x] for x in (self.gradient, self.descent))
         return scaled, factor
 
     def curvature(self, step: Stacks) -> Stacks:
         """H · step, one curvature product."""
-        direction: dict[str, Tensor] = {}
-        for group, stack in zip(self.groups, step, strict=True):
-            direction.update(group.scatter(stack, self.model.gradient))
-        product = self.model.curvature({name: direction[name] for name in self.model.gradient})
+        product = self.model.curvature(self._named(step))
         return [group.gather(product) for group in self.groups]
 
     def at(self, u: Preconditioner) -> Point:
@@ -59,29 +64,47 @@ class Problem:
         """J at scale · δ, given δ and Hδ."""
         return scale * dot(self.gradient, step) + 0.5 * scale**2 * dot(step, product)
 
+    def value_at(self, step: Stacks) -> float:
+        """J at δ, where Hδ itself isn't wanted."""
+        return dot(self.gradient, step) + 0.5 * bend(self.model, self._named(step))
+
     def slope(self, product: Stacks, scale: float = 1.0) -> Stacks:
         """P = g + Hδ at scale · δ, given Hδ."""
         return add(self.gradient, product, scale)
 
+    def _named(self, step: Stacks) -> dict[str, Tensor]:
+        named: dict[str, Tensor] = {}
+        for group, stack in zip(self.groups, step, strict=True):
+            named.update(group.scatter(stack, self.model.gradient))
+        return {name: named[name] for name in self.model.gradient}
+
 
 class Point:
-    """δ = -U g at one U, with its derivatives."""
+    """δ = U·(-g) at one U, with its derivatives."""
 
     def __init__(self, problem: Problem, u: Preconditioner) -> None:
         self.u = u
-        self._linear = [group.linearize(x) for group, x in zip(u.groups, problem.gradient, strict=True)]
+        self._linear = [group.linearize(x) for group, x in zip(u.groups, problem.descent, strict=True)]
 
     @cached_property
     def step(self) -> Stacks:
-        return [-linear.value() for linear in self._linear]
+        return [linear.value() for linear in self._linear]
 
     def derivative(self, change: Change) -> Stacks:
         """dδ along a change of U."""
-        return [-linear.derivative(part) for linear, part in zip(self._linear, change, strict=True)]
+        return [linear.derivative(part) for linear, part in zip(self._linear, change, strict=True)]
 
     def pullback(self, slope: Stacks) -> Change:
         """∇_U J, given P."""
-        return [linear.pullback(-part) for linear, part in zip(self._linear, slope, strict=True)]
+        return [linear.pullback(part) for linear, part in zip(self._linear, slope, strict=True)]
+
+
+def bend(model: Quadratic, direction: dict[str, Tensor]) -> float:
+    """v·Hv: half a product for a model that knows it without Hv."""
+    if isinstance(model, Bending):
+        return model.bend(direction)
+    product = model.curvature(direction)
+    return dot(list(direction.values()), [product[name] for name in direction])
 
 
 def dot(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:

@@ -10,14 +10,16 @@ from llqr_lab.data.parallel import Corpus, Pairs, ParallelText
 from llqr_lab.data.pictures import Pictures, pictures_in_memory
 
 
-def random_pictures(classes: int = 10, pixels: int = 16, train: int = 128, test: int = 64) -> Pictures:
+def random_pictures(
+    classes: int = 10, pixels: int = 16, train: int = 128, test: int = 64, channels: int = 3
+) -> Pictures:
     """Each class is a pattern of its own, with noise over it."""
     generator = torch.Generator().manual_seed(0)
-    patterns = torch.randint(256, (classes, 3, pixels, pixels), generator=generator).float()
+    patterns = torch.randint(256, (classes, channels, pixels, pixels), generator=generator).float()
 
     def part(count: int) -> tuple[torch.Tensor, torch.Tensor]:
         labels = torch.randint(classes, (count,), generator=generator)
-        noise = 64 * torch.randn(count, 3, pixels, pixels, generator=generator)
+        noise = 64 * torch.randn(count, channels, pixels, pixels, generator=generator)
         return (patterns[labels] + noise).clamp(0, 255).byte(), labels
 
     return pictures_in_memory("generated pictures", part(train), part(test), classes)

@@ -29,7 +29,7 @@ class Base:
     """The optimizer that LLQR wraps, or that is alone."""
 
     name: str
-    """sgdm or adamw."""
+    """sgdm, adamw, or one of the peers: muon, soap, shampoo, singd."""
     lr: float
     weight_decay: float = 0.0
     momentum: float = 0.9
@@ -114,15 +114,16 @@ class Config:
     def changed(self, changes: Mapping[str, Any]) -> Config:
         """With settings replaced, by dotted names: {"llqr.every": 100}."""
         table = _plain(self)
-        for key, value in changes.items():
-            place = table
+        for key in sorted(changes, key=lambda key: not key.endswith("name")):
+            place, value = table, changes[key]
             *folders, last = key.split(".")
             for folder in folders:
                 place = place.setdefault(folder, {})
                 if not isinstance(place, dict):
                     raise ConfigError(f"'{key}': {folder} is a setting, not a group of them")
-            if key == "llqr.solver.name" and place.get(last) != value:
-                place.clear()  # another solver begins with defaults of its own
+            if key in OWN_DEFAULTS and place.get(last) != value:  # another one begins with defaults of its own
+                for name in place.keys() - OWN_DEFAULTS[key]:
+                    del place[name]
             place[last] = value
         return parsed(table)
 
@@ -223,7 +224,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
 
 
 CHOICES = {
-    "base.name": ("sgdm", "adamw"),
+    "base.name": ("sgdm", "adamw", "muon", "soap", "shampoo", "singd"),
     "schedule.name": ("constant", "cosine", "inverse-sqrt", "piecewise"),
     "llqr.solver.name": ("sgdm", "adam", "cg", "scale-free"),
     "llqr.reduction": ("sum", "mean"),
@@ -232,7 +233,8 @@ CHOICES = {
 }
 POSITIVE = ("batch", "base.lr", "llqr.every", "llqr.steps", "llqr.solver.lr")
 NEEDED: tuple[tuple[str, str, tuple[str, ...], Any], ...] = (
-    ("base.beta2", "base.name", ("adamw",), 0.999),
+    ("base.beta2", "base.name", ("adamw", "muon", "singd"), 0.999),
+    ("base.momentum", "base.name", ("sgdm", "adamw", "singd"), 0.9),
     ("schedule.milestones", "schedule.name", ("piecewise",), []),
     ("llqr.reduction", "llqr.divergence", ("ngd",), "sum"),
     ("llqr.solver.lr", "llqr.solver.name", ("sgdm", "adam"), 0.005),
@@ -240,6 +242,8 @@ NEEDED: tuple[tuple[str, str, tuple[str, ...], Any], ...] = (
     ("llqr.solver.clip", "llqr.solver.name", ("sgdm",), 0.0),
 )
 """Settings that mean something with some choices only: what has no effect isn't accepted in silence."""
+OWN_DEFAULTS: dict[str, tuple[str, ...]] = {"llqr.solver.name": (), "base.name": ("lr", "weight_decay")}
+"""What is said of one solver or optimizer isn't meant for another, but for these."""
 LARGEST = 1e30
 """What float32 can work with."""
 FRACTIONS = ("label_smoothing", "base.momentum", "base.beta2", "llqr.ema", "llqr.solver.momentum")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import shlex
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,6 +26,11 @@ from llqr_lab.experiments.optimizers import optimizer, scheduler
 from llqr_lab.results import provenance
 from llqr_lab.tasks.base import Task, to_device
 from llqr_lab.tasks.named import task_of
+
+try:
+    import resource
+except ImportError:  # Windows has none
+    resource = None  # type: ignore[assignment]
 
 CHECKPOINT_SECONDS = 60.0
 """Between checkpoints; when they are written changes nothing but how much is done again after a stop."""
@@ -256,8 +262,31 @@ def _result(config: Config, run: Run, folder: RunFolder, device: torch.device) -
         "steps": run.step,
         "seconds": run.seconds,
         "refit_wall_seconds": stats.seconds if stats else 0.0,
+        "peak_bytes": _peak_bytes(device),
+        "unmoved": _unmoved(run),
         "preconditioner_bytes": stats.memory if stats else 0,
         "diverged": run.diverged,
         **run.task.summary(lines),
         "last": {**lines[-1], **finals},
     }
+
+
+def _peak_bytes(device: torch.device) -> int | None:
+    """The most memory that this process has had; on a GPU, that its tensors there had."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if resource is None:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def _unmoved(run: Run) -> list[str]:
+    """The parameters that are where they were at the start: an optimizer that skips some would be compared for nothing."""
+    with own_randomness("weights", run.config.seed):
+        start = dict(_built(run.task).named_parameters())
+    return [
+        name
+        for name, parameter in run.model.named_parameters()
+        if parameter.requires_grad and torch.equal(parameter.detach().cpu(), start[name])
+    ]

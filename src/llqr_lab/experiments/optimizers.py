@@ -14,6 +14,7 @@ from llqr import LLQR
 from llqr.divergences import KL, Divergence
 from llqr.solvers import SGDM, Adam, ConjugateGradient, Solver
 from llqr_lab.experiments.config import Base, Inner, Schedule, Wrapper
+from llqr_lab.experiments.peers import PEERS
 
 
 def optimizer(
@@ -40,6 +41,8 @@ def optimizer(
 
 
 def _base(base: Base, model: nn.Module) -> Optimizer:
+    if base.name in PEERS:
+        return PEERS[base.name](base, model)
     if base.name == "sgdm":
         return SGD(model.parameters(), lr=base.lr, momentum=base.momentum, weight_decay=base.weight_decay)
     betas = (base.momentum, base.beta2)

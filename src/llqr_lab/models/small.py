@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 from torch import nn
@@ -24,8 +25,17 @@ def mlp(classes: int = 10, inputs: int = 784, width: int = 512, layers: int = 2)
     return nn.Sequential(*hidden, nn.Linear(sizes[-1], classes))
 
 
+def picture_mlp(classes: int = 10, pixels: int = 28, width: int = 512, layers: int = 2) -> nn.Sequential:
+    """The same for grey pictures as they come."""
+    return nn.Sequential(nn.Flatten(), *mlp(classes, pixels**2, width, layers))
+
+
 def picture_net(
-    pixels: int, strides: tuple[int, ...], classes: int = 10, norm: bool = False, dropout: float = 0.0
+    pixels: int = 28,
+    strides: Sequence[int] = (2, 2, 2),
+    classes: int = 10,
+    norm: bool = False,
+    dropout: float = 0.0,
 ) -> nn.Sequential:
     """3 × 3 convolutions of these strides and two linear layers, for grey pictures; with BatchNorm or dropout if wanted."""
     layers: list[nn.Module] = []

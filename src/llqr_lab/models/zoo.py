@@ -12,7 +12,7 @@ from llqr.errors import unknown
 from llqr_lab.models.gpt import GPT, GrokkingTransformer
 from llqr_lab.models.pyramidnet import PyramidNet
 from llqr_lab.models.resnet import ResNet18, ResNet20, ResNet50
-from llqr_lab.models.small import mlp
+from llqr_lab.models.small import mlp, picture_mlp, picture_net
 from llqr_lab.models.translation import TranslationTransformer
 from llqr_lab.models.vgg import VGG16BN
 from llqr_lab.models.vit import ViT
@@ -20,6 +20,8 @@ from llqr_lab.models.wide_resnet import WideResNet
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "mlp": mlp,
+    "picture-mlp": picture_mlp,
+    "picture-net": picture_net,
     "resnet18": ResNet18,
     "resnet20": ResNet20,
     "resnet50": ResNet50,

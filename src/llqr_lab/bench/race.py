@@ -1,0 +1,215 @@
+"""`llqr bench race`: optimizers side by side on the same tasks, from the same weights and batches.
+
+Each optimizer tries a grid of learning rates with the first seed, wider where the best is at its edge; the rate with the lowest
+training loss at the end is its own, and is run with the other seeds too. Every run is a folder as `llqr train` makes them, so a
+race that was stopped goes on, and one with more optimizers or seeds repeats nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from llqr_lab.experiments.collect import Result, curve, value
+from llqr_lab.experiments.command import folder_of
+from llqr_lab.experiments.config import Config
+from llqr_lab.experiments.presets import resolve
+from llqr_lab.experiments.sweep import sweep
+from llqr_lab.figures.race import draw
+from llqr_lab.race.entries import COURSES, ENTRIES, WIDEN, WIDEST, Course, Entry
+from llqr_lab.results import provenance, write_json
+
+Row = dict[str, Any]
+Wanted = list[tuple[Config, dict[str, Any]]]
+TARGETS = ("SGDM", "AdamW")
+"""What these end at, at their best rates, is what everybody is timed to."""
+
+
+class Race:
+    """One task, and everybody's runs on it."""
+
+    def __init__(self, course: Course, scale: str, runs: Path, perform: Callable[[Wanted], None]) -> None:
+        self._course, self._scale, self._runs, self._perform = course, scale, runs, perform
+
+    def results(self, entry: Entry, rates: Sequence[float], seeds: Sequence[int]) -> list[Result]:
+        """Of each rate with each seed, made now if they aren't there."""
+        wanted = [self._configuration(entry, rate, seed) for rate in rates for seed in seeds]
+        self._perform(wanted)
+        found = []
+        for config, _ in wanted:
+            folder = folder_of(self._runs, config)
+            if folder.done:
+                found.append({**folder.read_result(), "lr": config.base.lr, "curve": curve(folder.read_metrics())})
+        return found
+
+    def best(self, entry: Entry, seed: int) -> tuple[float | None, list[Result]]:
+        """The rate with the best end, and the runs that say so."""
+        rates = list(entry.rates)
+        found = self.results(entry, rates, [seed])
+        for _ in range(WIDEST):
+            best = self._first(found)
+            if best is None or min(rates) < best < max(rates):
+                break
+            rates.append(best / WIDEN if best == min(rates) else best * WIDEN)
+            found += self.results(entry, rates[-1:], [seed])
+        return self._first(found), found
+
+    def _first(self, results: list[Result]) -> float | None:
+        ends = {each["lr"]: end(each, self._course) for each in results}
+        best = min(ends, key=lambda lr: ends[lr], default=None)
+        return None if best is None or ends[best] == math.inf else best
+
+    def _configuration(self, entry: Entry, rate: float, seed: int) -> tuple[Config, dict[str, Any]]:
+        changes = {**self._course.changes, **entry.changes(rate)}
+        return resolve(self._course.preset, self._scale, entry.method, seed, changes), changes
+
+
+def end(result: Result, course: Course) -> float:
+    """How a run ended: its last training loss, or the steps that it took to be over; the less the better."""
+    if result["diverged"]:
+        return math.inf
+    found = result.get("steps_to_target") if course.reached == "test_accuracy" else result["last"]["train_loss"]
+    return math.inf if found is None else float(found)
+
+
+def main(
+    names: Sequence[str],
+    entries: Sequence[str],
+    scale: str,
+    seeds: Sequence[int],
+    runs: Path,
+    data: Path | None,
+    jobs: int,
+    output: Path,
+    figure: Path,
+) -> None:
+    console = Console()
+    chosen = [entry for entry in ENTRIES if not entries or entry.name in entries]
+
+    def perform(wanted: Wanted) -> None:
+        sweep(wanted, runs, data, jobs, "auto", console)
+
+    rows: list[Row] = []
+    command = f"llqr bench race {' '.join(names)} --scale {scale} --seeds {','.join(map(str, seeds))}"
+    for name in names:
+        race = Race(COURSES[name], scale, runs, perform)
+        grids = {entry.name: race.best(entry, seeds[0]) for entry in chosen}
+        finals = {
+            entry.name: race.results(entry, [grids[entry.name][0]], seeds)  # type: ignore[list-item]
+            for entry in chosen
+            if grids[entry.name][0] is not None
+        }
+        rows += summary(name, COURSES[name], grids, finals)
+        write_json(output, {**provenance(command, seeds[0]), "scale": scale, "seeds": list(seeds), "rows": rows})
+    draw(rows, figure)
+    for name in names:
+        report([row for row in rows if row["task"] == name], console)
+    console.print(f"Wrote {output} and {figure}", highlight=False, soft_wrap=True)
+
+
+def summary(
+    task: str,
+    course: Course,
+    grids: dict[str, tuple[float | None, list[Result]]],
+    finals: dict[str, list[Result]],
+) -> list[Row]:
+    """A row an optimizer: its rate, steps and seconds to each target (medians of the seeds), how it ended, and its memory."""
+    targets = _targets(course, finals)
+    rows = []
+    for name, (rate, tried) in grids.items():
+        results = finals.get(name, [])
+        rows.append(
+            {
+                "task": task,
+                "optimizer": name,
+                "lr": rate,
+                "tried": {f"{each['lr']:g}": _number(end(each, course)) for each in tried},
+                "seeds": len(results),
+                "targets": {label: _reached(results, course, target) for label, target in targets.items()},
+                "train_loss": _middle([each["last"]["train_loss"] for each in results]),
+                "score_name": results[0]["score"] if results else None,
+                "score": _middle([value(each) for each in results]),
+                "seconds": _middle([each["seconds"] for each in results]),
+                "steps": _middle([each["steps"] for each in results]),
+                "peak_bytes": _middle([each["peak_bytes"] for each in results]),
+                "unmoved": sorted({moved for each in results for moved in each["unmoved"]}),
+                "curve": results[0]["curve"] if results else None,
+            }
+        )
+    return rows
+
+
+def _targets(course: Course, finals: dict[str, list[Result]]) -> dict[str, float]:
+    if course.reached == "test_accuracy":
+        return {"the end": 0.0}
+    ends = {name: _middle([each["last"]["train_loss"] for each in finals.get(name, [])]) for name in TARGETS}
+    return {name: found for name, found in ends.items() if found is not None}
+
+
+def _reached(results: list[Result], course: Course, target: float) -> Row:
+    """How many seeds got there, the target, and the medians of steps and seconds if all did."""
+    places = [place for each in results if (place := _place(each, course, target)) is not None]
+    everybody = bool(results) and len(places) == len(results)
+    return {
+        "loss": target if course.reached == "train_loss" else None,
+        "reached": len(places),
+        "steps": median(step for step, _ in places) if everybody else None,
+        "seconds": median(seconds for _, seconds in places) if everybody else None,
+    }
+
+
+def _place(result: Result, course: Course, target: float) -> tuple[float, float] | None:
+    """The step and the seconds at which a run was there for the first time."""
+    if course.reached == "test_accuracy":
+        steps = result.get("steps_to_target")
+        return None if steps is None else (steps, result["seconds_to_target"])
+    columns = [result["curve"][name] for name in ("step", "seconds", "train_loss")]
+    return next(
+        ((step, seconds) for step, seconds, loss in zip(*columns, strict=True) if loss is not None and loss <= target),
+        None,
+    )
+
+
+def _middle(values: Sequence[float | None]) -> float | None:
+    known = [each for each in values if each is not None]
+    return median(known) if known and len(known) == len(values) else None
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def report(rows: list[Row], console: Console) -> None:
+    labels = list(rows[0]["targets"]) if rows else []
+    goals = [
+        label if rows[0]["targets"][label]["loss"] is None else f"{label}'s {rows[0]['targets'][label]['loss']:.4g}"
+        for label in labels
+    ]
+    table = Table(title=rows[0]["task"], title_justify="left", box=box.SIMPLE_HEAD)
+    for header in ("optimizer", "rate", *(f"to {goal}: steps, seconds" for goal in goals), "train loss", "score", "MB"):
+        table.add_column(header, justify="left" if header == "optimizer" else "right")
+    for row in rows:
+        times = [_time(row["targets"][label], row["seeds"]) for label in labels]
+        cells = [_shown(row["lr"], "{:g}"), *times, _shown(row["train_loss"], "{:.4g}"), _shown(row["score"], "{:.4g}")]
+        table.add_row(row["optimizer"], *cells, _shown(row["peak_bytes"] and row["peak_bytes"] / 1e6, "{:.0f}"))
+    console.print(table)
+    for row in rows:
+        if row["unmoved"]:
+            console.print(f"{row['optimizer']} never moved {', '.join(row['unmoved'])}", style="red")
+
+
+def _time(reached: Row, seeds: int) -> str:
+    if reached["steps"] is None:
+        return f"– ({reached['reached']}/{seeds})"
+    return f"{reached['steps']:.0f}, {reached['seconds']:.1f}"
+
+
+def _shown(number: float | None, form: str) -> str:
+    return "–" if number is None else form.format(number)

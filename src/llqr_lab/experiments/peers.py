@@ -1,0 +1,122 @@
+"""Other people's optimizers, for runs beside LLQR: Muon, SOAP, Shampoo, SINGD (the extra `peers` but for the first).
+
+Some of them are for matrices only, or for the layers that they know: AdamW then takes the parameters that are left, at the same
+learning rate, which is how these optimizers are used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Muon, Optimizer
+
+from llqr_lab.experiments.config import Base, ConfigError
+from llqr_lab.experiments.folder import RunError
+
+PRECONDITION_EVERY = 10
+"""Steps between new preconditioners, of SOAP, Shampoo and SINGD alike: the default of two of them."""
+
+
+class Several(Optimizer):
+    """Optimizers as one, each with parameters of its own."""
+
+    def __init__(self, parts: Iterable[Optimizer], resumable: bool = True) -> None:
+        """`resumable`: their state is made of tensors and builtins, which alone a checkpoint gives back."""
+        self.parts, self.resumable = list(parts), resumable
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        return defaultdict(dict, {tensor: held for part in self.parts for tensor, held in part.state.items()})
+
+    @state.setter
+    def state(self, state: defaultdict[Tensor, Any]) -> None:
+        """The parts have their own."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for part in self.parts:
+            part.step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [part.state_dict() if self.resumable else {} for part in self.parts]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if not self.resumable:
+            names = " and ".join(type(part).__name__ for part in self.parts)
+            raise RunError(f"a run by {names} can't go on where it was stopped: remove its folder and begin anew")
+        for part, state in zip(self.parts, state_dict["parts"], strict=True):
+            part.load_state_dict(state)
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+
+def muon(base: Base, model: nn.Module) -> Optimizer:
+    """For the matrices inside; embeddings, the last layer, convolutions and vectors are AdamW's."""
+    inside = _matrices_inside(model)
+    chosen = Muon(inside, lr=base.lr, momentum=0.95, weight_decay=base.weight_decay, adjust_lr_fn="match_rms_adamw")
+    return Several([chosen, *_rest(base, model, inside)])
+
+
+def soap(base: Base, model: nn.Module) -> Optimizer:
+    kind = _imported("pytorch_optimizer", "SOAP")
+    settings = {"betas": (0.95, 0.95), "weight_decay": base.weight_decay, "precondition_frequency": PRECONDITION_EVERY}
+    return Several([kind(model.parameters(), lr=base.lr, **settings)])
+
+
+def shampoo(base: Base, model: nn.Module) -> Optimizer:
+    """With blocks of 512 and step lengths taken from SGD's, as in large runs."""
+    kind = _imported("pytorch_optimizer", "ScalableShampoo")
+    settings = {"weight_decay": base.weight_decay, "preconditioning_compute_steps": PRECONDITION_EVERY}
+    return Several([kind(model.parameters(), lr=base.lr, **settings)], resumable=False)
+
+
+def singd(base: Base, model: nn.Module) -> Optimizer:
+    """For linear layers and convolutions."""
+    kind = _imported("singd.optim.optimizer", "SINGD")
+    known = [module for module in model.modules() if isinstance(module, kind.SUPPORTED_MODULES)]
+    inside = list(dict.fromkeys(p for module in known for p in module.parameters()))
+    settings = {"weight_decay": base.weight_decay, "T": PRECONDITION_EVERY, "normalize_lr_cov": True}
+    chosen = kind(model, params=inside, lr=base.lr, momentum=base.momentum, **settings)
+    return Several([chosen, *_rest(base, model, inside)], resumable=False)
+
+
+PEERS: Mapping[str, Callable[[Base, nn.Module], Optimizer]] = {
+    "muon": muon,
+    "soap": soap,
+    "shampoo": shampoo,
+    "singd": singd,
+}
+
+
+def _matrices_inside(model: nn.Module) -> list[nn.Parameter]:
+    """Of linear layers and attention, but for the last layer and what an embedding shares."""
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear | nn.MultiheadAttention)]
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    outside = {id(p) for module in (*layers[-1:], *tables) for p in module.parameters()}
+    found = dict.fromkeys(p for module in layers for p in module.parameters(recurse=False))
+    inside = [p for p in found if p.dim() == 2 and id(p) not in outside]
+    if not inside:
+        raise ConfigError("muon is for matrices inside a network, and this one has none")
+    return inside
+
+
+def _rest(base: Base, model: nn.Module, taken: Iterable[nn.Parameter]) -> list[Optimizer]:
+    """AdamW for what is left."""
+    others = {id(p) for p in taken}
+    left = [p for p in model.parameters() if id(p) not in others]
+    return [AdamW(left, lr=base.lr, betas=(0.9, base.beta2), weight_decay=base.weight_decay)] if left else []
+
+
+def _imported(module: str, name: str) -> Any:
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        raise ConfigError(f"{name} isn't installed ({error}): pip install 'llqr[peers]'") from error

@@ -1,0 +1,47 @@
+"""The race: every task's training losses by seconds, one line an optimizer."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from llqr_lab.figures.style import BLUE, GREEN, GREY, ORANGE, PINK, drawing
+
+LINES = {
+    "SGDM": (ORANGE, "--"),
+    "AdamW": (GREEN, "--"),
+    "Muon": (PINK, "--"),
+    "SOAP": (GREY, "-."),
+    "Shampoo": (GREY, ":"),
+    "SINGD": (GREY, (0, (1, 3))),
+    "LLQR on SGDM": (ORANGE, "-"),
+    "LLQR on AdamW": (GREEN, "-"),
+    "LLQR on Muon": (PINK, "-"),
+}
+"""LLQR has the colour of its base, unbroken."""
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    columns = min(3, len(tasks))
+    height = math.ceil(len(tasks) / columns)
+    with drawing(path, 4.5 * columns, 3.6 * height + 0.6) as figure:
+        grid = figure.subplots(height, columns, squeeze=False).flat
+        for axes, task in zip(grid, tasks, strict=False):
+            for row in rows:
+                if row["task"] == task and row["curve"]:
+                    colour, style = LINES.get(row["optimizer"], (BLUE, "-"))
+                    curve = row["curve"]
+                    axes.plot(
+                        curve["seconds"], curve["train_loss"], color=colour, linestyle=style, label=row["optimizer"]
+                    )
+            axes.set_title(task)
+            axes.set_yscale("log")
+            axes.set_xlabel("seconds of training")
+        for axes in list(grid)[len(tasks) :]:
+            axes.set_visible(False)
+        figure.axes[0].set_ylabel("training loss")
+        handles, labels = figure.axes[0].get_legend_handles_labels()
+        if handles:
+            figure.legend(handles, labels, loc="outside lower center", ncols=5)

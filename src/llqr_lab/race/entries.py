@@ -1,0 +1,63 @@
+"""Who races in `llqr bench race`, on what, and at which learning rates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+LLQR_METHOD = "ekfac-ngd-scalefree"
+"""LLQR as it comes, the same for every task and base."""
+
+STEPS_OF_SGD = (0.03, 0.1, 0.3)
+STEPS_OF_ADAM = (1e-3, 3e-3, 1e-2)
+WIDEN = 3.0
+"""The factor between rates; where the best is the first or the last of a grid, one more is tried beyond it, and so on."""
+WIDEST = 3
+"""How often."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An optimizer in the race."""
+
+    name: str
+    base: str
+    rates: tuple[float, ...]
+    method: str = "base"
+
+    def changes(self, rate: float) -> dict[str, Any]:
+        return {"base.name": self.base, "base.lr": rate}
+
+
+ENTRIES = (
+    Entry("SGDM", "sgdm", STEPS_OF_SGD),
+    Entry("AdamW", "adamw", STEPS_OF_ADAM),
+    Entry("Muon", "muon", STEPS_OF_ADAM),
+    Entry("SOAP", "soap", STEPS_OF_ADAM),
+    Entry("Shampoo", "shampoo", STEPS_OF_SGD),
+    Entry("SINGD", "singd", STEPS_OF_ADAM),
+    Entry("LLQR on SGDM", "sgdm", STEPS_OF_SGD, LLQR_METHOD),
+    Entry("LLQR on AdamW", "adamw", STEPS_OF_ADAM, LLQR_METHOD),
+    Entry("LLQR on Muon", "muon", STEPS_OF_ADAM, LLQR_METHOD),
+)
+
+
+@dataclass(frozen=True)
+class Course:
+    """A task of the race: a preset, and what is changed of it for everybody."""
+
+    preset: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    reached: str = "train_loss"
+    """What is to be reached: the training loss of the plain bases, or the test accuracy at which a task says it is over."""
+
+
+COURSES = {
+    "fashion-mlp": Course("fashion-mlp"),
+    "fashion-convnet": Course("fashion-convnet"),
+    "cifar10": Course("cifar10-resnet18-sgdm", {"base.weight_decay": 0.0, "evaluate_every": 39}),
+    "shakespeare": Course("shakespeare-gpt-sgdm", {"evaluate_every": 50}),
+    "modular-addition": Course("grokking-add", reached="test_accuracy"),
+    "multi30k": Course("multi30k-transformer-adamw", {"base.weight_decay": 0.0}),
+}

@@ -1,0 +1,217 @@
+"""Promise: a race gives every optimizer the same chance, moves every parameter, and counts what it says it counts."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from llqr import LLQR
+from llqr_lab.bench.race import Race, main, summary
+from llqr_lab.experiments.command import folder_of
+from llqr_lab.experiments.config import Base, Config, ConfigError
+from llqr_lab.experiments.folder import RunError
+from llqr_lab.experiments.loop import train
+from llqr_lab.experiments.optimizers import optimizer
+from llqr_lab.experiments.peers import PEERS, Several, muon
+from llqr_lab.experiments.presets import resolve
+from llqr_lab.race.entries import COURSES, ENTRIES, Course, Entry
+from small_lab import batch, small
+
+pytestmark = pytest.mark.filterwarnings("ignore:U would have turned the gradient")
+NEEDS = {"soap": "pytorch_optimizer", "shampoo": "pytorch_optimizer", "singd": "singd"}
+
+
+def installed(base: str) -> bool:
+    return base not in NEEDS or importlib.util.find_spec(NEEDS[base]) is not None
+
+
+def in_this_process(runs: Path) -> Any:
+    def perform(wanted: list[tuple[Config, dict[str, Any]]]) -> None:
+        for config, _ in wanted:
+            folder = folder_of(runs, config)
+            if not folder.done:
+                train(config, folder, None, torch.device("cpu"))
+
+    return perform
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+@pytest.mark.parametrize("course", ["shakespeare", "fashion-convnet"])
+def test_everybody_moves_every_parameter(course: str, entry: Entry, tmp_path: Path) -> None:
+    if not installed(entry.base):
+        pytest.skip(f"{NEEDS[entry.base]} isn't installed (llqr[peers])")
+    race = Race(COURSES[course], "smoke", tmp_path, in_this_process(tmp_path))
+    (result,) = race.results(entry, entry.rates[:1], [0])
+    assert result["unmoved"] == []
+    assert result["last"]["train_loss"] > 0
+    assert result["peak_bytes"] > 0
+    assert result["lr"] == entry.rates[0]
+    assert f'base.name="{entry.base}"' in result["method"]
+
+
+def test_a_parameter_that_stays_is_told(tmp_path: Path) -> None:
+    config = resolve("shakespeare-gpt-sgdm", "smoke", "base", 0, {"base.lr": 1e-30})
+    result = train(config, folder_of(tmp_path, config), None, torch.device("cpu"))
+    assert len(result["unmoved"]) > 5
+
+
+class Made(Race):
+    """A race whose runs end as a function of the rate says."""
+
+    def __init__(self, ends: Any, course: Course) -> None:
+        super().__init__(course, "smoke", Path(), lambda wanted: None)
+        self.ends, self.asked = ends, list[float]()
+
+    def results(self, entry: Entry, rates: Any, seeds: Any) -> list[dict[str, Any]]:
+        self.asked += rates
+        return [
+            {"lr": rate, "diverged": not math.isfinite(self.ends(rate)), "last": {"train_loss": self.ends(rate)}}
+            for rate in rates
+        ]
+
+
+@pytest.mark.parametrize(
+    ("ends", "best", "tried"),
+    [
+        (lambda rate: abs(math.log(rate / 3e-3)), 3e-3, 3),
+        (lambda rate: abs(math.log(rate / 0.09)), 0.09, 6),
+        (lambda rate: abs(math.log(rate / 1e-9)), 1e-3 / 27, 6),  # it ends somewhere
+        (lambda rate: math.inf if rate > 5e-3 else -rate, 3e-3, 3),
+        (lambda rate: math.inf, None, 3),
+    ],
+)
+def test_a_grid_is_widened_at_its_edge(ends: Any, best: float | None, tried: int) -> None:
+    race = Made(ends, COURSES["shakespeare"])
+    found, results = race.best(Entry("some", "adamw", (1e-3, 3e-3, 1e-2)), 0)
+    assert found == (best if best is None else pytest.approx(best, rel=0.15))
+    assert len(results) == len(race.asked) == len(set(race.asked)) == tried
+
+
+def result(losses: list[float], seconds: float, lr: float = 0.1, **more: Any) -> dict[str, Any]:
+    columns = {"step": [10, 20, 30], "seconds": [seconds * k for k in (1, 2, 3)], "train_loss": losses}
+    return {
+        "lr": lr,
+        "diverged": False,
+        "score": "test_loss",
+        "last": {"train_loss": losses[-1], "test_loss": losses[-1] + 1},
+        "seconds": 3 * seconds,
+        "steps": 30,
+        "peak_bytes": 1000,
+        "unmoved": [],
+        "curve": columns,
+        **more,
+    }
+
+
+def test_everybody_is_timed_to_what_the_plain_bases_end_at() -> None:
+    finals = {
+        "SGDM": [result([3, 2, 1.0], 1.0), result([3, 2, 1.2], 1.0), result([3, 2, 1.1], 1.0)],
+        "LLQR on SGDM": [result([3, 1.1, 0.5], 2.0), result([1.05, 1, 1], 3.0), result([2, 1.0, 0.1], 1.5)],
+        "SOAP": [result([3, 3, 3], 1.0)] * 3,
+    }
+    grids = {name: (0.1, results[:1]) for name, results in finals.items()}
+    rows = {row["optimizer"]: row for row in summary("some", COURSES["shakespeare"], grids, finals)}
+    assert rows["SGDM"]["targets"]["SGDM"] == {"loss": 1.1, "reached": 2, "steps": None, "seconds": None}
+    assert rows["LLQR on SGDM"]["targets"]["SGDM"] == {"loss": 1.1, "reached": 3, "steps": 20, "seconds": 3.0}
+    assert rows["SOAP"]["targets"]["SGDM"]["reached"] == 0
+    assert rows["LLQR on SGDM"]["score"] == 1.5
+
+
+def test_a_task_that_ends_by_itself_is_timed_to_its_end() -> None:
+    course = COURSES["modular-addition"]
+    finals = {"AdamW": [result([1, 1, 1], 1.0, steps_to_target=s, seconds_to_target=s / 10) for s in (500, 300, 400)]}
+    (row,) = summary("some", course, {"AdamW": (0.1, finals["AdamW"][:1])}, finals)
+    assert row["targets"]["the end"] == {"loss": None, "reached": 3, "steps": 400, "seconds": 40}
+    assert row["tried"] == {"0.1": 500.0}
+
+
+def test_the_command_writes_a_table_a_file_and_a_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    perform = in_this_process(tmp_path)
+    monkeypatch.setattr("llqr_lab.bench.race.sweep", lambda wanted, *rest: perform(wanted))
+    output, figure = tmp_path / "race.json", tmp_path / "race.png"
+    arguments = (["shakespeare"], ["SGDM", "LLQR on SGDM"], "smoke", [0, 1], tmp_path, None, 1, output, figure)
+    main(*arguments)
+    first = output.read_text(encoding="utf-8")
+    assert '"optimizer": "LLQR on SGDM"' in first
+    assert figure.stat().st_size > 10_000
+    monkeypatch.setattr("llqr_lab.bench.race.sweep", lambda wanted, *rest: None)  # nothing is left to run
+    main(*arguments)
+    assert output.read_text(encoding="utf-8") == first
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_a_peer_goes_on_where_it_was_stopped_or_says_that_it_cannot(name: str) -> None:
+    if not installed(name):
+        pytest.skip(f"{NEEDS[name]} isn't installed (llqr[peers])")
+    base = Base(name, lr=1e-2)
+
+    def trained(model: nn.Module, stepper: torch.optim.Optimizer, steps: range) -> None:
+        for step in steps:
+            torch.manual_seed(step)
+            inputs, targets = batch("gpt")
+            stepper.zero_grad()
+            model.eval()  # no dropout
+            nn.functional.cross_entropy(model(*inputs).flatten(0, 1), targets.flatten()).backward()
+            stepper.step()
+
+    straight = small("gpt")
+    one = optimizer(base, None, straight)
+    trained(straight, one, range(12))
+    stopped = small("gpt")
+    before = optimizer(base, None, stopped)
+    trained(stopped, before, range(6))
+    after = optimizer(base, None, stopped)
+    assert isinstance(after, Several)
+    if not after.resumable:
+        with pytest.raises(RunError, match="begin anew"):
+            after.load_state_dict(before.state_dict())
+        return
+    after.load_state_dict(before.state_dict())
+    trained(stopped, after, range(6, 12))
+    for left, right in zip(straight.parameters(), stopped.parameters(), strict=True):
+        assert torch.equal(left, right)
+
+
+def test_muon_takes_the_matrices_inside() -> None:
+    model = small("gpt")
+    chosen, rest = muon(Base("muon", lr=1e-3), model).parts
+    names = {id(p): name for name, p in model.named_parameters()}
+    taken = {names[id(p)] for group in chosen.param_groups for p in group["params"]}
+    left = {names[id(p)] for group in rest.param_groups for p in group["params"]}
+    assert taken | left == set(names.values())
+    assert not taken & left
+    matrices = {name for name, p in model.named_parameters() if p.dim() == 2}
+    assert taken == matrices - {"embed.weight", "position"}
+    with pytest.raises(ConfigError, match="has none"):
+        muon(Base("muon", lr=1e-3), nn.Linear(3, 2))
+
+
+def test_several_optimizers_are_a_base_like_any_other() -> None:
+    """One rate and one schedule for all the parts, under LLQR too."""
+    model = small("gpt")
+    several = muon(Base("muon", lr=1e-3), model)
+    wrapped = LLQR(several, model, structure="kfac", every=2, steps=2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(wrapped, lambda step: 0.5**step)
+    for _ in range(3):
+        inputs, targets = batch("gpt")
+        wrapped.zero_grad()
+        nn.functional.cross_entropy(model(*inputs).flatten(0, 1), targets.flatten()).backward()
+        wrapped.step()
+        schedule.step()
+    assert [group["lr"] for part in several.parts for group in part.param_groups] == [1e-3 / 8] * 2
+    assert wrapped.stats.refits == 2
+
+
+def test_a_peer_that_is_not_there_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise ImportError(f"No module named {name!r}")
+
+    monkeypatch.setattr("llqr_lab.experiments.peers.importlib.import_module", missing)
+    with pytest.raises(ConfigError, match=r"llqr\[peers\]"):
+        PEERS["soap"](Base("soap", lr=1e-3), small("gpt"))
