@@ -44,5 +44,5 @@ $(STAMP): pyproject.toml constraints.txt $(STALE)
 	@echo "Setting up $(VENV) (this takes some minutes the first time) ..."
 	@"$(PYTHON)" -m venv --clear $(VENV)
 	@PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
-	  $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[lab,dev]'
+	  $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[lab,frameworks,peers,dev]'
 	@"$(PYTHON)" -c '$(ORIGIN)' > $(STAMP)

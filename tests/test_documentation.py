@@ -23,6 +23,19 @@ def test_block_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     exec(compile(code, "example", "exec"), {"__name__": "example"})
 
 
+def test_excerpts_are_of_the_examples() -> None:
+    """The ```py blocks of docs/frameworks.md are lines of the pages that they link to."""
+    page = (ROOT / "docs" / "frameworks.md").read_text(encoding="utf-8")
+    sections = re.findall(r"\(\.\./(examples/\w+\.py)\)(.*?)(?=^## )", page, re.DOTALL | re.MULTILINE)
+    assert len(sections) == 3
+    for example, section in sections:
+        lines = (ROOT / example).read_text(encoding="utf-8").splitlines()
+        excerpts = re.findall(r"^```py\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+        assert excerpts
+        for line in "".join(excerpts).splitlines():
+            assert line in lines, f"{example} has no line {line!r}"
+
+
 def test_links_lead_somewhere() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):

@@ -108,9 +108,9 @@ def check_chunk_size(size: int | None) -> None:
 
 
 def check_independence(
-    run: Callable[[Inputs], Tensor], batch: Batch, size: int, dtypes: Collection[torch.dtype]
+    run: Callable[[Inputs], Tensor], batch: Batch, size: int, coarse: Callable[[], Collection[torch.dtype]]
 ) -> None:
-    """Raise unless an example's output is the same in any company.
+    """Raise unless an example's output is the same in any company. `coarse` are the dtypes that it was rounded to on its way.
 
     Examples of the first and of the last chunk are run together, one more than a chunk holds: what a chunk sees of an input
     that was cut by mistake, or of the other examples, is other than before then.
@@ -130,7 +130,7 @@ def check_independence(
             raise
         raise LLQRError(f"the model can't take a part of the batch ({error}): {_remedy(batch)}") from error
     before = torch.cat((of_last[: len(late)], of_first[: len(early)]))
-    tolerance = _rounding(before, dtypes) ** 0.4
+    tolerance = _rounding(before, coarse()) ** 0.4
     if before.shape != mixed.shape or (before - mixed).norm() > tolerance * before.norm():
         raise LLQRError(f"the output of an example depends on the other examples of its chunk: {_remedy(batch)}")
 
@@ -172,7 +172,7 @@ def _each(output: Tensor, rows: Sequence[int]) -> Tensor:
 def _rounding(output: Tensor, dtypes: Collection[torch.dtype]) -> float:
     """Of the coarsest numbers on the way to the output."""
     kind = output.device.type
-    used = {output.dtype, *dtypes, *([torch.get_autocast_dtype(kind)] if torch.is_autocast_enabled(kind) else [])}
+    used = {output.dtype, *dtypes}
     single = [2.0**-10] if kind == "cuda" else []  # which may multiply in TF32
     return max(*(torch.finfo(dtype).eps for dtype in used), *single, 0.0)
 

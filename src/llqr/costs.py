@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from llqr.checks import Inputs
-from llqr.linearize import Parameters, Recorder, Selector
+from llqr.precision import at_least_single
 from llqr.preconditioner import Preconditioner
 from llqr.quadratic import QuadraticModel
+from llqr.recorder import Parameters, Recorder, Selector
 from llqr.structures import Dense, EigenKronecker, Kronecker, Structure
-from llqr.structures.base import block_dtype
 from llqr.structures.stacks import BLOCK_LIMIT
 
 MADE = 2**28
@@ -51,7 +51,7 @@ def memory(structure: Structure, parameters: Mapping[str, Tensor]) -> int:
 
 
 def block_memory(structure: Structure, parameter: Tensor) -> int:
-    return structure.memory(parameter.shape, block_dtype(parameter.dtype).itemsize)
+    return structure.memory(parameter.shape, at_least_single(parameter.dtype).itemsize)
 
 
 def can_be_made(structure: Structure, parameters: Mapping[str, Tensor]) -> bool:
@@ -85,7 +85,7 @@ def measure(
     A mean square of the output stands for the loss, and Gauss-Newton's curvature for the divergence's: a KL product costs
     the same.
     """
-    train = _training_step(Recorder(model, (), output, training), parameters, batch)
+    train = _training_step(Recorder(model, (), output, training, own_precision=True), parameters, batch)
     gradients = train()
     q: list[QuadraticModel] = []
 
@@ -100,7 +100,7 @@ def measure(
         if memory(structure, parameters) <= MADE
     }
     some = next(iter(parameters.values()))
-    square = torch.ones(SIDE, SIDE, dtype=block_dtype(some.dtype), device=some.device)
+    square = torch.ones(SIDE, SIDE, dtype=at_least_single(some.dtype), device=some.device)
     jobs: dict[str, Callable[[], object]] = {
         "train": train,
         "product": lambda: q[0].curvature(gradients),

@@ -9,8 +9,7 @@ is in: the steps can be so short then that no unit is at a kink between them, an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -119,15 +118,6 @@ def hides(function: Scalar, point: Sequence[Tensor], size: float) -> bool:
         if not difference > TOLERANCE * scale + NOISE / STEP * _norm(slope):
             return False
     return True
-
-
-def in_double(value: Any) -> Any:
-    """The same, with every floating-point tensor in it in double precision."""
-    if isinstance(value, Tensor):
-        return value.detach().double() if value.is_floating_point() else value
-    if isinstance(value, Mapping):
-        return {name: in_double(inner) for name, inner in value.items()}
-    return type(value)(map(in_double, value)) if type(value) in (tuple, list) else value
 
 
 def _direction(point: Sequence[Tensor]) -> list[Tensor]:

@@ -13,107 +13,22 @@ a layer; push and pull are two each. Operations whose second derivatives torch c
 
 from __future__ import annotations
 
-import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import copy
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError
 
 from llqr import hidden
-from llqr.checks import Inputs, as_arguments, frozen_rng
+from llqr.checks import Inputs
 from llqr.errors import LLQRError, NotTwiceDifferentiableError
 from llqr.exact.derivatives import graph_nodes, refuse_once_differentiable
+from llqr.precision import in_double
+from llqr.recorder import Parameters, Recorder
 from llqr.rules import embedding_rules, exact_rules, linear_rules
-from llqr.rules.embeddings import constants, renormalised
-from llqr.sites import catching
-
-Parameters = dict[str, Tensor]
-Selector = Callable[[Any], Tensor]
-
-
-class Recorder:
-    """How to run a model as a function of its parameters, leaving everything that it holds as it was.
-
-    `places` are modules whose outputs are returned beside the model's own; `training` overrides the modules' modes for the
-    time of a run (None: as they are now). Modes, buffers and the random stream are those of now in every run. `whole=False`
-    refuses random models, which would draw otherwise for a part of the batch. `call` is run in place of the model itself.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        places: Sequence[str] = (),
-        select: Selector | None = None,
-        training: bool | None = None,
-        whole: bool = True,
-        call: Callable[[], Tensor] | None = None,
-    ) -> None:
-        self._call = call
-        self.model, self.places, self.select, self._whole = model, list(places), select, whole
-        self._modes = [(module, module.training if training is None else training) for module in model.modules()]
-        self._constants, self._renormalised = constants(model), renormalised(model)
-        self._random = torch.get_rng_state()  # every run of one recorder draws the same dropout masks
-
-    def in_double(self) -> Recorder:
-        """The same model in double precision, if its parameters and inputs come so."""
-        other = copy(self)
-        frozen = {name: p for name, p in self.model.named_parameters() if not p.requires_grad}
-        other._constants = hidden.in_double({**frozen, **self._constants})
-        return other
-
-    def run(self, parameters: Parameters, inputs: Inputs) -> list[Tensor]:
-        """[x_N, activations at the places …]."""
-        fixed = {name: tensor.clone() for name, tensor in self._constants.items()}
-        copies = {name: parameters[name].clone() for name in self._renormalised if name in parameters}
-        with catching(self.model, self.places) as caught, _mode(self._modes), frozen_rng(), _eager():
-            torch.set_rng_state(self._random)
-            output = self._output({**parameters, **copies, **fixed}, inputs)
-            if not self._whole and not torch.equal(torch.get_rng_state(), self._random):
-                raise LLQRError(
-                    "the model draws random numbers (dropout?), other ones in chunks than in the whole batch: give the batch "
-                    "whole, or training=False"
-                )
-        return [self.selected(output), *(caught[place] for place in self.places)]
-
-    def _output(self, tensors: Parameters, inputs: Inputs) -> Any:
-        if self._call is None:
-            return functional_call(self.model, tensors, *as_arguments(inputs))
-        held = {f"model.{name}": tensor for name, tensor in tensors.items()}
-        return functional_call(_Calling(self.model, self._call), held, ())
-
-    def selected(self, output: Any) -> Tensor:
-        """The tensor that is meant, out of what the model returned."""
-        if self.select is not None:
-            output = self.select(output)
-        elif not isinstance(output, Tensor):
-            output = output.get("logits", output) if isinstance(output, Mapping) else getattr(output, "logits", output)
-        if not isinstance(output, Tensor):
-            raise LLQRError(
-                f"the model returned a {type(output).__name__}: say which tensor in it is meant, as in "
-                "output=lambda out: out[0] or out['logits']"
-            )
-        if not output.is_floating_point():
-            raise LLQRError(f"the output is {output.dtype}, which has no derivatives")
-        return output
-
-
-class _Calling(nn.Module):
-    """Something that calls the model, as a module that holds it."""
-
-    def __init__(self, model: nn.Module, call: Callable[[], Tensor]) -> None:
-        super().__init__()
-        self.model, self._call = model, call
-
-    def forward(self) -> Tensor:
-        return self._call()
 
 
 class Recording:
@@ -150,7 +65,7 @@ class Linearization(Recording):
         super().__init__(recorder, parameters, inputs, linear_rules())
         self._cotangents: list[Tensor] | None = None
         self._transposed: list[Tensor] = []
-        self._forward_mode = False
+        self._forward_mode = self._plain = False
 
     def pull_first(self, cotangents: Sequence[Tensor]) -> list[Tensor]:
         """Jᵀc, recorded on the way: u ↦ Jᵀu is linear, so its graph at u = c serves every later push."""
@@ -161,13 +76,23 @@ class Linearization(Recording):
                     self._outputs, self._leaves, variables, create_graph=True, materialize_grads=True
                 )
             refuse_once_differentiable(rows)
-        except CheckpointError:
+        except CheckpointError as error:
+            if self._plain and not self._recorder.lower(error):  # nor that autocast was off, and parameters converted
+                raise
+            self._plain = True
             self._record(exact_rules())  # recomputed blocks don't see the linear rules
             return self.pull_first(cotangents)
         except RuntimeError as error:
             refuse_reentrant(self._outputs, error)
+            try:
+                pulled = self.pull(cotangents)
+            except RuntimeError:  # not even once differentiable: a recomputed block again, of another dtype
+                if not self._recorder.lower(error):
+                    raise
+                self._record(exact_rules())
+                return self.pull_first(cotangents)
             self.use_forward_mode(str(error))
-            return self.pull(cotangents)
+            return pulled
         self._cotangents, self._transposed = variables, list(rows)
         return [row.detach() for row in rows]
 
@@ -223,12 +148,15 @@ class SecondDerivative(Recording):
             refuse_once_differentiable(self._slopes)
         except RuntimeError as error:
             refuse_reentrant(self._outputs, error)
+            if self._recorder.lower(error):  # as recomputed blocks ask for
+                self._record(exact_rules())
+                return self.of(scalar)
             raise _not_twice(error) from error
         return [slope.detach() for slope in self._slopes]
 
     def examine(self, slope: Tensor) -> None:
         """Raise where products would be wrong, at a loss with this slope ∇ℓ(x_N)."""
-        recorder, inputs = self._recorder.in_double(), hidden.in_double(self._inputs)
+        recorder, inputs = self._recorder.in_double(), in_double(self._inputs)
 
         def run(leaves: list[Tensor]) -> Tensor:
             with sdpa_kernel(SDPBackend.MATH), exact_rules():
@@ -263,24 +191,3 @@ def _not_twice(error: Exception) -> NotTwiceDifferentiableError:
     return NotTwiceDifferentiableError(
         f"the model can't be differentiated twice, as Newton asks ({error}): use GaussNewton or KL"
     )
-
-
-@contextmanager
-def _mode(modes: list[tuple[nn.Module, bool]]) -> Iterator[None]:
-    """Modules in given modes for a while."""
-    before = [(module, module.training) for module, _ in modes]
-    try:
-        for module, training in modes:
-            module.training = training
-        yield
-    finally:
-        for module, training in before:
-            module.training = training
-
-
-def _eager() -> AbstractContextManager[Any]:
-    """Compiled models run uncompiled: their graphs can't be differentiated twice, and don't know our rules."""
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance

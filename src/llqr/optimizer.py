@@ -23,16 +23,18 @@ from torch.optim import Optimizer
 from llqr.checks import Inputs, Loss
 from llqr.divergences import Divergence, resolve
 from llqr.errors import LLQRError, LLQRWarning, NonFiniteError, callers_level
-from llqr.linearize import Selector
 from llqr.loop.closures import Closure, checked_loss
-from llqr.loop.gradients import Stepped, gradients_of, no_autocast, replaced, stepped_parameters
+from llqr.loop.gradients import Stepped, gradients_of, replaced, stepped_parameters
 from llqr.loop.inputs import InputHook
 from llqr.loop.refit import Batch, Refit, Source, check_callable, trainable
 from llqr.loop.schedule import Every, Schedule
 from llqr.loop.state import KEY, State, checked_state_dict
 from llqr.loop.stats import Stats
 from llqr.naming import PerLayer
+from llqr.precision import no_autocast
 from llqr.preconditioner import Preconditioner
+from llqr.recorder import Selector
+from llqr.sites import uncompiled
 from llqr.solvers import Solver
 from llqr.structures.assign import StructureSpec
 
@@ -43,7 +45,8 @@ class LLQR(Optimizer):
     Args:
         base: the optimizer that steps, with its own learning rate, momentum and weight decay. Its `param_groups`, `state` and
             `defaults` are this one's too.
-        model: the module whose parameters it steps (it may have others, which are left alone).
+        model: the module whose parameters it steps (it may have others, which are left alone). Where torch.compile has wrapped
+            it, the wrapper that the loop calls; the names of parameters are those without it.
         divergence: what a step is measured by: "ngd", "newton", "gauss-newton", "renyi", "reverse-kl", or an object.
         structure: of U: "scalar", "diagonal", "kfac", "ekfac", "dense", an object, or a mapping from name patterns to these.
         every: steps between refits, or a function of the step's number that tells whether it begins with a refit.
@@ -87,14 +90,15 @@ class LLQR(Optimizer):
         shared: Collection[str | int] = (),
     ) -> None:
         _check_base(base, model)
-        self.base, self.model = base, model
-        parameters = stepped_parameters(base, model)
+        self.base, self.model, self._called = base, uncompiled(model), model
+        parameters = stepped_parameters(base, self.model)
         kind = resolve(divergence)
         self.ema = _checked_ema((0.95 if kind.flat else 0.9) if ema is None else ema)
         check_callable("refit_batch", refit_batch)
         self.warm_start, self.refit_batch = bool(warm_start), refit_batch
         self._refit = Refit(
-            model,
+            self.model,
+            self._called,
             kind,
             structure,
             solver,
@@ -124,8 +128,7 @@ class LLQR(Optimizer):
         self._warned: set[str] = set()
         self._stepped = Stepped(self.base, self.model)
         self._hook = InputHook(self._schedule if self.refit_batch is None else None)
-        handle = self.model.register_forward_pre_hook(self._hook, with_kwargs=True)
-        self._unhook = weakref.finalize(self, handle.remove)
+        self._unhook = weakref.finalize(self, self._hook.attach(self._called).remove)
 
     # --- what belongs to the base ---
 
@@ -359,6 +362,11 @@ def _check_base(base: Optimizer, model: nn.Module) -> None:
         )
     if isinstance(base, LLQR):
         raise LLQRError("the base is an LLQR already: wrap the optimizer inside it")
+    if isinstance(getattr(base, "optimizer", None), Optimizer):
+        raise LLQRError(
+            f"the base is a {type(base).__name__}, a framework's wrapper around an optimizer: give LLQR the optimizer inside, "
+            "and LLQR to the framework, as in accelerator.prepare(LLQR(optimizer, model))"
+        )
     if isinstance(base, torch.optim.LBFGS):
         raise LLQRError(
             "LBFGS evaluates its closure several times a step, and U can't come between: wrap another optimizer"

@@ -14,7 +14,8 @@ from llqr.divergences import L2, ActivationTerm, BasePoint, OutputTerm, Term
 from llqr.errors import LLQRError
 from llqr.families import Categorical
 from llqr.hidden import check_loss
-from llqr.linearize import Linearization, Parameters, Recorder, SecondDerivative
+from llqr.linearize import Linearization, SecondDerivative
+from llqr.recorder import Parameters, Recorder
 
 
 @dataclass
@@ -97,7 +98,8 @@ class Part:
         if not self._trusted:
             self._trusted = True
             outside, inside = _dot(tangents, product), _dot(pushed, curved)
-            tolerance = max(torch.finfo(tensor.dtype).eps for tensor in pushed) ** 0.4
+            dtypes = {*(tensor.dtype for tensor in pushed), *self._problem.recorder.coarse}
+            tolerance = max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.4
             if abs(outside - inside) > tolerance * max(abs(outside), abs(inside)):
                 linear.use_forward_mode("a backward formula in it can't be differentiated, though nothing says so")
                 return self._linear_product(recorded, linear, tangents)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from llqr import costs, sites
 from llqr.checks import Inputs, check_model
 from llqr.errors import LLQRError
-from llqr.linearize import Selector
+from llqr.recorder import Selector
 from llqr.relaxation import checked_solver
 from llqr.structures import Dense, Diagonal, EigenKronecker, Kronecker, Scalar, Structure
 from llqr.structures.assign import NAMES, StructureSpec

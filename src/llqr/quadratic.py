@@ -2,7 +2,7 @@
 
 For terms that are flat at θ_k a product is Jᵀ W J v: one push through the network, one small product at the outputs, one pull
 back (design fact: the LQR's rollout *is* the Jacobian-vector product, its backward sweep *is* the vector-Jacobian product).
-Newton's term is a Hessian product. Damping and L2 terms are a diagonal.
+Newton's term is a Hessian product. Damping and L2 terms are a diagonal. All of it is in float32 at least (`llqr.precision`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from llqr.checks import Inputs, Loss, check_finite, check_model
 from llqr.chunks import Batch, check_independence, check_losses, pieces
 from llqr.divergences import Divergence, Newton, OutputTerm, Term, resolve
 from llqr.errors import LLQRError, unknown
-from llqr.linearize import Parameters, Recorder, Selector
 from llqr.naming import PerLayer
 from llqr.parts import Part, Problem
+from llqr.precision import no_autocast, raised
+from llqr.recorder import Parameters, Recorder, Selector
 
 
 class QuadraticModel:
@@ -78,8 +79,9 @@ class QuadraticModel:
             loss_fn, output = _itself, None
         check_model(model, inputs, without_inputs=closure is not None)
         batch = Batch(inputs, shared)
-        parameters = sites.trainable(model, only)
-        versions = {name: p._version for name, p in parameters.items()}
+        held = sites.trainable(model, only)
+        versions = {name: p._version for name, p in held.items()}
+        parameters: Parameters = raised(held)
         needs_loss = gradient is None or any(_asks_for_loss(term) for _, term in terms)
         if loss_fn is None and needs_loss:
             raise LLQRError(f"{divergence!r} needs the loss and its targets: give loss_fn and targets")
@@ -87,37 +89,45 @@ class QuadraticModel:
         places = sites.metric_modules(model, terms)
         recorder = Recorder(model, list(places.values()), output, training, chunk_size is None, closure)
         problem = Problem(recorder, parameters, loss_fn if needs_loss else None, terms, places)
+        targets = raised(targets)
         cut = pieces(model, batch, targets, weights, chunk_size, training, bool(places))
         parts = [Part(problem, piece, keep=chunk_size is None) for piece in cut]
-        if chunk_size is not None:
-            dtypes = {p.dtype for p in parameters.values()}
-            check_independence(lambda rows: problem.values(rows)[0], batch, chunk_size, dtypes)
-        slope = _total(part.gradient() for part in parts) if gradient is None else _given(gradient, parameters)
-        for name, value in slope.items():
-            check_finite(value, f"the gradient of {name!r}")
-        if chunk_size is not None and problem.loss_fn is not None:
-            check_losses(problem.loss_fn, [part.base() for part in parts], targets)
+        with no_autocast(parameters):
+            if chunk_size is not None:
+                check_independence(lambda rows: problem.values(rows)[0], batch, chunk_size, lambda: recorder.coarse)
+            slope = _total(part.gradient() for part in parts) if gradient is None else _given(gradient, parameters)
+            for name, value in slope.items():
+                check_finite(value, f"the gradient of {name!r}")
+            if chunk_size is not None and problem.loss_fn is not None:
+                check_losses(problem.loss_fn, [part.base() for part in parts], targets)
         for name, version in versions.items():
-            if parameters[name]._version != version:
+            if held[name]._version != version:
                 raise LLQRError(
                     f"the model changes its parameter {name!r} in a forward pass, so there is no point to take derivatives at: "
                     "do that outside of forward()"
                 )
-        return cls(parameters, parts, slope, diagonal)
+        return cls(held, parts, slope, diagonal)
 
     def curvature(self, direction: Mapping[str, Tensor]) -> Parameters:
         """H·v, damping included."""
         self._check(direction)
-        product = _total(part.curvature(direction) for part in self._parts)
-        return {name: torch.add(product[name], v.detach(), alpha=self._diagonal[name]) for name, v in direction.items()}
+        direction = self._raised(direction)
+        with no_autocast(direction):
+            product = _total(part.curvature(direction) for part in self._parts)
+        return {name: torch.add(product[name], v, alpha=self._diagonal[name]) for name, v in direction.items()}
 
     def bend(self, direction: Mapping[str, Tensor]) -> float:
         """v·Hv, damping included; without the way back through the network where H is JᵀWJ."""
         self._check(direction)
+        direction = self._raised(direction)
         damped = sum(
             self._diagonal[name] * float((v * v).sum()) for name, v in direction.items() if self._diagonal[name]
         )
-        return damped + sum(part.bend(direction) for part in self._parts)
+        with no_autocast(direction):
+            return damped + sum(part.bend(direction) for part in self._parts)
+
+    def _raised(self, direction: Mapping[str, Tensor]) -> Parameters:
+        return {name: v.detach().to(self.gradient[name].dtype) for name, v in direction.items()}
 
     def _check(self, direction: Mapping[str, Tensor]) -> None:
         if self._versions != [parameter._version for parameter in self._parameters.values()]:
@@ -166,7 +176,7 @@ def _given(gradient: Parameters, parameters: Parameters) -> Parameters:
             raise unknown("parameter in the gradient", name, parameters)
         if not isinstance(value, Tensor) or value.shape != parameters[name].shape:
             raise LLQRError(f"the gradient of {name!r} isn't a tensor of shape {tuple(parameters[name].shape)}")
-    return {name: gradient.get(name, torch.zeros_like(p)).detach() for name, p in parameters.items()}
+    return {name: raised(gradient.get(name, torch.zeros_like(p)).detach()) for name, p in parameters.items()}
 
 
 def _total(parts: Iterator[Parameters]) -> Parameters:

@@ -31,10 +31,16 @@ def trainable(model: nn.Module, only: Collection[str] | None = None) -> dict[str
     return {name: p.detach() for name, p in parameters.items()}
 
 
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The model inside one that torch.compile has wrapped; any other itself."""
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, nn.Module) else model
+
+
 def metric_modules(model: nn.Module, terms: Terms) -> dict[str | int, str]:
     """The name of the module that each place of the divergence means: its own, or a Sequential's child of that index."""
     known = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
-    children = _children(model) if isinstance(getattr(model, "_orig_mod", model), nn.Sequential) else []
+    children = _children(model) if isinstance(uncompiled(model), nn.Sequential) else []
     places: dict[str | int, str] = {}
     for _, term in terms:
         if isinstance(term, ActivationTerm):

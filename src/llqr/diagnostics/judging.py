@@ -23,9 +23,9 @@ from llqr.errors import ChainError, LLQRError, SingularProblemError, unknown
 from llqr.exact.chain import Chain
 from llqr.exact.conjugate import conjugate_gradients
 from llqr.exact.step import exact_step
-from llqr.linearize import Recorder, Selector
 from llqr.naming import PerLayer
 from llqr.quadratic import QuadraticModel
+from llqr.recorder import Recorder, Selector
 
 Method = Literal["auto", "riccati", "cg"]
 METHODS = ("auto", "riccati", "cg")

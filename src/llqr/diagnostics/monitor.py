@@ -18,10 +18,10 @@ from llqr.diagnostics.staleness import Objectives, staleness
 from llqr.diagnostics.vectors import norm
 from llqr.divergences import Divergence
 from llqr.errors import DegenerateProblemError, LLQRError, NonFiniteError
-from llqr.linearize import Selector
-from llqr.loop.gradients import no_autocast
 from llqr.naming import PerLayer
 from llqr.optimizer import LLQR
+from llqr.precision import no_autocast
+from llqr.recorder import Selector
 
 Line = dict[str, Any]
 NUMBERS = ("cosine", "cosine_h", "fraction", "fraction_along", "length", "predicted", "actual")

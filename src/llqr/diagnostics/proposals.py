@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from llqr import sites
 from llqr.checks import Inputs, Loss, as_arguments, check_finite, check_model, frozen_rng
 from llqr.errors import LLQRError, LLQRWarning
-from llqr.linearize import Recorder, Selector
 from llqr.loop.closures import checked_loss
 from llqr.loop.gradients import stepped_parameters
 from llqr.optimizer import LLQR
+from llqr.recorder import Recorder, Selector
 
 
 def proposed_step(

@@ -9,9 +9,10 @@ from typing import Any
 from llqr.checks import Inputs, Loss
 from llqr.diagnostics.vectors import dot
 from llqr.errors import LLQRError
-from llqr.loop.gradients import gradients_of, no_autocast, stepped_parameters
+from llqr.loop.gradients import gradients_of, stepped_parameters
 from llqr.loop.refit import Source
 from llqr.optimizer import LLQR
+from llqr.precision import no_autocast
 from llqr.preconditioner import Preconditioner
 from llqr.relaxation import fit
 from llqr.solvers import Quadratic, Solver

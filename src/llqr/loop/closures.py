@@ -21,6 +21,21 @@ Closure = Callable[[], Any]
 
 def whole_loss(closure: Closure, model: nn.Module) -> Callable[[], Tensor]:
     """The loss as a function of the parameters that the model holds when it is called."""
+    evaluate = _evaluation(closure, model)
+
+    def differentiable() -> Tensor:
+        loss = evaluate()
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise LLQRError(
+                "the closure returns a loss that is detached (as Lightning's do), and this divergence needs its derivatives: "
+                "return the loss that was taken backward, or give LLQR a loss_fn and a refit_batch"
+            )
+        return loss
+
+    return differentiable
+
+
+def _evaluation(closure: Closure, model: nn.Module) -> Callable[[], Tensor]:
     held = list(model.parameters())
 
     def evaluate() -> Tensor:
@@ -34,7 +49,7 @@ def whole_loss(closure: Closure, model: nn.Module) -> Callable[[], Tensor]:
 
 def loss_of_output(model: nn.Module, closure: Closure) -> Callable[[Tensor, Any], Tensor]:
     """ℓ(x): what the closure returns when the model returns x."""
-    evaluate = whole_loss(closure, model)
+    evaluate = _evaluation(closure, model)
 
     def loss(output: Tensor, targets: Any) -> Tensor:
         calls = 0

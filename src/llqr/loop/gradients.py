@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from operator import is_
 
 import torch
@@ -77,16 +77,6 @@ def gradients_of(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 "by an optimizer of its own"
             )
     return found
-
-
-@contextmanager
-def no_autocast(tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """U is learned and applied in its own precision, also where `step()` is called under autocast."""
-    with ExitStack() as stack:
-        if torch._C._is_any_autocast_enabled():  # entering autocast isn't free, and most steps aren't under it
-            for kind in {tensor.device.type for tensor in tensors.values()}:
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
 
 
 @contextmanager

@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from llqr.checks import Inputs
 from llqr.errors import LLQRError
@@ -27,13 +29,17 @@ class InputHook:
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._listens: bool | None = None
 
-    # Traced into a compiled model, the schedule would have it compiled anew at every step.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.is_grad_enabled() and _is_own_call(module) and self._wanted():
-            self._call = (_copied(args), _copied(kwargs))
+    def attach(self, model: nn.Module) -> RemovableHandle:
+        """Listen to the calls of a model."""
+        return model.register_forward_pre_hook(partial(_listen, self), with_kwargs=True)
 
-    def _wanted(self) -> bool:
+    def hold(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._call = (_copied(args), _copied(kwargs))
+
+    def has_schedule(self) -> bool:
+        return self._schedule is not None
+
+    def wanted(self) -> bool:
         if self._listens is not None:
             return self._listens
         return self._schedule is not None and self._schedule.due()
@@ -61,6 +67,23 @@ class InputHook:
 
     def __reduce__(self) -> tuple[type[InputHook], tuple[()]]:
         return InputHook, ()
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _listen(hook: InputHook, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if torch.is_grad_enabled() and _is_own_call(module) and hook.wanted():
+        hook.hold(args, kwargs)
+
+
+@torch.compiler.substitute_in_graph(_listen, skip_signature_check=True)
+def _traced(hook: InputHook, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """What stands for it where it is compiled into a graph, as when the model is a part of what is compiled.
+
+    There a question that breaks off the graph, or an answer that changes, costs more than copies of the inputs that nobody
+    asks for: so every call is held.
+    """
+    if torch.is_grad_enabled() and hook.has_schedule():
+        hook.hold(args, kwargs)
 
 
 def _is_own_call(module: nn.Module) -> bool:

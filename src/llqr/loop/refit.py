@@ -16,13 +16,14 @@ from llqr.checks import Inputs, Loss, as_arguments, tensors_in
 from llqr.chunks import check_chunk_size
 from llqr.divergences import L2, Divergence, Newton, OutputTerm
 from llqr.errors import LLQRError
-from llqr.linearize import Selector
 from llqr.loop.closures import Closure, loss_of_output, tensor_alone, whole_loss
 from llqr.loop.gradients import check_parameters
 from llqr.loop.trust import DEFAULT, check_trust, trusted
 from llqr.naming import PerLayer
+from llqr.precision import is_low, raised
 from llqr.preconditioner import Preconditioner
 from llqr.quadratic import QuadraticModel
+from llqr.recorder import Selector
 from llqr.relaxation import checked_solver, fit
 from llqr.solvers import Quadratic, Solver
 from llqr.structures.assign import StructureSpec, assign
@@ -31,6 +32,10 @@ from llqr.structures.stacks import identity_groups
 
 LONGEST = 100.0
 """How many times as long as g may U g be where the curvature along it is negative, and J has no bottom."""
+
+WHOLE = "num_items_in_batch"
+"""Where transformers' models are told how many tokens to divide their loss by: all those of an accumulated batch, of which the
+model has seen a part. Without it they return the mean over what they see."""
 
 Batch = tuple[Inputs, Any]
 """Inputs and targets."""
@@ -63,6 +68,8 @@ class Refit:
     """How U is fitted; called with what there is to fit it on."""
 
     model: nn.Module
+    called: nn.Module
+    """What the loop calls: the model, or a wrapper of torch.compile around it."""
     divergence: Divergence
     structure: StructureSpec
     solver: Solver | None
@@ -160,7 +167,7 @@ class Refit:
                 "output picks a part of what the model returns, and the closure is about the whole: give LLQR a loss_fn, which "
                 "is given that part, and a refit_batch"
             )
-        loss = loss_of_output(self.model, source.closure)
+        loss = loss_of_output(self.called, source.closure)
         return self._build(only, inputs, None, loss, gradient, output=tensor_alone)
 
     def _build(
@@ -194,7 +201,9 @@ class Refit:
         """The loss that the model's output carries, as transformers' models do when they are given labels."""
 
         def evaluate() -> Any:
-            args, kwargs = as_arguments(inputs)
+            own = any(map(is_low, self.model.parameters()))  # those of now: a refit may have put others in their place
+            args, kwargs = as_arguments(inputs if own else raised(inputs))
+            kwargs.pop(WHOLE, None)
             output = None if inputs == () else self.model(*args, **kwargs)
             loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
             if loss is None:

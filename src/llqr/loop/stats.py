@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 
 @dataclass
@@ -25,3 +25,7 @@ class Stats:
     """Time spent in refits."""
     memory: int = 0
     """Bytes of U."""
+
+    def as_logs(self, prefix: str = "llqr/") -> dict[str, float]:
+        """What a logger takes: numbers by name, without those that there aren't yet."""
+        return {f"{prefix}{name}": float(value) for name, value in asdict(self).items() if value is not None}

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from llqr.errors import LLQRError, unknown
+from llqr.precision import at_least_single
 
 Tensors = Mapping[str, Tensor]
 Per = Literal["parameter", "layer"]
@@ -115,21 +116,16 @@ class LinearStructure(Structure):
         return {name: tensor * factor for name, tensor in tensors.items()}
 
 
-def block_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a block for gradients of this one: the same, but at least float32."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 def eye(size: int, like: Tensor, count: int) -> Tensor:
     """`count` identity matrices, (count, size, size)."""
-    stack = torch.zeros(count, size, size, dtype=block_dtype(like.dtype), device=like.device)
+    stack = torch.zeros(count, size, size, dtype=at_least_single(like.dtype), device=like.device)
     stack.diagonal(dim1=1, dim2=2).fill_(1)
     return stack
 
 
 def ones(shape: Sequence[int], like: Tensor, count: int) -> Tensor:
     """`count` tensors of ones, (count, *shape)."""
-    return torch.ones(count, *shape, dtype=block_dtype(like.dtype), device=like.device)
+    return torch.ones(count, *shape, dtype=at_least_single(like.dtype), device=like.device)
 
 
 def check_per(per: Per) -> None:

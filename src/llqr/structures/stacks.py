@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from llqr.errors import LLQRError
+from llqr.precision import at_least_single
 from llqr.structures.assign import StructureSpec, assign, owner
-from llqr.structures.base import Linearization, Structure, block_dtype
+from llqr.structures.base import Linearization, Structure
 
 STACK_LIMIT = 2**15
 """Parameters with more numbers than this are not stacked: their products fill a processor alone, and stacking copies them."""
@@ -159,7 +160,7 @@ class _Kind(NamedTuple):
 
     @classmethod
     def of(cls, structure: Structure, key: str, parameters: Sequence[Tensor]) -> _Kind:
-        dtype = block_dtype(parameters[0].dtype)
+        dtype = at_least_single(parameters[0].dtype)
         for parameter in parameters:
             if not parameter.is_floating_point():
                 raise LLQRError(

@@ -1,0 +1,169 @@
+"""Recorder: how to run a model as a function of its parameters, leaving everything that it holds as it was."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from llqr.checks import Inputs, as_arguments, frozen_rng, tensors_in
+from llqr.errors import LLQRError, LLQRWarning, callers_level
+from llqr.precision import LOWEST, AutocastOff, at_least_single, in_double, is_low, raised
+from llqr.rules.embeddings import constants, renormalised
+from llqr.sites import catching
+
+Parameters = dict[str, Tensor]
+Selector = Callable[[Any], Tensor]
+
+
+class Recorder:
+    """How to run a model as a function of its parameters, leaving everything that it holds as it was.
+
+    `places` are modules whose outputs are returned beside the model's own; `training` overrides the modules' modes for the
+    time of a run (None: as they are now). Modes, buffers and the random stream are those of now in every run. `whole=False`
+    refuses random models, which would draw otherwise for a part of the batch. `call` is run in place of the model itself.
+
+    A model that has half-precision numbers or enters autocast runs in float32 all the same, unless it can't, or its frozen
+    parameters are of half precision (twice the memory of a large model that only adapters are trained of). Then it runs in its
+    `own_precision`, with the parameters converted in the graph, so that derivatives by them are float32 still.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        places: Sequence[str] = (),
+        select: Selector | None = None,
+        training: bool | None = None,
+        whole: bool = True,
+        call: Callable[[], Tensor] | None = None,
+        own_precision: bool = False,
+    ) -> None:
+        self._call = call
+        self.model, self.places, self.select, self._whole = model, list(places), select, whole
+        self._modes = [(module, module.training if training is None else training) for module in model.modules()]
+        self._constants, self._renormalised = constants(model), renormalised(model)
+        named = dict(model.named_parameters())
+        self._own = {name: p.dtype for name, p in named.items()}
+        self._autocast = AutocastOff(next((p.device.type for p in named.values()), "cpu"))
+        self._full = not own_precision and not any(is_low(p) and not p.requires_grad for p in named.values())
+        self._low = any(map(is_low, [*named.values(), *self._constants.values()]))
+        self._double = False
+        self._random = torch.get_rng_state()  # every run of one recorder draws the same dropout masks
+
+    def in_double(self) -> Recorder:
+        """The same model in double precision, if its parameters and inputs come so."""
+        other = copy(self)
+        frozen = {name: p for name, p in self.model.named_parameters() if not p.requires_grad}
+        other._constants = in_double({**frozen, **self._constants})
+        other._full = other._double = True
+        return other
+
+    @property
+    def coarse(self) -> set[torch.dtype]:
+        """The dtypes that numbers are rounded to on their way to the outputs."""
+        own = {at_least_single(dtype) for dtype in self._own.values()}
+        return own if self._full else own | {LOWEST}
+
+    def run(self, parameters: Parameters, inputs: Inputs) -> list[Tensor]:
+        """[x_N, activations at the places …], in float32 at least."""
+        if self._full:
+            self._low |= any(map(is_low, tensors_in(inputs)))
+            try:
+                with self._autocast:
+                    return self._run(
+                        parameters, raised(inputs), raised({**self._others(parameters), **self._constants})
+                    )
+            except RuntimeError as error:
+                if not self.lower(error):
+                    raise
+        own = {name: tensor.to(self._own[name]) for name, tensor in parameters.items()}
+        return self._run(own, inputs, self._constants)
+
+    def lower(self, why: Exception) -> bool:
+        """Go over to the model's own precision, if that is another one."""
+        if not self._full or self._double or not (self._low or self._autocast.met):
+            return False
+        self._full = False
+        warnings.warn(
+            f"the model can't be linearised in float32, and U is fitted to it in its own precision: {why}",
+            LLQRWarning,
+            stacklevel=callers_level(),
+        )
+        return True
+
+    def _others(self, parameters: Parameters) -> Parameters:
+        """Half-precision parameters that are held fixed."""
+        named = self.model.named_parameters()
+        return {name: p.detach() for name, p in named if name not in parameters and is_low(p)}
+
+    def _run(self, parameters: Parameters, inputs: Inputs, constants: Parameters) -> list[Tensor]:
+        fixed = {name: tensor.clone() for name, tensor in constants.items()}
+        copies = {name: parameters[name].clone() for name in self._renormalised if name in parameters}
+        with catching(self.model, self.places) as caught, _mode(self._modes), frozen_rng(), _eager():
+            torch.set_rng_state(self._random)
+            output = self._output({**parameters, **copies, **fixed}, inputs)
+            if not self._whole and not torch.equal(torch.get_rng_state(), self._random):
+                raise LLQRError(
+                    "the model draws random numbers (dropout?), other ones in chunks than in the whole batch: give the batch "
+                    "whole, or training=False"
+                )
+        return [raised(self.selected(output)), *(raised(caught[place]) for place in self.places)]
+
+    def _output(self, tensors: Parameters, inputs: Inputs) -> Any:
+        if self._call is None:
+            return functional_call(self.model, tensors, *as_arguments(inputs))
+        held = {f"model.{name}": tensor for name, tensor in tensors.items()}
+        return functional_call(_Calling(self.model, self._call), held, ())
+
+    def selected(self, output: Any) -> Tensor:
+        if self.select is not None:
+            output = self.select(output)
+        elif not isinstance(output, Tensor):
+            output = output.get("logits", output) if isinstance(output, Mapping) else getattr(output, "logits", output)
+        if not isinstance(output, Tensor):
+            raise LLQRError(
+                f"the model returned a {type(output).__name__}: say which tensor in it is meant, as in "
+                "output=lambda out: out[0] or out['logits']"
+            )
+        if not output.is_floating_point():
+            raise LLQRError(f"the output is {output.dtype}, which has no derivatives")
+        return output
+
+
+class _Calling(nn.Module):
+    """Something that calls the model, as a module that holds it."""
+
+    def __init__(self, model: nn.Module, call: Callable[[], Tensor]) -> None:
+        super().__init__()
+        self.model, self._call = model, call
+
+    def forward(self) -> Tensor:
+        return self._call()
+
+
+@contextmanager
+def _mode(modes: list[tuple[nn.Module, bool]]) -> Iterator[None]:
+    """Modules in given modes for a while."""
+    before = [(module, module.training) for module, _ in modes]
+    try:
+        for module, training in modes:
+            module.training = training
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+def _eager() -> AbstractContextManager[Any]:
+    """Compiled models run uncompiled: their graphs can't be differentiated twice, and don't know our rules."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
