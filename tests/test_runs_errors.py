@@ -219,7 +219,7 @@ def test_a_long_label_has_a_folder_too(tmp_path: Path) -> None:
 def test_lost_metrics_are_noticed(tmp_path: Path) -> None:
     run = begun(tmp_path)
     run.metrics.write_bytes(b"")
-    with pytest.raises(RunError, match=r"metrics\.jsonl or times\.jsonl is shorter"):
+    with pytest.raises(RunError, match=r"metrics\.jsonl is shorter"):
         resumed(run)
 
 
