@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from llqr.preconditioner import Change, Preconditioner
+from llqr.solvers import changes
+from llqr.solvers.totals import totals_of
 
 
 class Quadratic(Protocol):
@@ -31,15 +33,19 @@ Stacks = list[Tensor]
 
 
 class Problem:
-    """J for a quadratic model and preconditioners with the blocks of `u`."""
+    """J for a quadratic model and preconditioners with the blocks of `u`.
+
+    Where the model holds a part of the parameters and others hold the rest, stacks and changes are of that part, and every
+    number that comes from one of the methods here is of the whole.
+    """
 
     def __init__(self, model: Quadratic, u: Preconditioner) -> None:
-        self.model, self.groups = model, [group.layout() for group in u.groups]
+        self.model, self.groups, self._totals = model, [group.layout() for group in u.groups], totals_of(model)
         self.gradient: Stacks = [group.gather(model.gradient).detach() for group in u.groups]
 
     def normalised(self) -> tuple[Problem, float]:
         """The problem with g/‖g‖ in place of g, and ‖g‖: its J is ‖g‖² times smaller, for the same U."""
-        factor = size(self.gradient)
+        factor = self.size(self.gradient)
         scaled = copy.copy(self)
         scaled.gradient = [part / factor for part in self.gradient]
         return scaled, factor
@@ -57,11 +63,46 @@ class Problem:
 
     def value(self, step: Stacks, product: Stacks, scale: float = 1.0) -> float:
         """J at scale · δ, given δ and Hδ."""
-        return scale * dot(self.gradient, step) + 0.5 * scale**2 * dot(step, product)
+        along, bend = self.dots((self.gradient, step), (step, product))
+        return scale * along + 0.5 * scale**2 * bend
 
     def slope(self, product: Stacks, scale: float = 1.0) -> Stacks:
         """P = g + Hδ at scale · δ, given Hδ."""
         return add(self.gradient, product, scale)
+
+    def dots(self, *pairs: tuple[Stacks, Stacks]) -> list[float]:
+        """The inner products of pairs of stacks."""
+        return self._totals.sums([_dot(left, right) for left, right in pairs])
+
+    def dot(self, left: Stacks, right: Stacks) -> float:
+        return self.dots((left, right))[0]
+
+    def size(self, stacks: Stacks) -> float:
+        """‖stacks‖, also where squares are beyond float32."""
+        return self._totals.norm(
+            math.hypot(*(float(torch.linalg.vector_norm(part, dtype=torch.float64)) for part in stacks))
+        )
+
+    def inners(self, *pairs: tuple[Change, Change]) -> list[float]:
+        """The inner products of pairs of changes."""
+        return self._totals.sums([changes.inner(left, right) for left, right in pairs])
+
+    def inner(self, left: Change, right: Change) -> float:
+        return self.inners((left, right))[0]
+
+    def norm(self, change: Change) -> float:
+        """√⟨change, change⟩; not finite where one of the numbers isn't."""
+        return self._totals.norm(changes.norm(change))
+
+    def least(self, value: float) -> float:
+        """The least of what the holders of blocks have found."""
+        return self._totals.least(value)
+
+    def degree(self, u: Preconditioner) -> int:
+        return int(self._totals.most(u.degree))
+
+    def is_finite(self, u: Preconditioner) -> bool:
+        return self._totals.least(u.is_finite()) > 0
 
 
 class Point:
@@ -84,13 +125,9 @@ class Point:
         return [linear.pullback(-part) for linear, part in zip(self._linear, slope, strict=True)]
 
 
-def dot(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
-    return float(torch.stack([torch.sum(a * b) for a, b in zip(left, right, strict=True)]).sum())
-
-
-def size(stacks: Sequence[Tensor]) -> float:
-    """‖stacks‖, also where squares are beyond float32."""
-    return math.hypot(*(float(torch.linalg.vector_norm(part, dtype=torch.float64)) for part in stacks))
+def _dot(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
+    parts = [torch.sum(a * b) for a, b in zip(left, right, strict=True)]
+    return float(torch.stack(parts).sum()) if parts else 0.0
 
 
 def add(left: Sequence[Tensor], right: Sequence[Tensor], factor: float) -> Stacks:
