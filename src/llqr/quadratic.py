@@ -20,7 +20,7 @@ from llqr.divergences import Divergence, Newton, OutputTerm, Term, resolve
 from llqr.errors import LLQRError, unknown
 from llqr.linearize import Parameters, Recorder, Selector
 from llqr.naming import PerLayer
-from llqr.parts import Part, Problem
+from llqr.parts import Part, Portion, Problem
 
 
 class QuadraticModel:
@@ -29,7 +29,9 @@ class QuadraticModel:
     def __init__(
         self, parameters: Parameters, parts: list[Part], gradient: Parameters, diagonal: dict[str, float]
     ) -> None:
-        self._parameters, self._parts, self._diagonal = parameters, parts, diagonal
+        self._parameters, self._parts = parameters, parts
+        self.diagonal = diagonal
+        """What damping and L2 terms put on H's diagonal, by parameter name."""
         self._versions = [parameter._version for parameter in parameters.values()]
         self.gradient = gradient
         """g of the mean loss, by parameter name."""
@@ -52,6 +54,7 @@ class QuadraticModel:
         shared: Collection[str | int] = (),
         only: Collection[str] | None = None,
         closure: Callable[[], Tensor] | None = None,
+        portion: Portion | None = None,
     ) -> QuadraticModel:
         """Build the model of one step.
 
@@ -71,6 +74,8 @@ class QuadraticModel:
             only: the names of the parameters to step; the others are held fixed.
             closure: returns the loss, for divergences of the loss alone (Newton); it calls the model itself, in place of
                 `model(inputs)`, and `inputs` may be ().
+            portion: how much this batch counts, where it is a part of a larger one: the quadratic models of the parts add up to
+                that of the whole then, but for the diagonal.
         """
         terms = list(resolve(divergence).terms())
         if closure is not None:
@@ -86,7 +91,7 @@ class QuadraticModel:
         diagonal = sites.diagonal(model, parameters, terms, damping)
         places = sites.metric_modules(model, terms)
         recorder = Recorder(model, list(places.values()), output, training, chunk_size is None, closure)
-        problem = Problem(recorder, parameters, loss_fn if needs_loss else None, terms, places)
+        problem = Problem(recorder, parameters, loss_fn if needs_loss else None, terms, places, portion or Portion())
         cut = pieces(model, batch, targets, weights, chunk_size, training, bool(places))
         parts = [Part(problem, piece, keep=chunk_size is None) for piece in cut]
         if chunk_size is not None:
@@ -107,11 +112,15 @@ class QuadraticModel:
 
     def curvature(self, direction: Mapping[str, Tensor]) -> Parameters:
         """H·v, damping included."""
+        product = self.product(direction)
+        return {name: torch.add(product[name], v.detach(), alpha=self.diagonal[name]) for name, v in direction.items()}
+
+    def product(self, direction: Mapping[str, Tensor]) -> Parameters:
+        """What the batch contributes to H·v: all but the diagonal."""
         self._check(direction)
         if self._versions != [parameter._version for parameter in self._parameters.values()]:
             raise LLQRError("the parameters were changed since this quadratic model was built: build it again")
-        product = _total(part.curvature(direction) for part in self._parts)
-        return {name: torch.add(product[name], v.detach(), alpha=self._diagonal[name]) for name, v in direction.items()}
+        return _total(part.curvature(direction) for part in self._parts)
 
     def _check(self, direction: Mapping[str, Tensor]) -> None:
         for name, v in direction.items():

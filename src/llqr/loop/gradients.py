@@ -90,8 +90,8 @@ def no_autocast(tensors: Mapping[str, Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def replaced(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> Iterator[None]:
-    """Other gradients for a while."""
+def replaced(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor | None]) -> Iterator[None]:
+    """Other gradients for a while; None for none."""
     kept = [(parameters[name], parameters[name].grad) for name in gradients]
     for name, gradient in gradients.items():
         parameters[name].grad = gradient

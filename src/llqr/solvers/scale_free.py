@@ -201,7 +201,9 @@ def _along_chord(problem: Problem, state: _State, directions: _Directions, bound
     direction = directions.next(state.point.pullback(slope), bounds.free(state.point.u))
     if direction is None:
         return None
-    length = min(_predicted(problem, state, slope, direction), bounds.length(problem, state.point.u, direction, LONGEST_TRIAL))
+    length = min(
+        _predicted(problem, state, slope, direction), bounds.length(problem, state.point.u, direction, LONGEST_TRIAL)
+    )
     if not 0 < length < math.inf:
         return None
     trial = problem.at(state.point.u.moved(direction, length))
@@ -227,9 +229,7 @@ def _predicted(problem: Problem, state: _State, slope: Stacks, direction: Change
 def _multiple(problem: Problem, state: _State, chord: Stacks, product: Stacks) -> float:
     """r of the (c, r) that minimise J(c (δ + r v)) for a chord v; with c as it is where no such pair is positive."""
     g_step, step_step = state.along, state.bend
-    g_chord, step_chord, chord_chord = problem.dots(
-        (problem.gradient, chord), (chord, state.product), (chord, product)
-    )
+    g_chord, step_chord, chord_chord = problem.dots((problem.gradient, chord), (chord, state.product), (chord, product))
     determinant = step_step * chord_chord - step_chord**2
     if step_step > 0 and chord_chord > 0 and determinant > 1e-12 * step_step * chord_chord:
         scale = (step_chord * g_chord - chord_chord * g_step) / determinant

@@ -1,0 +1,91 @@
+"""Division: which rank fits, and holds, which block of U."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from llqr.distributed.ranks import Ranks
+from llqr.preconditioner import Preconditioner
+from llqr.structures.stacks import Group
+
+
+@dataclass(frozen=True)
+class Division:
+    """The blocks of U, and the rank that owns each; the same on all ranks."""
+
+    ranks: Ranks
+    shard: bool
+    """Each rank holds its own blocks; otherwise all hold all, and own blocks are what a rank fits."""
+    layout: Sequence[Group]
+    """All of U, on the meta device: names, structures and shapes without numbers."""
+    owners: Mapping[str, int]
+    """Of each block, by its name."""
+
+    @classmethod
+    def of(cls, ranks: Ranks, shard: bool, groups: Sequence[Group], before: Division | None) -> Division:
+        """Blocks that had an owner keep it; the others go, the largest first, to the rank that then holds the fewest bytes."""
+        layout = [_without_numbers(group) for group in groups]
+        sizes = {key: block_bytes(group) for group in layout for key in group.keys}
+        owners = {key: before.owners[key] for key in sizes if before is not None and key in before.owners}
+        held = [0] * ranks.size
+        for key, owner in owners.items():
+            held[owner] += sizes[key]
+        for key in sorted(sizes.keys() - owners.keys(), key=lambda key: (-sizes[key], key)):
+            owners[key] = held.index(min(held))
+            held[owners[key]] += sizes[key]
+        return cls(ranks, shard, layout, owners)
+
+    def keys(self, rank: int) -> list[str]:
+        """The blocks of a rank."""
+        return [key for group in self.layout for key in group.keys if self.owners[key] == rank]
+
+    def names(self) -> dict[int, list[str]]:
+        """The parameters that the blocks of each rank cover; ranks without a block are left out."""
+        covered: dict[int, list[str]] = {}
+        for group in self.layout:
+            for key, members in zip(group.keys, group.members, strict=True):
+                covered.setdefault(self.owners[key], []).extend(members)
+        return covered
+
+    def own(self) -> list[str]:
+        """The parameters of this rank's blocks."""
+        return self.names().get(self.ranks.rank, [])
+
+    def kept(self, part: Preconditioner) -> Preconditioner:
+        """What this rank holds, out of its own blocks."""
+        return part if self.shard else self._joined(part)
+
+    def part(self, u: Preconditioner) -> Preconditioner:
+        """What this rank holds, out of all of U."""
+        return u.restricted(self.keys(self.ranks.rank)) if self.shard else u
+
+    def whole(self, held: Preconditioner) -> Preconditioner:
+        """All of U, out of what this rank holds. Where that isn't all, every rank has to ask."""
+        return self._joined(held) if self.shard else held
+
+    def _joined(self, part: Preconditioner) -> Preconditioner:
+        device = self.ranks.device
+        groups = [
+            replace(group, tensors={name: torch.empty_like(t, device=device) for name, t in group.tensors.items()})
+            for group in self.layout
+        ]
+        u = Preconditioner(groups, part.history)
+        u.take(part)
+        held: dict[int, list[Tensor]] = {}
+        for key, tensors in u.blocks.items():
+            held.setdefault(self.owners[key], []).extend(tensors.values())
+        self.ranks.share(held)
+        return u
+
+
+def block_bytes(group: Group) -> int:
+    """Of one block."""
+    return group.structure.memory(group.shape, group.dtype.itemsize)
+
+
+def _without_numbers(group: Group) -> Group:
+    return replace(group, tensors={n: torch.empty_like(t, device="meta") for n, t in group.tensors.items()})
