@@ -1,9 +1,9 @@
 """Ranks: the processes that fit U together, and the few things that they tell each other.
 
 Everything that goes between ranks goes through here: numbers (totals over all blocks), tensors from a block's owner to all,
-and sums over all ranks to a block's owner. In a refit each is preceded by a *pulse*, one number a rank that says whether it is
-well: a rank that raises inside `together()` says so in the others' next pulse, and all of them raise, where they would have
-waited forever.
+and sums over all ranks to a block's owner. Each is, or is preceded by, a *pulse*: a few numbers that are summed up, and one
+that says how a rank is. A rank that raises inside `together()` says so in the others' next pulse, and all of them raise, where
+they would have waited forever.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from llqr.distributed.buckets import Bucket, buckets
 from llqr.errors import NonFiniteError, RankError
 
 Sent = TypeVar("Sent")
-WELL, NOT_FINITE, FAILED = range(3)
-"""What a pulse says; the gravest counts."""
+WELL, NOT_FINITE, FAILED = 0.0, 1.0, 2.0**20
+"""How a rank is; the sum over the ranks tells the gravest."""
+WIDTH = 7
+"""Numbers that a pulse can carry."""
 
 
 class Ranks:
@@ -38,26 +40,31 @@ class Ranks:
     # --- numbers ---
 
     def sums(self, values: list[float]) -> list[float]:
-        return self._reduced(values, dist.ReduceOp.SUM)
+        chunks = [values[i : i + WIDTH] for i in range(0, len(values), WIDTH)]
+        return [total for chunk in chunks for total in self._pulse(chunk)]
 
-    def norm(self, value: float) -> float:
-        return math.sqrt(self.sums([value**2])[0])
+    def norms(self, values: list[float]) -> list[float]:
+        return list(map(math.sqrt, self.sums([value**2 for value in values])))
 
     def least(self, value: float) -> float:
-        return self._reduced([-math.inf if math.isnan(value) else value], dist.ReduceOp.MIN)[0]
+        return self._extremes([-math.inf if math.isnan(value) else value])[0]
 
     def most(self, value: float) -> float:
-        return self._reduced([value], dist.ReduceOp.MAX)[0]
+        return -self._extremes([-value])[0]
 
     def agree(self, what: str, value: object) -> None:
         """Raise on all ranks unless all have the same value, by its repr."""
         digest = int.from_bytes(sha256(repr(value).encode()).digest()[:6], "big")  # exact in a double
-        least, most = self._reduced([digest, -digest], dist.ReduceOp.MIN)
+        least, most = self._extremes([digest, -digest])
         if least != -most:
             raise self._settled(RankError(f"the ranks don't have the same {what}; rank {self.rank} has {value!r:.500}"))
 
+    def _extremes(self, values: Sequence[float]) -> list[float]:
+        """The least of each."""
+        self._check()
+        return self._reduced(values, dist.ReduceOp.MIN)
+
     def _reduced(self, values: Sequence[float], op: dist.ReduceOp.RedOpType) -> list[float]:
-        self._pulse()
         numbers = torch.tensor(values, dtype=torch.float64, device=self.device)
         self._send(lambda: dist.all_reduce(numbers, op, self.group))
         return list(map(float, numbers.tolist()))
@@ -66,7 +73,7 @@ class Ranks:
 
     def share(self, held: Mapping[int, Sequence[Tensor]]) -> None:
         """From owners to all: the tensors under a rank are overwritten by what they are on that rank."""
-        self._pulse()
+        self._check()
         sent = [(owner, bucket, self._begin(self._broadcast, bucket, owner)) for owner, bucket in _packed(held)]
         for owner, bucket, work in sent:
             self._send(work.wait)
@@ -76,7 +83,7 @@ class Ranks:
 
     def collect(self, held: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
         """From all to owners: the sums over the ranks of the tensors under this rank."""
-        self._pulse()
+        self._check()
         sent = [(owner, bucket, self._begin(self._reduce, bucket, owner)) for owner, bucket in _packed(held)]
         sums: dict[int, Tensor] = {}
         for owner, bucket, work in sent:
@@ -85,11 +92,17 @@ class Ranks:
                 sums |= {id(tensor): part for tensor, part in zip(bucket.tensors, bucket.parts(), strict=True)}
         return [sums.get(id(tensor), tensor) for tensor in held.get(self.rank, ())]  # empty ones aren't sent
 
+    def _check(self) -> None:
+        """Before a message that a rank which fails wouldn't know of."""
+        if self._guarded:
+            self._pulse()
+
     def swap(self, outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[Sequence[Tensor]]) -> None:
         """From each to each: `outgoing[i]` goes to rank i, and what comes from rank i is written to `incoming[i]`.
 
         All the tensors are of one dtype, and on one device.
         """
+        self._check()
         sent, got = ([sum(t.numel() for t in tensors) for tensors in side] for side in (outgoing, incoming))
         like = next((t for side in (outgoing, incoming) for tensors in side for t in tensors), None)
         empty = torch.empty(0, device=self.device) if like is None else like.new_empty(0)
@@ -125,26 +138,28 @@ class Ranks:
             self._pulse()
         except Exception as error:
             if error is not self._known:
-                self._pulse(error)
+                self._pulse(error=error)
             raise
         finally:
             self._guarded = outer
 
-    def _pulse(self, error: Exception | None = None) -> None:
-        if not self._guarded:
-            return
+    def _pulse(self, values: Sequence[float] = (), error: Exception | None = None) -> list[float]:
+        """The sums of a few numbers; always a message of the same length, so that a rank that fails needn't know which it is.
+
+        Its first number says how the ranks are.
+        """
         state = WELL if error is None else NOT_FINITE if isinstance(error, NonFiniteError) else FAILED
-        flag = torch.tensor([state], dtype=torch.float64, device=self.device)
-        self._send(lambda: dist.all_reduce(flag, dist.ReduceOp.MAX, self.group))
-        gravest = int(flag.item())
-        if gravest == WELL:
-            return
-        words: list[str | None] = [None] * self.size
+        message = [state, *values, *[0.0] * (WIDTH - len(values))]
+        health, *totals = self._reduced(message, dist.ReduceOp.SUM)
+        if health == WELL or not self._guarded:
+            return totals[: len(values)]
+        gravest = FAILED if health >= FAILED else NOT_FINITE
         own = f"{type(error).__name__}: {error}" if state == gravest else None
+        words: list[str | None] = [None] * self.size
         self._send(lambda: dist.all_gather_object(words, own, self.group))
         if error is not None and state == gravest:
             self._settled(error)
-            return  # it is on its way already
+            raise error
         rank, word = next((rank, word) for rank, word in enumerate(words) if word is not None)
         kind = NonFiniteError if gravest == NOT_FINITE else RankError
         raise self._settled(kind(f"on rank {rank}: {word}")) from error

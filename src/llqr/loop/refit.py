@@ -257,7 +257,7 @@ def _fault(q: Quadratic, u: Preconditioner, start: Preconditioner | None) -> str
     """
     if not u.history or not math.isfinite(u.history[0]):
         return "J isn't finite at the start of the fit"
-    if not totals_of(q).least(u.is_finite()):
+    if any(totals_of(q).sums([float(not u.is_finite())])):
         return "U isn't finite"
     before, after = u.history[0], u.history[-1]
     decline, length = _along(q, u)
@@ -279,7 +279,7 @@ def _along(q: Quadratic, u: Preconditioner | None) -> tuple[float, float]:
     gradient, totals = q.gradient, totals_of(q)
     step = gradient if u is None else u.apply(gradient)
     (decline,) = totals.sums([-sum(float((g * step[name]).sum()) for name, g in gradient.items())])
-    length, own = (
-        totals.norm(math.hypot(*(float(part.norm()) for part in parts.values()))) for parts in (step, gradient)
+    length, own = totals.norms(
+        [math.hypot(*(float(part.norm()) for part in parts.values())) for parts in (step, gradient)]
     )
     return decline, length / own if own else 0.0

@@ -45,7 +45,7 @@ class Problem:
 
     def normalised(self) -> tuple[Problem, float]:
         """The problem with g/‖g‖ in place of g, and ‖g‖: its J is ‖g‖² times smaller, for the same U."""
-        factor = self.size(self.gradient)
+        (factor,) = self.sizes(self.gradient)
         scaled = copy.copy(self)
         scaled.gradient = [part / factor for part in self.gradient]
         return scaled, factor
@@ -77,11 +77,9 @@ class Problem:
     def dot(self, left: Stacks, right: Stacks) -> float:
         return self.dots((left, right))[0]
 
-    def size(self, stacks: Stacks) -> float:
-        """‖stacks‖, also where squares are beyond float32."""
-        return self._totals.norm(
-            math.hypot(*(float(torch.linalg.vector_norm(part, dtype=torch.float64)) for part in stacks))
-        )
+    def sizes(self, *stacks: Stacks) -> list[float]:
+        """Norms of stacks, also where squares are beyond float32."""
+        return self._totals.norms([_size(parts) for parts in stacks])
 
     def inners(self, *pairs: tuple[Change, Change]) -> list[float]:
         """The inner products of pairs of changes."""
@@ -92,7 +90,7 @@ class Problem:
 
     def norm(self, change: Change) -> float:
         """√⟨change, change⟩; not finite where one of the numbers isn't."""
-        return self._totals.norm(changes.norm(change))
+        return self._totals.norms([changes.norm(change)])[0]
 
     def least(self, value: float) -> float:
         """The least of what the holders of blocks have found."""
@@ -102,7 +100,7 @@ class Problem:
         return int(self._totals.most(u.degree))
 
     def is_finite(self, u: Preconditioner) -> bool:
-        return self._totals.least(u.is_finite()) > 0
+        return self._totals.sums([float(not u.is_finite())])[0] == 0
 
 
 class Point:
@@ -128,6 +126,10 @@ class Point:
 def _dot(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
     parts = [torch.sum(a * b) for a, b in zip(left, right, strict=True)]
     return float(torch.stack(parts).sum()) if parts else 0.0
+
+
+def _size(stacks: Sequence[Tensor]) -> float:
+    return math.hypot(*(float(torch.linalg.vector_norm(part, dtype=torch.float64)) for part in stacks))
 
 
 def add(left: Sequence[Tensor], right: Sequence[Tensor], factor: float) -> Stacks:

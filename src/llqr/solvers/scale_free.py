@@ -128,13 +128,14 @@ class _Directions:
         """The direction, of the blocks that are free to move; None where there is no descent left."""
         metric = [weight * open_ for weight, open_ in zip(self._metric, free, strict=True)]
         preconditioned = _weighted(metric, gradient)
-        squared = self._problem.inner(preconditioned, gradient)
+        gradient_before = self._last[0] if self._last is not None else gradient
+        squared, overlap = self._problem.inners((preconditioned, gradient), (preconditioned, gradient_before))
         if not 0 < squared < math.inf:
             return None
         direction = descent = negative(preconditioned)
         if self._last is not None:
-            gradient_before, squared_before, direction_before = self._last
-            beta = (squared - self._problem.inner(preconditioned, gradient_before)) / squared_before
+            _, squared_before, direction_before = self._last
+            beta = (squared - overlap) / squared_before
             direction = combine(descent, _weighted(free, direction_before), max(beta, 0.0))
             if self._problem.inner(direction, gradient) >= 0:
                 direction = descent
@@ -154,7 +155,7 @@ class _Bounds:
 
         |δ·Hδ| counts as ‖δ‖ ‖Hδ‖ / reach at least, so that a curvature that nearly cancels doesn't send c far away.
         """
-        least = problem.size(state.step) * problem.size(state.product) / self._reach
+        least = math.prod(problem.sizes(state.step, state.product)) / self._reach
         scale = _ratio(-state.along, max(abs(state.bend), least))
         return scale if 0 < scale < math.inf else state.scale
 
@@ -209,8 +210,11 @@ def _along_chord(problem: Problem, state: _State, directions: _Directions, bound
     trial = problem.at(state.point.u.moved(direction, length))
     trial_product = problem.curvature(trial.step)
     chord, product = add(trial.step, state.step, -1.0), add(trial_product, state.product, -1.0)
-    multiple = min(max(_multiple(problem, state, chord, product), STRETCH[0]), STRETCH[1])
-    quotient = _ratio(*problem.dots((chord, product), (chord, chord)))
+    g_chord, step_chord, chord_chord, square = problem.dots(
+        (problem.gradient, chord), (chord, state.product), (chord, product), (chord, chord)
+    )
+    multiple = min(max(_multiple(state, g_chord, step_chord, chord_chord), STRETCH[0]), STRETCH[1])
+    quotient = _ratio(chord_chord, square)
     there = _State.of(problem, state.scale, trial, trial.step, trial_product)
     there = replace(there, scale=bounds.scale(problem, there))
     better = there if there.merit() < state.merit() else state
@@ -226,10 +230,10 @@ def _predicted(problem: Problem, state: _State, slope: Stacks, direction: Change
     return math.sqrt(length * state.chord[1]) if state.chord and length > 0 else length
 
 
-def _multiple(problem: Problem, state: _State, chord: Stacks, product: Stacks) -> float:
-    """r of the (c, r) that minimise J(c (δ + r v)) for a chord v; with c as it is where no such pair is positive."""
+def _multiple(state: _State, g_chord: float, step_chord: float, chord_chord: float) -> float:
+    """r of the (c, r) that minimise J(c (δ + r v)) for a chord v, given g·v, v·Hδ and v·Hv; with c as it is where no such
+    pair is positive."""
     g_step, step_step = state.along, state.bend
-    g_chord, step_chord, chord_chord = problem.dots((problem.gradient, chord), (chord, state.product), (chord, product))
     determinant = step_step * chord_chord - step_chord**2
     if step_step > 0 and chord_chord > 0 and determinant > 1e-12 * step_step * chord_chord:
         scale = (step_chord * g_chord - chord_chord * g_step) / determinant

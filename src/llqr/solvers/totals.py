@@ -11,8 +11,8 @@ class Totals(Protocol):
     def sums(self, values: list[float]) -> list[float]:
         """Each summed up."""
 
-    def norm(self, value: float) -> float:
-        """From the norm of the part that is here to the norm of all."""
+    def norms(self, values: list[float]) -> list[float]:
+        """From norms of the part that is here to those of all."""
 
     def least(self, value: float) -> float: ...
 
@@ -25,8 +25,8 @@ class Alone:
     def sums(self, values: list[float]) -> list[float]:
         return values
 
-    def norm(self, value: float) -> float:
-        return value
+    def norms(self, values: list[float]) -> list[float]:
+        return values
 
     def least(self, value: float) -> float:
         return value
