@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -36,6 +38,8 @@ class Case:
     """All but the last of them without DDP's reduction."""
     uneven: bool = False
     frozen: tuple[str, ...] = ()
+    fsdp: bool = False
+    """Sharded by fully_shard, in place of DDP."""
     inner: bool = False
     """LLQR is given the module inside of DDP."""
     adam: bool = False
@@ -56,7 +60,12 @@ def build(case: Case, rank: int, size: int) -> tuple[nn.Module, nn.Module, LLQR]
     model = network(dtype=case.dtype)
     for name in case.frozen:
         model.get_parameter(name).requires_grad_(False)
-    called = model if size == 1 else DistributedDataParallel(model)
+    called: nn.Module = model
+    if size > 1 and case.fsdp:
+        fully_shard(model[0])
+        fully_shard(model)
+    elif size > 1:
+        called = DistributedDataParallel(model)
     base = torch.optim.Adam(model.parameters(), lr=0.02) if case.adam else sgd(model)
     options: dict[str, Any] = {"every": 2, "steps": 3, **case.options}
     if case.own_batches:
@@ -109,7 +118,7 @@ def trained(case: Case, rank: int = 0, size: int = 1) -> dict[str, Any]:
 def outcome(model: nn.Module, optimizer: LLQR) -> dict[str, Any]:
     u, stats = optimizer.state_dict()["llqr"]["preconditioner"], optimizer.stats
     return {
-        "parameters": parameters_of(model),
+        "parameters": {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in parameters_of(model).items()},
         "u": {f"{key} {name}": t for key, block in u["blocks"].items() for name, t in block.items()},
         "objective": torch.tensor([stats.objective_before, stats.objective_after], dtype=torch.float64),
         "counts": [stats.refits, stats.rejected, stats.turned, stats.nonfinite],

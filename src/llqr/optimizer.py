@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from llqr.checks import Inputs, Loss
+from llqr.distributed.division import Division
 from llqr.distributed.groups import team_of, unwrapped
 from llqr.divergences import Divergence, resolve
 from llqr.errors import LLQRError, LLQRWarning, NonFiniteError, callers_level
@@ -43,7 +44,6 @@ from llqr.structures.assign import StructureSpec
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from llqr.distributed.division import Division
     from llqr.distributed.sharing import Shared
     from llqr.steering import Steered
 
@@ -367,20 +367,12 @@ class LLQR(Optimizer):
             state_dict = before(self, state_dict) or state_dict
         plain = KEY not in state_dict
         own = State(0, None, Stats()) if plain else State.from_dict(state_dict.pop(KEY))
-        u = None
+        u, division = None, None
         if own.preconditioner is not None:
-            blocks = own.preconditioner["blocks"]
-            parameters = stepped_parameters(self.base, self.model)
-            covered = [name for name, p in parameters.items() if p.requires_grad or name in blocks]
-            u = self._refit.identity(parameters, covered).restricted(blocks)
-            u.load_state_dict(own.preconditioner)
+            u, division = self._blank(own.preconditioner["blocks"])
+            u.load_state_dict(own.preconditioner if division is None else division.part(own.preconditioner))
         self.base.load_state_dict(state_dict)
-        if u is not None and self._team is not None:
-            self._division = self._team.divide_loaded(u)
-            u = self._division.part(u)
-        self.preconditioner, self.stats = u, own.stats
-        self._schedule.go_to(own.step)
-        self._hook.forget()
+        self._resume(own, u, division)
         if plain:
             warnings.warn(
                 "the state is of a plain optimizer: U begins at the identity", LLQRWarning, stacklevel=callers_level()
@@ -388,7 +380,28 @@ class LLQR(Optimizer):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
+    def _blank(self, keys: Collection[str]) -> tuple[Preconditioner, Division | None]:
+        """U = I for the blocks of these names, to be filled: those that this rank is to hold."""
+        parameters = stepped_parameters(self.base, self.model)
+        covered = [name for name, p in parameters.items() if p.requires_grad or name in keys]
+        if self._team is None:
+            return self._refit.identity(parameters, covered).restricted(keys), None
+        groups = [group.only(keys) for group in self._refit.layout(parameters, covered)]
+        division = Division.of(self._team.ranks, self._team.shard, [group for group in groups if group is not None])
+        return self._refit.identity(parameters, division.held()), division
+
+    def _resume(self, own: State, u: Preconditioner | None, division: Division | None) -> None:
+        """Go on from there."""
+        self.preconditioner, self._division, self.stats = u, division, own.stats
+        self.stats.memory = 0 if u is None else u.memory
+        self._schedule.go_to(own.step)
+        self._hook.forget()
+
     def __getstate__(self) -> dict[str, Any]:
+        if self._team is not None:
+            raise LLQRError(
+                "an optimizer of several ranks holds their process group, which can't be copied or pickled: use state_dict()"
+            )
         left_out = {"_hook", "_unhook", "_warned", "_stepped", "step"}  # `step` where a scheduler has wrapped it
         return {
             name: value

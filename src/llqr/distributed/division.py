@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from llqr.distributed.ranks import Ranks
+from llqr.errors import unknown
 from llqr.preconditioner import Preconditioner
 from llqr.structures.stacks import Group
 
@@ -26,7 +28,7 @@ class Division:
     """Of each block, by its name."""
 
     @classmethod
-    def of(cls, ranks: Ranks, shard: bool, groups: Sequence[Group], before: Division | None) -> Division:
+    def of(cls, ranks: Ranks, shard: bool, groups: Sequence[Group], before: Division | None = None) -> Division:
         """Blocks that had an owner keep it; the others go, the largest first, to the rank that then holds the fewest bytes."""
         layout = [_without_numbers(group) for group in groups]
         sizes = {key: block_bytes(group) for group in layout for key in group.keys}
@@ -59,9 +61,19 @@ class Division:
         """What this rank holds, out of its own blocks."""
         return part if self.shard else self._joined(part)
 
-    def part(self, u: Preconditioner) -> Preconditioner:
-        """What this rank holds, out of all of U."""
-        return u.restricted(self.keys(self.ranks.rank)) if self.shard else u
+    def held(self) -> list[str]:
+        """The parameters of the blocks that this rank holds."""
+        return self.own() if self.shard else [name for names in self.names().values() for name in names]
+
+    def part(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What this rank is to hold, out of the state of all of U."""
+        blocks = state["blocks"]
+        for key in blocks:
+            if key not in self.owners:
+                raise unknown("block", key, self.owners)
+        if not self.shard:
+            return state
+        return {**state, "blocks": {key: blocks[key] for key in self.keys(self.ranks.rank)}}
 
     def whole(self, held: Preconditioner) -> Preconditioner:
         """All of U, out of what this rank holds. Where that isn't all, every rank has to ask."""

@@ -49,4 +49,4 @@ def team_of(model: nn.Module, process_group: Any, shard: bool | None) -> Team | 
     if dist.get_world_size(group) == 1:
         return None
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    return Team(Ranks(group, device), unwrapped(model), shard)
+    return Team(Ranks(group, device), model, shard)

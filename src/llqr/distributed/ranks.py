@@ -61,7 +61,7 @@ class Ranks:
 
     def _extremes(self, values: Sequence[float]) -> list[float]:
         """The least of each."""
-        self._check()
+        self.check()
         return self._reduced(values, dist.ReduceOp.MIN)
 
     def _reduced(self, values: Sequence[float], op: dist.ReduceOp.RedOpType) -> list[float]:
@@ -73,7 +73,7 @@ class Ranks:
 
     def share(self, held: Mapping[int, Sequence[Tensor]]) -> None:
         """From owners to all: the tensors under a rank are overwritten by what they are on that rank."""
-        self._check()
+        self.check()
         sent = [(owner, bucket, self._begin(self._broadcast, bucket, owner)) for owner, bucket in _packed(held)]
         for owner, bucket, work in sent:
             self._send(work.wait)
@@ -83,7 +83,7 @@ class Ranks:
 
     def collect(self, held: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
         """From all to owners: the sums over the ranks of the tensors under this rank."""
-        self._check()
+        self.check()
         sent = [(owner, bucket, self._begin(self._reduce, bucket, owner)) for owner, bucket in _packed(held)]
         sums: dict[int, Tensor] = {}
         for owner, bucket, work in sent:
@@ -92,8 +92,8 @@ class Ranks:
                 sums |= {id(tensor): part for tensor, part in zip(bucket.tensors, bucket.parts(), strict=True)}
         return [sums.get(id(tensor), tensor) for tensor in held.get(self.rank, ())]  # empty ones aren't sent
 
-    def _check(self) -> None:
-        """Before a message that a rank which fails wouldn't know of."""
+    def check(self) -> None:
+        """Hear how the others are, before a message that a rank which has failed won't take part in."""
         if self._guarded:
             self._pulse()
 
@@ -102,7 +102,7 @@ class Ranks:
 
         All the tensors are of one dtype, and on one device.
         """
-        self._check()
+        self.check()
         sent, got = ([sum(t.numel() for t in tensors) for tensors in side] for side in (outgoing, incoming))
         like = next((t for side in (outgoing, incoming) for tensors in side for t in tensors), None)
         empty = torch.empty(0, device=self.device) if like is None else like.new_empty(0)

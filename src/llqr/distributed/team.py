@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from llqr.distributed import fsdp
 from llqr.distributed.division import Division
@@ -25,6 +26,7 @@ class Team:
     """
 
     def __init__(self, ranks: Ranks, model: nn.Module, shard: bool | None) -> None:
+        """`model` is what LLQR was given: in its wrapper, if it was."""
         self.ranks, self._model, self._fsdp = ranks, model, fsdp.is_sharded(model)
         if self._fsdp and shard is not None and not shard:
             raise LLQRError("the parameters are sharded by fully_shard, and so is U: leave shard out, or make it True")
@@ -36,8 +38,11 @@ class Team:
         """For the time of a refit: what one rank raises, all do; the model's parameters are whole."""
         with ExitStack() as stack:
             stack.enter_context(self.ranks.together())
+            self.ranks.check()
             if self._fsdp:
                 stack.enter_context(fsdp.whole_parameters(self._model))
+            if isinstance(self._model, DistributedDataParallel):
+                stack.enter_context(_silent(self._model))
             yield
 
     def divide(self, groups: Sequence[Group], settings: object, before: Division | None) -> Division:
@@ -46,9 +51,6 @@ class Team:
         self.ranks.agree("trainable parameters and structures", blocks)
         self.ranks.agree("settings of LLQR", settings)
         return Division.of(self.ranks, self.shard, groups, before)
-
-    def divide_loaded(self, u: Preconditioner) -> Division:
-        return Division.of(self.ranks, self.shard, u.groups, None)
 
     def at_owners(
         self, division: Division, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
@@ -69,3 +71,14 @@ class Team:
         if self._sharing is None or not self._sharing.fits(division, parameters):
             self._sharing = (FullySharded if self._fsdp else Replicated)(division, parameters)
         return self._sharing.steer(u, gradients)
+
+
+@contextmanager
+def _silent(model: DistributedDataParallel) -> Iterator[None]:
+    """A closure that a refit evaluates may call the wrapper, which then sends nothing: neither gradients nor buffers."""
+    before = model.require_backward_grad_sync, model.require_forward_param_sync
+    model.require_backward_grad_sync = model.require_forward_param_sync = False
+    try:
+        yield
+    finally:
+        model.require_backward_grad_sync, model.require_forward_param_sync = before
