@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from heapq import heapify, heapreplace
 from typing import Any
 
 import torch
@@ -29,17 +30,11 @@ class Division:
 
     @classmethod
     def of(cls, ranks: Ranks, shard: bool, groups: Sequence[Group], before: Division | None = None) -> Division:
-        """Blocks that had an owner keep it; the others go, the largest first, to the rank that then holds the fewest bytes."""
+        """Blocks that had an owner keep it; the others are dealt out by their bytes."""
         layout = [_without_numbers(group) for group in groups]
         sizes = {key: block_bytes(group) for group in layout for key in group.keys}
-        owners = {key: before.owners[key] for key in sizes if before is not None and key in before.owners}
-        held = [0] * ranks.size
-        for key, owner in owners.items():
-            held[owner] += sizes[key]
-        for key in sorted(sizes.keys() - owners.keys(), key=lambda key: (-sizes[key], key)):
-            owners[key] = held.index(min(held))
-            held[owners[key]] += sizes[key]
-        return cls(ranks, shard, layout, owners)
+        kept = {key: before.owners[key] for key in sizes if before is not None and key in before.owners}
+        return cls(ranks, shard, layout, deal(sizes, ranks.size, kept))
 
     def keys(self, rank: int) -> list[str]:
         """The blocks of a rank."""
@@ -92,6 +87,19 @@ class Division:
             held.setdefault(self.owners[key], []).extend(tensors.values())
         self.ranks.share(held)
         return u
+
+
+def deal(sizes: Mapping[str, int], ranks: int, kept: Mapping[str, int] | None = None) -> dict[str, int]:
+    """An owner for each block: the largest first, each to the rank that holds the fewest bytes by then."""
+    owners = dict(kept or {})
+    held = [(0, rank) for rank in range(ranks)]
+    for key, owner in owners.items():
+        held[owner] = held[owner][0] + sizes[key], owner
+    heapify(held)
+    for key in sorted(sizes.keys() - owners.keys(), key=lambda key: (-sizes[key], key)):
+        load, owners[key] = held[0]
+        heapreplace(held, (load + sizes[key], owners[key]))
+    return owners
 
 
 def block_bytes(group: Group) -> int:

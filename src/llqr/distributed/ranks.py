@@ -9,6 +9,7 @@ they would have waited forever.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
@@ -26,6 +27,8 @@ WELL, NOT_FINITE, FAILED = 0.0, 1.0, 2.0**20
 """How a rank is; the sum over the ranks tells the gravest."""
 WIDTH = 7
 """Numbers that a pulse can carry."""
+UNDER_WAY = 8
+"""Buckets that are sent at a time, which bounds the memory that they take."""
 
 
 class Ranks:
@@ -74,9 +77,7 @@ class Ranks:
     def share(self, held: Mapping[int, Sequence[Tensor]]) -> None:
         """From owners to all: the tensors under a rank are overwritten by what they are on that rank."""
         self.check()
-        sent = [(owner, bucket, self._begin(self._broadcast, bucket, owner)) for owner, bucket in _packed(held)]
-        for owner, bucket, work in sent:
-            self._send(work.wait)
+        for owner, bucket in self._sent(held, self._broadcast):
             if owner != self.rank:
                 for tensor, part in zip(bucket.tensors, bucket.parts(), strict=True):
                     tensor.copy_(part)
@@ -84,10 +85,8 @@ class Ranks:
     def collect(self, held: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
         """From all to owners: the sums over the ranks of the tensors under this rank."""
         self.check()
-        sent = [(owner, bucket, self._begin(self._reduce, bucket, owner)) for owner, bucket in _packed(held)]
         sums: dict[int, Tensor] = {}
-        for owner, bucket, work in sent:
-            self._send(work.wait)
+        for owner, bucket in self._sent(held, self._reduce):
             if owner == self.rank:
                 sums |= {id(tensor): part for tensor, part in zip(bucket.tensors, bucket.parts(), strict=True)}
         return [sums.get(id(tensor), tensor) for tensor in held.get(self.rank, ())]  # empty ones aren't sent
@@ -113,8 +112,25 @@ class Ranks:
         for tensor, part in zip(targets, torch.split(received, [t.numel() for t in targets]), strict=True):
             tensor.copy_(part.view(tensor.shape))
 
-    def _begin(self, send: Callable[[Tensor, int], dist.Work], bucket: Bucket, owner: int) -> dist.Work:
-        return self._send(lambda: send(bucket.flat, dist.get_global_rank(self.group, owner)))
+    def _sent(
+        self, held: Mapping[int, Sequence[Tensor]], send: Callable[[Tensor, int], dist.Work]
+    ) -> Iterator[tuple[int, Bucket]]:
+        """Owners and their buckets, when they have arrived; a few are under way at a time."""
+        under_way: deque[tuple[int, Bucket, dist.Work]] = deque()
+        for owner in sorted(held):
+            for bucket in buckets(held[owner]):
+                under_way.append((owner, bucket, self._begin(send, bucket.flat, owner)))
+                if len(under_way) == UNDER_WAY:
+                    yield self._arrived(*under_way.popleft())
+        while under_way:
+            yield self._arrived(*under_way.popleft())
+
+    def _begin(self, send: Callable[[Tensor, int], dist.Work], flat: Tensor, owner: int) -> dist.Work:
+        return self._send(lambda: send(flat, dist.get_global_rank(self.group, owner)))
+
+    def _arrived(self, owner: int, bucket: Bucket, work: dist.Work) -> tuple[int, Bucket]:
+        self._send(work.wait)
+        return owner, bucket
 
     def _broadcast(self, flat: Tensor, source: int) -> dist.Work:
         work: dist.Work = dist.broadcast(flat, source, self.group, async_op=True)
@@ -180,9 +196,3 @@ class Ranks:
                     f"(init_process_group(timeout=...)). Start again from the last checkpoint. torch says: {error}"
                 )
             ) from error
-
-
-def _packed(held: Mapping[int, Sequence[Tensor]]) -> Iterator[tuple[int, Bucket]]:
-    for owner in sorted(held):
-        for bucket in buckets(held[owner]):
-            yield owner, bucket
