@@ -59,7 +59,7 @@ def messages() -> dict[str, Any]:
     for structure in STRUCTURES:
         for way, case in WAYS.items():
             options = {**case.options, "structure": structure, "solver": SGDM(lr=1e-3), "steps": INNER, "every": 100}
-            model, called, optimizer = build(Case(options, fsdp=case.fsdp), rank, size)
+            _, called, optimizer = build(Case(options, fsdp=case.fsdp), rank, size)
             step(case, 0, called, optimizer, rank, size)
             x = torch.randn(6, 4, dtype=torch.float64)
             refit = counted(lambda optimizer=optimizer, x=x: optimizer.refit(x))
