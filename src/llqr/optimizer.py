@@ -24,10 +24,11 @@ from torch.optim import Optimizer
 
 from llqr.checks import Inputs, Loss
 from llqr.distributed.division import Division
-from llqr.distributed.groups import team_of, unwrapped
+from llqr.distributed.groups import refuse_latecomers, team_of, unwrapped
 from llqr.divergences import Divergence, resolve
 from llqr.errors import LLQRError, LLQRWarning, NonFiniteError, callers_level
 from llqr.linearize import Selector
+from llqr.loop.blocks import Blocks
 from llqr.loop.closures import Closure, checked_loss
 from llqr.loop.gradients import Stepped, gradients_of, no_autocast, replaced, stepped_parameters
 from llqr.loop.inputs import InputHook
@@ -106,7 +107,7 @@ class LLQR(Optimizer):
         check_base(base, model)
         if isinstance(base, LLQR):
             raise LLQRError("the base is an LLQR already: wrap the optimizer inside it")
-        self._team = team_of(model, process_group, shard)
+        self._team, self._apart = team_of(model, process_group, shard), process_group is not None
         model = unwrapped(model)
         self.base, self.model = base, model
         parameters = stepped_parameters(base, model)
@@ -117,7 +118,7 @@ class LLQR(Optimizer):
         self._refit = Refit(
             model,
             kind,
-            structure,
+            Blocks(structure),
             solver,
             steps,
             damping,
@@ -253,14 +254,14 @@ class LLQR(Optimizer):
         return None if self.refit_batch is None else checked_batch(self.refit_batch())
 
     def _refit_on(self, parameters: Mapping[str, Tensor], source: Source) -> bool:
-        begun = time.perf_counter()
+        begun, blocks = time.perf_counter(), self._refit.blocks
         try:
             with self._hook.listening(False), no_autocast(parameters), self._refitting():
                 names, source = self._dealt(parameters, source)
-                start = self._current(parameters, names) if self.warm_start else None
+                start = blocks.current(parameters, names, self.preconditioner) if self.warm_start else None
                 u, fault = self._refit(self.base, parameters, source, start)
                 if fault is None:
-                    new = self._current(parameters, names).blend(u, self.ema)
+                    new = blocks.current(parameters, names, self.preconditioner).blend(u, self.ema)
                     new = new if source.division is None else source.division.kept(new)
         except NonFiniteError as error:
             return self._reject(str(error))
@@ -279,6 +280,7 @@ class LLQR(Optimizer):
         """The parameters whose blocks are fitted here, and what there is to fit them on."""
         names = trainable(parameters)
         if self._team is None:
+            refuse_latecomers(self._apart)
             return names, source
         settings = (
             self._schedule.step,
@@ -287,20 +289,9 @@ class LLQR(Optimizer):
             self.preconditioner is None,
             *self._refit.settings(),
         )
-        division = self._team.divide(self._refit.layout(parameters, names), settings, self._division)
+        division = self._team.divide(self._refit.blocks.layout(parameters, names), settings, self._division)
         gradients = self._team.at_owners(division, parameters, source.gradients)
         return division.own(), replace(source, gradients=gradients, division=division)
-
-    def _current(self, parameters: Mapping[str, Tensor], names: list[str]) -> Preconditioner:
-        """U for these parameters: the one that is there, the identity for what it doesn't know.
-
-        It doesn't know a layer's block either that covers other parameters now, since some were added or frozen.
-        """
-        u = self._refit.identity(parameters, names)
-        if self.preconditioner is not None:
-            known, wanted = _shapes(self.preconditioner), _shapes(u)
-            u.take(self.preconditioner.restricted([key for key in wanted if known.get(key) == wanted[key]]))
-        return u
 
     def _preconditioned(
         self, parameters: Mapping[str, Tensor], gradients: dict[str, Tensor]
@@ -369,7 +360,8 @@ class LLQR(Optimizer):
         own = State(0, None, Stats()) if plain else State.from_dict(state_dict.pop(KEY))
         u, division = None, None
         if own.preconditioner is not None:
-            u, division = self._blank(own.preconditioner["blocks"])
+            parameters = stepped_parameters(self.base, self.model)
+            u, division = self._refit.blocks.blank(parameters, own.preconditioner["blocks"], self._team)
             u.load_state_dict(own.preconditioner if division is None else division.part(own.preconditioner))
         self.base.load_state_dict(state_dict)
         self._resume(own, u, division)
@@ -379,16 +371,6 @@ class LLQR(Optimizer):
             )
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
-
-    def _blank(self, keys: Collection[str]) -> tuple[Preconditioner, Division | None]:
-        """U = I for the blocks of these names, to be filled: those that this rank is to hold."""
-        parameters = stepped_parameters(self.base, self.model)
-        covered = [name for name, p in parameters.items() if p.requires_grad or name in keys]
-        if self._team is None:
-            return self._refit.identity(parameters, covered).restricted(keys), None
-        groups = [group.only(keys) for group in self._refit.layout(parameters, covered)]
-        division = Division.of(self._team.ranks, self._team.shard, [group for group in groups if group is not None])
-        return self._refit.identity(parameters, division.held()), division
 
     def _resume(self, own: State, u: Preconditioner | None, division: Division | None) -> None:
         """Go on from there."""
@@ -424,7 +406,7 @@ class LLQR(Optimizer):
         refit, stats = self._refit, self.stats
         settings = [
             f"divergence={refit.divergence!r}",
-            f"structure={refit.structure!r}",
+            f"structure={refit.blocks.structure!r}",
             f"every={self._schedule.every!r}, steps={refit.steps}, solver={refit.solver!r}",
             f"ema={self.ema}, damping={refit.damping!r}, chunk_size={refit.chunk_size}, warm_start={self.warm_start}",
             f"training={refit.training}, trust={refit.trust}",
@@ -440,7 +422,3 @@ class LLQR(Optimizer):
 def _evaluated(closure: Closure) -> Any:
     with torch.enable_grad():
         return closure()
-
-
-def _shapes(u: Preconditioner) -> dict[str, Any]:
-    return {key: (group.structure, group.shapes) for group in u.groups for key in group.keys}

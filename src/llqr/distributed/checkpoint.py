@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from llqr.errors import LLQRError
+from llqr.loop.gradients import stepped_parameters
 from llqr.loop.state import State
 from llqr.optimizer import LLQR
 
@@ -63,7 +64,8 @@ def load(folder: str | Path, optimizer: LLQR) -> None:
         sizes = {name.partition(".")[2]: size for name, size in tensors.items() if name.startswith(f"{BLOCK}.")}
         if WORDS not in tensors:
             raise LLQRError(f"what is in {str(folder)!r} wasn't written by llqr.distributed.checkpoint.save")
-        u, division = optimizer._blank({_split(name)[0] for name in sizes}) if sizes else (None, None)
+        keys, parameters = {_split(name)[0] for name in sizes}, stepped_parameters(optimizer.base, optimizer.model)
+        u, division = optimizer._refit.blocks.blank(parameters, keys, optimizer._team) if keys else (None, None)
         state = _state(optimizer, {} if u is None else u.blocks, torch.empty(tensors[WORDS], dtype=torch.uint8))
         for name, tensor in state[BLOCK].items():
             if tuple(tensor.shape) != tuple(sizes.get(name, ())) or name not in sizes:

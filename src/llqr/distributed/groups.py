@@ -50,3 +50,12 @@ def team_of(model: nn.Module, process_group: Any, shard: bool | None) -> Team | 
         return None
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     return Team(Ranks(group, device), model, shard)
+
+
+def refuse_latecomers(apart: bool) -> None:
+    """Raise where one process has become several since the optimizer was made, unless it was to train apart."""
+    if not apart and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise LLQRError(
+            "torch.distributed was initialised after LLQR was made, so it knows nothing of the other ranks: make it after "
+            "init_process_group(), or give it a process_group"
+        )

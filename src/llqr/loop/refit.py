@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, is_dataclass
-from glob import escape
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -21,6 +19,7 @@ from llqr.distributed.division import Division
 from llqr.divergences import L2, Divergence, Newton, OutputTerm
 from llqr.errors import LLQRError
 from llqr.linearize import Selector
+from llqr.loop.blocks import Blocks
 from llqr.loop.closures import Closure, loss_of_output, tensor_alone, whole_loss
 from llqr.loop.gradients import check_parameters
 from llqr.loop.trust import DEFAULT, check_trust, trusted
@@ -31,9 +30,6 @@ from llqr.quadratic import QuadraticModel
 from llqr.relaxation import checked_solver, fit
 from llqr.solvers import Quadratic, Solver
 from llqr.solvers.totals import totals_of
-from llqr.structures.assign import StructureSpec, assign
-from llqr.structures.base import Structure
-from llqr.structures.stacks import Group, identity_groups
 
 LONGEST = 100.0
 """How many times as long as g may U g be where the curvature along it is negative, and J has no bottom."""
@@ -72,7 +68,7 @@ class Refit:
 
     model: nn.Module
     divergence: Divergence
-    structure: StructureSpec
+    blocks: Blocks
     solver: Solver | None
     steps: int
     damping: PerLayer
@@ -104,30 +100,14 @@ class Refit:
         """Raise now for what a refit would raise for: structures, metrics and dampings that fit no part of the model."""
         check_parameters(parameters)
         terms = list(self.divergence.terms())
-        identity_groups({name: p.detach().to("meta") for name, p in parameters.items()}, self.structure)
+        self.blocks.layout(parameters, parameters)
         sites.diagonal(self.model, parameters, terms, self.damping)
         sites.metric_modules(self.model, terms)
-
-    def identity(self, parameters: Mapping[str, Tensor], only: Collection[str]) -> Preconditioner:
-        """U = I for some of the parameters."""
-        return Preconditioner.identity({name: parameters[name] for name in only}, self._structures(parameters, only))
-
-    def layout(self, parameters: Mapping[str, Tensor], only: Collection[str]) -> list[Group]:
-        """The blocks of U for some of the parameters, without numbers."""
-        shapes = {
-            name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in parameters.items() if name in only
-        }
-        return identity_groups(shapes, self._structures(parameters, only))
 
     def settings(self) -> tuple[object, ...]:
         """What decides what a refit does, in words; ranks that fit together have to have the same."""
         solver = self.solver if is_dataclass(self.solver) else type(self.solver).__name__
         return (self.steps, solver, self.trust, [type(term).__name__ for _, term in self.divergence.terms()])
-
-    def _structures(self, parameters: Mapping[str, Tensor], only: Collection[str]) -> dict[str, Structure]:
-        """By name; a pattern for frozen parameters alone is no mistake, so the patterns are held against all of them."""
-        assigned = assign(self.structure, parameters)
-        return {escape(name): assigned[name] for name in only}
 
     def __call__(
         self, base: Optimizer, parameters: Mapping[str, Tensor], source: Source, start: Preconditioner | None
@@ -137,7 +117,7 @@ class Refit:
         q: Quadratic = self._quadratic(only, source)
         if self.trust:
             q = trusted(q, base, {name: parameters[name] for name in only}, self.trust)
-        u = fit(q, self._structures(parameters, list(q.gradient)), self.solver, self.steps, start)
+        u = fit(q, self.blocks.structures(parameters, list(q.gradient)), self.solver, self.steps, start)
         return Fitted(u, _fault(q, u, start))
 
     def _quadratic(self, only: list[str], source: Source) -> Quadratic:
