@@ -56,7 +56,7 @@ def main() -> None:
     called = fully_shard(model) if chosen.fsdp else DistributedDataParallel(model)
 
     base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    optimizer = LLQR(base, called, structure="kfac", every=50, steps=10)
+    optimizer = LLQR(base, called, structure="kfac", every=20, steps=10)
 
     done = sorted(int(folder.name) for folder in chosen.folder.glob("*") if folder.name.isdigit())
     if chosen.resume and done:

@@ -67,7 +67,7 @@ def build(case: Case, rank: int, size: int) -> tuple[nn.Module, nn.Module, LLQR]
     elif size > 1:
         called = DistributedDataParallel(model)
     base = torch.optim.Adam(model.parameters(), lr=0.02) if case.adam else sgd(model)
-    options: dict[str, Any] = {"every": 2, "steps": 3, **case.options}
+    options: dict[str, Any] = {"every": 2, "steps": 2, **case.options}
     if case.own_batches:
         numbers = iter(range(50, 100))
         options["refit_batch"] = lambda: part(batch(next(numbers), ROWS, case.dtype), rank, size, case.uneven)

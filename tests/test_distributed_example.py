@@ -28,14 +28,15 @@ def run(*arguments: str) -> str:
 
 
 def both_ways(folder: str) -> list[str]:
-    plain = run("--epochs", "2", "--folder", f"{folder}/ddp")
-    return [plain, run("--epochs", "2", "--folder", f"{folder}/fsdp", "--fsdp")]
+    plain = run("--epochs", "1", "--folder", f"{folder}/ddp")
+    return [plain, run("--epochs", "1", "--folder", f"{folder}/fsdp", "--fsdp")]
 
 
 def resumed(folder: str) -> list[str]:
-    return [run("--epochs", "3", "--folder", f"{folder}/{way}", "--resume", *flag) for way, flag in WAYS.items()]
+    return [run("--epochs", "2", "--folder", f"{folder}/{way}", "--resume", *flag) for way, flag in WAYS.items()]
 
 
+LINE = r"epoch (\d): accuracy (0\.\d+), (\d) refits"
 WAYS: dict[str, list[str]] = {"ddp": [], "fsdp": ["--fsdp"]}
 
 
@@ -43,12 +44,10 @@ def test_the_example(tmp_path: Path) -> None:
     (plain, sharded), second = on_ranks(2, tmp_path / "two", both_ways, str(tmp_path))
     assert second == ["", ""]
     assert plain == sharded
-    epochs = re.findall(r"epoch (\d): accuracy (0\.\d+), (\d) refits", plain)
-    assert [epoch for epoch, _, _ in epochs] == ["0", "1"]
-    assert float(epochs[1][1]) > 0.8
-    later = on_ranks(3, tmp_path / "three", resumed, str(tmp_path))[0]
-    for words in later:
-        (found,) = re.findall(r"epoch (\d): accuracy (0\.\d+), (\d) refits", words)
-        assert found[0] == "2"
-        assert float(found[1]) > 0.8
-        assert found[2] == "2", "a third epoch has the second refit, if the steps of the first two are counted"
+    ((epoch, accuracy, refits),) = re.findall(LINE, plain)
+    assert (epoch, refits) == ("0", "2")
+    assert float(accuracy) > 0.7
+    for words in on_ranks(3, tmp_path / "three", resumed, str(tmp_path))[0]:
+        ((epoch, later_accuracy, refits),) = re.findall(LINE, words)
+        assert (epoch, refits) == ("1", "3"), "of 24 steps an epoch, those of the first count in the second"
+        assert float(later_accuracy) > float(accuracy)
