@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+PRELOADED = ["torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "sklearn.datasets", "llqr"]
+"""Imported once, before the first process is forked."""
 LONGEST = 120.0
 """Seconds for all that one call does; a deadlock ends here at the latest."""
 
@@ -24,7 +26,7 @@ def on_ranks(size: int, folder: Path, job: Callable[..., Any], *args: Any, may_d
     The processes are forked off a server that has imported torch and the library once.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.tensor", "llqr", job.__module__])
+    context.set_forkserver_preload(PRELOADED)
     folder.mkdir(parents=True, exist_ok=True)
     started = [
         context.Process(target=_work, args=(rank, size, str(folder), job, args), daemon=True) for rank in range(size)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typer.testing import CliRunner
 
 from llqr.distributed.division import deal
 from llqr.solvers import SGDM
+from llqr_lab.cli import app
 from llqr_lab.scaling import STRUCTURES, Way, count, seven_billion
 from loops import network
 from ranks import on_ranks
@@ -111,6 +114,24 @@ def test_memory_falls_with_ranks() -> None:
         for ranks in (2, 8, 64, 1024):
             paper = count(shapes, structure, ranks, "fsdp", 26)
             assert max(largest, paper.u / ranks) <= paper.held <= max(largest, paper.u / ranks + largest)
+
+
+def test_the_page_has_what_the_command_counts() -> None:
+    """Row by row of the table in docs/scaling.md, to its digits."""
+    printed = CliRunner().invoke(app, ["scaling"], catch_exceptions=False).output
+    rows = [re.split(r" {2,}", line.strip()) for line in printed.splitlines()]
+    counted = {tuple(row[:3]): [row[i] for i in (4, 5, 6, 7, 9, 10, 11)] for row in rows if len(row) == 12}
+    page = (Path(__file__).parent.parent / "docs" / "scaling.md").read_text(encoding="utf-8")
+    told = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| ")]
+    told = [row for row in told if len(row) == 10 and row[0].isdigit()]
+    assert len(told) == 10
+    for row in told:
+        for figure, exact in zip(row[3:], counted[tuple(row[:3])], strict=True):
+            written, unit = re.fullmatch(r"([\d.]+) ?(\S+)", figure).groups()
+            value, own_unit = re.fullmatch(r"([\d.]+) ?(\S+)", exact).groups()
+            last_digit = 10.0 ** -len(written.partition(".")[2])
+            assert unit == own_unit, row
+            assert abs(float(written) - float(value)) <= 0.51 * last_digit, (row, exact)
 
 
 def test_blocks_are_dealt_out_by_size() -> None:
