@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from llqr import LLQR
 from llqr.solvers import SGDM
-from loops import backward, batch, network, parameters_of, sgd
+from loops import backward, batch, blocks_of, closure_of, network, parameters_of, sgd
 from ranks import on_ranks
 
 Trial = Callable[[int], Any]
@@ -206,7 +208,75 @@ def frozen_later(rank: int) -> Any:
     return {"parameters": parameters_of(model), "owners": owners, "refits": optimizer.stats.refits}
 
 
+def buffers(rank: int) -> Any:
+    """A closure calls DDP, which would send its buffers: not in a refit, and as ever after it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
+    called = DistributedDataParallel(model)
+    optimizer = LLQR(sgd(model), called, "newton", "diagonal", every=2, steps=2, damping=1.0)
+    for number in range(4):
+        optimizer.step(closure_of(called, optimizer, data(rank, number)))
+    synced = called.require_backward_grad_sync, called.require_forward_param_sync
+    return {"parameters": parameters_of(model), "refits": optimizer.stats.refits, "synced": synced}
+
+
+class Branches(nn.Module):
+    """Each rank uses one of two layers."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.layers, self.rank = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)]), rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[self.rank](x)
+
+
+def unused(rank: int) -> Any:
+    """DDP fills in the gradients of a layer that a rank doesn't use; the curvature of the other ranks is there too."""
+    torch.manual_seed(0)
+    model = Branches(rank).double()
+    called = DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = LLQR(sgd(model), called, structure="kfac", every=2, steps=3, shard=True)
+    for number in range(4):
+        backward(called, data(rank, number))
+        optimizer.step()
+    return {"parameters": parameters_of(model), "refits": optimizer.stats.refits}
+
+
+def apart(rank: int) -> Any:
+    """A group of one: each rank refits on its own, and need not wait for the other."""
+    groups = [dist.new_group([other]) for other in range(dist.get_world_size())]
+    model = network()
+    optimizer = LLQR(sgd(model), model, process_group=groups[rank], structure="kfac", steps=3)
+    for number in range(1 + rank):
+        backward(model, data(rank, number))
+        optimizer.step()
+    return {"counts": [optimizer.stats.refits], "u": blocks_of(optimizer)}
+
+
+def refused(rank: int) -> Any:
+    model, called, optimizer = wrapped()
+    groups = [dist.new_group([other]) for other in range(dist.get_world_size())]
+    late = network()
+    with mock.patch.object(dist, "is_initialized", return_value=False):
+        latecomer = LLQR(sgd(late), late)
+        early = raised(lambda: LLQR(sgd(late), late, process_group=groups[rank]))
+    backward(late, data(rank))
+    words = [
+        raised(latecomer.step),
+        early,
+        raised(lambda: copy.deepcopy(optimizer)),
+        raised(lambda: LLQR(sgd(model), called, process_group=groups[1 - rank])),
+        raised(lambda: LLQR(sgd(model), called, shard="yes")),  # type: ignore[arg-type]
+    ]
+    return {"words": words}
+
+
 TRIALS: list[Trial] = [
+    buffers,
+    unused,
+    apart,
+    refused,
     bad_input,
     no_batch,
     fails_in_a_product,
@@ -246,12 +316,22 @@ def test_ranks_agree_on_what_goes_wrong(tmp_path: Path) -> None:
         assert "same trainable parameters" in found["other_parameters"]["words"][0]
         assert "same settings" in found["other_settings"]["words"][0]
         assert "same answer of `every`" in found["other_schedule"]["words"][0]
+        assert found["buffers"]["refits"] == found["unused"]["refits"] == 2
+        assert found["buffers"]["synced"] == (True, True)
+        late, early, copied, foreign, option = found["refused"]["words"]
+        assert "after LLQR was made" in late
+        assert "isn't initialised" in early
+        assert "use state_dict()" in copied
+        assert "a member of" in foreign
+        assert "shard is True" in option
     assert first["bad_input"]["words"][0].count("on rank 1: NonFiniteError") == 1
     assert first["no_batch"]["words"] == ["RankError: on rank 1: KeyError: 'no more batches'"]
     assert second["no_batch"]["words"] == ["KeyError: 'no more batches'"]
     assert first["fails_in_a_product"]["words"] == ["RankError: on rank 1: MemoryError: out of memory, say"]
     assert second["fails_in_a_product"]["words"] == ["MemoryError: out of memory, say"]
     assert first["no_gradient_in_a_refit"]["words"][0].startswith("RankError: on rank 1: LLQRError: no parameter has")
+    for block, tensor in first["apart"]["u"].items():
+        assert not torch.equal(tensor, second["apart"]["u"][block]), "each rank has a U of its own"
     owners = first["no_gradient"]["owners"]
     assert owners["0.weight"] != owners["2.weight"]
     assert first["no_gradient"]["still"] == second["no_gradient"]["still"] == ["0.weight"]
