@@ -90,7 +90,7 @@ def test_ranks_send_what_is_counted_on_paper(size: int, tmp_path: Path) -> None:
             assert max(rank["held"] for rank in ranks) == paper.held
             for rank in ranks:
                 refit, after = rank["refit"], rank["step"]
-                gathered = 0 if way != "ddp" else paper.u
+                gathered = {"ddp": paper.u, "ddp, shard": 0, "fsdp": paper.parameters}[way]
                 assert refit["broadcast"] + refit["reduce"] == (INNER + 1) * paper.product + gathered
                 assert refit["all_reduce"] <= PULSE * refit["all_reduce messages"]
                 assert refit["all_reduce messages"] <= 12 * (INNER + 2) + 10

@@ -65,9 +65,13 @@ def refusals() -> dict[str, str]:
     in_part = network()
     fully_shard(in_part[0])
     old = FullyShardedDataParallel(network(), device_id=torch.device("cpu"))
-    sharded = network()
+    sharded, mixed = network(), network()
     fully_shard(sharded)
-    models = {"hybrid": hybrid, "tensor parallel": tensor_parallel, "in part": in_part, "old": old, "whole U": sharded}
+    mixed[0].float()
+    for layer in mixed:
+        fully_shard(layer)
+    models = {"hybrid": hybrid, "tensor parallel": tensor_parallel, "in part": in_part, "old": old}
+    models |= {"whole U": sharded, "mixed": mixed}
     words = {}
     for name, model in models.items():
         try:
@@ -96,3 +100,4 @@ def test_sharded_parameters(tmp_path: Path) -> None:
         assert "call fully_shard on the whole model" in rank["refused"]["in part"]
         assert "FSDP1" in rank["refused"]["old"]
         assert "so is U" in rank["refused"]["whole U"]
+        assert "several dtypes" in rank["refused"]["mixed"]

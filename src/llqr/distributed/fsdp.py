@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from llqr.distributed.ranks import Ranks
 from llqr.errors import LLQRError
 
 
@@ -51,20 +53,19 @@ def check(model: nn.Module) -> None:
             raise LLQRError(
                 f"some parameters are sharded and {whole[0]!r} isn't: call fully_shard on the whole model as well"
             )
+        if len({parameter.dtype for parameter in model.parameters()}) > 1:
+            raise LLQRError("the sharded parameters are of several dtypes: make them one, as in model.float()")
 
 
 @contextmanager
-def whole_parameters(model: nn.Module) -> Iterator[None]:
+def whole_parameters(model: nn.Module, ranks: Ranks) -> Iterator[None]:
     """The model as if it had never been sharded: parameters whole, on every rank, and none of FSDP's hooks."""
-    found: dict[int, nn.Parameter] = {}
+    found = _gathered([p for p in model.parameters() if isinstance(p, DTensor)], ranks)
     slots: list[tuple[dict[str, Any], str, Any]] = []
     hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if isinstance(parameter, DTensor):
-                if id(parameter) not in found:
-                    whole = parameter.detach().full_tensor()
-                    found[id(parameter)] = nn.Parameter(whole, parameter.requires_grad)
                 slots.append((module._parameters, name, parameter))
         hooks += [(held, dict(held)) for held in (module._forward_pre_hooks, module._forward_hooks)]
     try:
@@ -82,6 +83,21 @@ def whole_parameters(model: nn.Module) -> Iterator[None]:
             later = {key: hook for key, hook in held.items() if key not in before}
             held.clear()
             held.update({**before, **later})
+
+
+def _gathered(parameters: list[DTensor], ranks: Ranks) -> dict[int, nn.Parameter]:
+    """Whole parameters, by the ids of the sharded ones."""
+    held: dict[int, list[Tensor]] = {rank: [] for rank in range(ranks.size)}
+    found: dict[int, nn.Parameter] = {}
+    for parameter in parameters:
+        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        shard(whole, parameter, ranks.rank).copy_(parameter.to_local().detach())
+        for rank, shards in held.items():
+            shards.append(shard(whole, parameter, rank))
+        found[id(parameter)] = nn.Parameter(whole, parameter.requires_grad)
+    with torch.no_grad():
+        ranks.share(held)
+    return found
 
 
 def _is_fsdp(hook: Any) -> bool:

@@ -47,7 +47,7 @@ class Ranks:
         return [total for chunk in chunks for total in self._pulse(chunk)]
 
     def norms(self, values: list[float]) -> list[float]:
-        return list(map(math.sqrt, self.sums([value**2 for value in values])))
+        return list(map(math.sqrt, self.sums([value * value for value in values])))
 
     def least(self, value: float) -> float:
         return self._extremes([-math.inf if math.isnan(value) else value])[0]
@@ -158,6 +158,8 @@ class Ranks:
             raise
         finally:
             self._guarded = outer
+            if not outer:
+                self._known = None  # it holds the frames that it came through
 
     def _pulse(self, values: Sequence[float] = (), error: Exception | None = None) -> list[float]:
         """The sums of a few numbers; always a message of the same length, so that a rank that fails needn't know which it is.

@@ -40,7 +40,7 @@ class Team:
             stack.enter_context(self.ranks.together())
             self.ranks.check()
             if self._fsdp:
-                stack.enter_context(fsdp.whole_parameters(self._model))
+                stack.enter_context(fsdp.whole_parameters(self._model, self.ranks))
             if isinstance(self._model, DistributedDataParallel):
                 stack.enter_context(_silent(self._model))
             yield
