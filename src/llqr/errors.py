@@ -42,6 +42,10 @@ class IndefiniteProblemError(DegenerateProblemError):
     """H has a negative eigenvalue: the model is unbounded below, its stationary point is a saddle."""
 
 
+class RankError(LLQRError):
+    """Another rank of a process group failed, can't be reached, or does something else than this one."""
+
+
 class LLQRWarning(UserWarning):
     """Something that doesn't stop a training but shouldn't go unseen."""
 

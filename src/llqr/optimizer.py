@@ -14,18 +14,24 @@ import warnings
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from llqr.checks import Inputs, Loss
+from llqr.distributed.division import Division
+from llqr.distributed.groups import refuse_latecomers, team_of, unwrapped
 from llqr.divergences import Divergence, resolve
 from llqr.errors import LLQRError, LLQRWarning, NonFiniteError, callers_level
+from llqr.loop.blocks import Blocks
 from llqr.loop.closures import Closure, checked_loss
 from llqr.loop.gradients import Stepped, gradients_of, replaced, stepped_parameters
 from llqr.loop.inputs import InputHook
+from llqr.loop.options import check_base, checked_batch, checked_ema
 from llqr.loop.refit import Batch, Refit, Source, check_callable, trainable
 from llqr.loop.schedule import Every, Schedule
 from llqr.loop.state import KEY, State, checked_state_dict
@@ -37,6 +43,12 @@ from llqr.recorder import Selector
 from llqr.sites import uncompiled
 from llqr.solvers import Solver
 from llqr.structures.assign import StructureSpec
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from llqr.distributed.sharing import Shared
+    from llqr.steering import Steered
 
 
 class LLQR(Optimizer):
@@ -65,6 +77,10 @@ class LLQR(Optimizer):
         trust: J is that of the base's step, and U lengthens no direction of it by more than about 1/trust (`llqr.loop.trust`).
             0: the paper's objective. None: 0.1 with the default solver, 0 with a solver that is given.
         shared: the inputs that `chunk_size` doesn't cut, as for `QuadraticModel`.
+        process_group: the ranks that train this model together, each on its own batches; a refit is about all of them. None:
+            the group of the model's DistributedDataParallel or `fully_shard`, or else the default group if there is one. (To
+            train apart from the others give a group of one.)
+        shard: each rank holds its own blocks of U, and steps exchange U g (docs/scaling.md). None: with `fully_shard` only.
     """
 
     def __init__(
@@ -88,19 +104,26 @@ class LLQR(Optimizer):
         training: bool | None = False,
         trust: float | None = None,
         shared: Collection[str | int] = (),
+        process_group: ProcessGroup | None = None,
+        shard: bool | None = None,
     ) -> None:
-        _check_base(base, model)
-        self.base, self.model, self._called = base, uncompiled(model), model
+        check_base(base, model)
+        if isinstance(base, LLQR):
+            raise LLQRError("the base is an LLQR already: wrap the optimizer inside it")
+        plain = uncompiled(model)
+        inside = unwrapped(plain)
+        self._team, self._apart = team_of(plain, process_group, shard), process_group is not None
+        self.base, self.model, self._called = base, uncompiled(inside), model if inside is plain else inside
         parameters = stepped_parameters(base, self.model)
         kind = resolve(divergence)
-        self.ema = _checked_ema((0.95 if kind.flat else 0.9) if ema is None else ema)
+        self.ema = checked_ema((0.95 if kind.flat else 0.9) if ema is None else ema)
         check_callable("refit_batch", refit_batch)
         self.warm_start, self.refit_batch = bool(warm_start), refit_batch
         self._refit = Refit(
             self.model,
             self._called,
             kind,
-            structure,
+            Blocks(structure),
             solver,
             steps,
             damping,
@@ -114,7 +137,8 @@ class LLQR(Optimizer):
         )
         self._refit.check(parameters)
         self.preconditioner: Preconditioner | None = None
-        """U; None is the identity, until the first refit."""
+        """U; None is the identity, until the first refit. With `shard`, the blocks of this rank."""
+        self._division: Division | None = None
         self.stats = Stats()
         self._schedule = Schedule(every)
         self._begin()
@@ -180,13 +204,14 @@ class LLQR(Optimizer):
         loss = None if closure is None else _evaluated(closure)
         parameters = self._stepped()
         gradients = gradients_of(parameters)
-        if self._schedule.due():
-            if closure is not None:
-                checked_loss(loss)
-            seen = self._hook.inputs(self.model)
-            self._refit_on(parameters, Source(gradients, seen, closure, self._own_batch()))
+        if self._due():
+            with self._together():
+                if closure is not None:
+                    checked_loss(loss)
+                seen = self._hook.inputs(self.model)
+                self._refit_on(parameters, Source(gradients, seen, closure, self._own_batch()))
         self._hook.forget()
-        with replaced(parameters, self._preconditioned(gradients)):
+        with replaced(parameters, self._preconditioned(parameters, gradients)):
             self.base.step()
         self._schedule.go_to(self._schedule.step + 1)
         return loss
@@ -207,23 +232,41 @@ class LLQR(Optimizer):
             raise LLQRError("refit takes a batch or a closure, not both")
         if targets is not None and loss_fn is None and self._refit.loss_fn is None:
             raise LLQRError("refit was given targets and no loss: give loss_fn too, here or to LLQR")
-        batch = (inputs, targets) if inputs is not None else self._own_batch() if closure is None else None
-        with self._hook.listening(closure is not None):
-            if closure is not None:
-                checked_loss(_evaluated(closure))
-            seen = self._hook.inputs(self.model) if batch is None else None
-        parameters = stepped_parameters(self.base, self.model)
-        return self._refit_on(parameters, Source(gradients_of(parameters), seen, closure, batch, loss_fn))
+        with self._together():
+            batch = (inputs, targets) if inputs is not None else self._own_batch() if closure is None else None
+            with self._hook.listening(closure is not None):
+                if closure is not None:
+                    checked_loss(_evaluated(closure))
+                seen = self._hook.inputs(self.model) if batch is None else None
+            parameters = stepped_parameters(self.base, self.model)
+            return self._refit_on(parameters, Source(gradients_of(parameters), seen, closure, batch, loss_fn))
+
+    def _due(self) -> bool:
+        due = self._schedule.due()
+        if self._team is not None and callable(self._schedule.every):
+            self._team.ranks.agree("answer of `every`", due)
+        return due
+
+    def _together(self) -> AbstractContextManager[None]:
+        """What one rank raises in there, all do."""
+        return nullcontext() if self._team is None else self._team.ranks.together()
+
+    def _refitting(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._team is None else self._team.refitting()
 
     def _own_batch(self) -> Batch | None:
-        return None if self.refit_batch is None else _checked_batch(self.refit_batch())
+        return None if self.refit_batch is None else checked_batch(self.refit_batch())
 
     def _refit_on(self, parameters: Mapping[str, Tensor], source: Source) -> bool:
-        begun = time.perf_counter()
+        begun, blocks = time.perf_counter(), self._refit.blocks
         try:
-            with self._hook.listening(False), no_autocast(parameters):
-                start = self._current(parameters) if self.warm_start else None
+            with self._hook.listening(False), no_autocast(parameters), self._refitting():
+                names, source = self._dealt(parameters, source)
+                start = blocks.current(parameters, names, self.preconditioner) if self.warm_start else None
                 u, fault = self._refit(self.base, parameters, source, start)
+                if fault is None:
+                    new = blocks.current(parameters, names, self.preconditioner).blend(u, self.ema)
+                    new = new if source.division is None else source.division.kept(new)
         except NonFiniteError as error:
             return self._reject(str(error))
         finally:
@@ -232,27 +275,39 @@ class LLQR(Optimizer):
             self.stats.objective_before, self.stats.objective_after = u.history[0], u.history[-1]
         if fault is not None:
             return self._reject(fault)
-        self.preconditioner = self._current(parameters).blend(u, self.ema)
+        self.preconditioner, self._division = new, source.division
         self.stats.refits += 1
         self.stats.memory = self.preconditioner.memory
         return True
 
-    def _current(self, parameters: Mapping[str, Tensor]) -> Preconditioner:
-        """U for what requires a gradient: the one that is there, the identity for what it doesn't know.
+    def _dealt(self, parameters: Mapping[str, Tensor], source: Source) -> tuple[list[str], Source]:
+        """The parameters whose blocks are fitted here, and what there is to fit them on."""
+        names = trainable(parameters)
+        if self._team is None:
+            refuse_latecomers(self._apart)
+            return names, source
+        settings = (
+            self._schedule.step,
+            self.ema,
+            self.warm_start,
+            self.preconditioner is None,
+            *self._refit.settings(),
+        )
+        division = self._team.divide(self._refit.blocks.layout(parameters, names), settings, self._division)
+        gradients = self._team.at_owners(division, parameters, source.gradients)
+        return division.own(), replace(source, gradients=gradients, division=division)
 
-        It doesn't know a layer's block either that covers other parameters now, since some were added or frozen.
-        """
-        u = self._refit.identity(parameters, trainable(parameters))
-        if self.preconditioner is not None:
-            known, wanted = _shapes(self.preconditioner), _shapes(u)
-            u.take(self.preconditioner.restricted([key for key in wanted if known.get(key) == wanted[key]]))
-        return u
-
-    def _preconditioned(self, gradients: dict[str, Tensor]) -> Mapping[str, Tensor]:
+    def _preconditioned(
+        self, parameters: Mapping[str, Tensor], gradients: dict[str, Tensor]
+    ) -> Mapping[str, Tensor | None]:
         if self.preconditioner is None:
             return {}
         with torch.no_grad(), no_autocast(gradients):
-            steered = self.preconditioner.steer(gradients, reuse=True)
+            steered: Steered | Shared
+            if self._team is not None and self._division is not None and self._team.shard:
+                steered = self._team.steer(self._division, self.preconditioner, parameters, gradients)
+            else:
+                steered = self.preconditioner.steer(gradients, reuse=True)
         if steered.turned:
             self.stats.turned += len(steered.turned)
             self._warn("turned", f"U would have turned the gradient of {steered.turned[0]!r} around")
@@ -281,10 +336,17 @@ class LLQR(Optimizer):
     # --- state ---
 
     def state_dict(self) -> dict[str, Any]:
-        """The base's, with what LLQR adds under "llqr": tensors and builtins alone."""
+        """The base's, with what LLQR adds under "llqr": tensors and builtins alone.
+
+        All of U is in it, also where each rank holds its own blocks (`shard`): then every rank has to call this, also those
+        that throw it away.
+        """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        own = State.of(self._schedule.step, self.preconditioner, self.stats)
+        u = self.preconditioner
+        if u is not None and self._division is not None:
+            u = self._division.whole(u)
+        own = State.of(self._schedule.step, u, self.stats)
         state: dict[str, Any] = {**self.base.state_dict(), KEY: own.as_dict()}
         for after in self._optimizer_state_dict_post_hooks.values():
             state = after(self, state) or state
@@ -300,17 +362,13 @@ class LLQR(Optimizer):
             state_dict = before(self, state_dict) or state_dict
         plain = KEY not in state_dict
         own = State(0, None, Stats()) if plain else State.from_dict(state_dict.pop(KEY))
-        u = None
+        u, division = None, None
         if own.preconditioner is not None:
-            blocks = own.preconditioner["blocks"]
             parameters = stepped_parameters(self.base, self.model)
-            covered = [name for name, p in parameters.items() if p.requires_grad or name in blocks]
-            u = self._refit.identity(parameters, covered).restricted(blocks)
-            u.load_state_dict(own.preconditioner)
+            u, division = self._refit.blocks.blank(parameters, own.preconditioner["blocks"], self._team)
+            u.load_state_dict(own.preconditioner if division is None else division.part(own.preconditioner))
         self.base.load_state_dict(state_dict)
-        self.preconditioner, self.stats = u, own.stats
-        self._schedule.go_to(own.step)
-        self._hook.forget()
+        self._resume(own, u, division)
         if plain:
             warnings.warn(
                 "the state is of a plain optimizer: U begins at the identity", LLQRWarning, stacklevel=callers_level()
@@ -318,7 +376,18 @@ class LLQR(Optimizer):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
+    def _resume(self, own: State, u: Preconditioner | None, division: Division | None) -> None:
+        """Go on from there."""
+        self.preconditioner, self._division, self.stats = u, division, own.stats
+        self.stats.memory = 0 if u is None else u.memory
+        self._schedule.go_to(own.step)
+        self._hook.forget()
+
     def __getstate__(self) -> dict[str, Any]:
+        if self._team is not None:
+            raise LLQRError(
+                "an optimizer of several ranks holds their process group, which can't be copied or pickled: use state_dict()"
+            )
         left_out = {"_hook", "_unhook", "_warned", "_stepped", "step"}  # `step` where a scheduler has wrapped it
         return {
             name: value
@@ -341,7 +410,7 @@ class LLQR(Optimizer):
         refit, stats = self._refit, self.stats
         settings = [
             f"divergence={refit.divergence!r}",
-            f"structure={refit.structure!r}",
+            f"structure={refit.blocks.structure!r}",
             f"every={self._schedule.every!r}, steps={refit.steps}, solver={refit.solver!r}",
             f"ema={self.ema}, damping={refit.damping!r}, chunk_size={refit.chunk_size}, warm_start={self.warm_start}",
             f"training={refit.training}, trust={refit.trust}",
@@ -354,46 +423,6 @@ class LLQR(Optimizer):
         return "LLQR(\n  " + ",\n  ".join([*settings, *counts, f"base={base}"]) + "\n)"
 
 
-def _check_base(base: Optimizer, model: nn.Module) -> None:
-    if not isinstance(base, Optimizer):
-        raise LLQRError(
-            "LLQR wraps an optimizer, as in LLQR(torch.optim.SGD(model.parameters(), lr=0.1), model); got "
-            f"{type(base).__name__}"
-        )
-    if isinstance(base, LLQR):
-        raise LLQRError("the base is an LLQR already: wrap the optimizer inside it")
-    if isinstance(getattr(base, "optimizer", None), Optimizer):
-        raise LLQRError(
-            f"the base is a {type(base).__name__}, a framework's wrapper around an optimizer: give LLQR the optimizer inside, "
-            "and LLQR to the framework, as in accelerator.prepare(LLQR(optimizer, model))"
-        )
-    if isinstance(base, torch.optim.LBFGS):
-        raise LLQRError(
-            "LBFGS evaluates its closure several times a step, and U can't come between: wrap another optimizer"
-        )
-    if not isinstance(model, nn.Module):
-        raise LLQRError(f"the second argument is the model, an nn.Module; got {type(model).__name__}")
-
-
 def _evaluated(closure: Closure) -> Any:
     with torch.enable_grad():
         return closure()
-
-
-def _shapes(u: Preconditioner) -> dict[str, Any]:
-    return {key: (group.structure, group.shapes) for group in u.groups for key in group.keys}
-
-
-def _checked_ema(ema: float) -> float:
-    if isinstance(ema, bool) or not isinstance(ema, (int, float)) or not 0 <= ema < 1:
-        raise LLQRError(f"ema is at least 0 (U is the last fit) and below 1, not {ema!r}")
-    return float(ema)
-
-
-def _checked_batch(batch: Any) -> Batch:
-    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        raise LLQRError(
-            "refit_batch returns a pair (inputs, targets), with None for targets where the divergence needs none; got "
-            f"{type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, Collection) else "")
-        )
-    return batch[0], batch[1]

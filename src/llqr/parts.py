@@ -18,6 +18,14 @@ from llqr.linearize import Linearization, SecondDerivative
 from llqr.recorder import Parameters, Recorder
 
 
+@dataclass(frozen=True)
+class Portion:
+    """How much a batch counts, where it is a part of a larger one: in means over variables, and in means over examples."""
+
+    variables: float = 1.0
+    examples: float = 1.0
+
+
 @dataclass
 class Problem:
     """What the chunks of one batch have in common."""
@@ -27,6 +35,7 @@ class Problem:
     loss_fn: Loss | None
     terms: list[tuple[float, Term]]
     places: dict[str | int, str]
+    portion: Portion = Portion()
     examined: bool = False
     """Whether the formulas in model and loss were looked at."""
 
@@ -49,6 +58,8 @@ class Part:
 
     def __init__(self, problem: Problem, piece: Piece, keep: bool) -> None:
         self._problem, self._piece, self._keep = problem, piece, keep
+        self._share = piece.share * problem.portion.variables
+        self._examples = piece.examples * problem.portion.examples
         self._recorded: _Recorded | None = None
         self._trusted = False
         self._seen: BasePoint | None = None
@@ -121,14 +132,14 @@ class Part:
     def _factor(self, term: OutputTerm | ActivationTerm) -> float:
         if term.additive:
             return 1.0
-        return self._piece.share if isinstance(term, OutputTerm) else self._piece.examples
+        return self._share if isinstance(term, OutputTerm) else self._examples
 
     def _record(self) -> _Recorded:
         """Run the chunk and record what its products need; kept if the whole batch is one chunk."""
         if self._recorded is not None:
             return self._recorded
         problem = self._problem
-        steep = [(weight * self._piece.share, term) for weight, term in problem.steep()]
+        steep = [(weight * self._share, term) for weight, term in problem.steep()]
         arguments = (problem.recorder, problem.parameters, self._piece.inputs)
         second = SecondDerivative(*arguments) if steep else None
         linear = Linearization(*arguments) if problem.has_flat() or second is None else None
@@ -141,7 +152,7 @@ class Part:
             second.of(lambda x: torch.stack([weight * term.psi(x, base) for weight, term in steep]).sum())
         self._examine(base, slope, second)
         if slope is not None:
-            cotangents = [slope * self._piece.share, *(torch.zeros_like(value) for value in run.values[1:])]
+            cotangents = [slope * self._share, *(torch.zeros_like(value) for value in run.values[1:])]
             gradient = linear.pull_first(cotangents) if linear is not None else run.pull(cotangents)
         recorded = _Recorded(linear, second, base, gradient)
         if self._keep:

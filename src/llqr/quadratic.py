@@ -19,7 +19,7 @@ from llqr.chunks import Batch, check_independence, check_losses, pieces
 from llqr.divergences import Divergence, Newton, OutputTerm, Term, resolve
 from llqr.errors import LLQRError, unknown
 from llqr.naming import PerLayer
-from llqr.parts import Part, Problem
+from llqr.parts import Part, Portion, Problem
 from llqr.precision import no_autocast, raised
 from llqr.recorder import Parameters, Recorder, Selector
 
@@ -30,7 +30,9 @@ class QuadraticModel:
     def __init__(
         self, parameters: Parameters, parts: list[Part], gradient: Parameters, diagonal: dict[str, float]
     ) -> None:
-        self._parameters, self._parts, self._diagonal = parameters, parts, diagonal
+        self._parameters, self._parts = parameters, parts
+        self.diagonal = diagonal
+        """What damping and L2 terms put on H's diagonal, by parameter name."""
         self._versions = [parameter._version for parameter in parameters.values()]
         self.gradient = gradient
         """g of the mean loss, by parameter name."""
@@ -53,6 +55,7 @@ class QuadraticModel:
         shared: Collection[str | int] = (),
         only: Collection[str] | None = None,
         closure: Callable[[], Tensor] | None = None,
+        portion: Portion | None = None,
     ) -> QuadraticModel:
         """Build the model of one step.
 
@@ -72,6 +75,8 @@ class QuadraticModel:
             only: the names of the parameters to step; the others are held fixed.
             closure: returns the loss, for divergences of the loss alone (Newton); it calls the model itself, in place of
                 `model(inputs)`, and `inputs` may be ().
+            portion: how much this batch counts, where it is a part of a larger one: the quadratic models of the parts add up to
+                that of the whole then, but for the diagonal.
         """
         terms = list(resolve(divergence).terms())
         if closure is not None:
@@ -88,7 +93,7 @@ class QuadraticModel:
         diagonal = sites.diagonal(model, parameters, terms, damping)
         places = sites.metric_modules(model, terms)
         recorder = Recorder(model, list(places.values()), output, training, chunk_size is None, closure)
-        problem = Problem(recorder, parameters, loss_fn if needs_loss else None, terms, places)
+        problem = Problem(recorder, parameters, loss_fn if needs_loss else None, terms, places, portion or Portion())
         targets = raised(targets)
         cut = pieces(model, batch, targets, weights, chunk_size, training, bool(places))
         parts = [Part(problem, piece, keep=chunk_size is None) for piece in cut]
@@ -110,19 +115,21 @@ class QuadraticModel:
 
     def curvature(self, direction: Mapping[str, Tensor]) -> Parameters:
         """H·v, damping included."""
+        product = self.product(direction)
+        return {name: torch.add(product[name], v.detach(), alpha=self.diagonal[name]) for name, v in direction.items()}
+
+    def product(self, direction: Mapping[str, Tensor]) -> Parameters:
+        """What the batch contributes to H·v: all but the diagonal."""
         self._check(direction)
         direction = self._raised(direction)
         with no_autocast(direction):
-            product = _total(part.curvature(direction) for part in self._parts)
-        return {name: torch.add(product[name], v, alpha=self._diagonal[name]) for name, v in direction.items()}
+            return _total(part.curvature(direction) for part in self._parts)
 
     def bend(self, direction: Mapping[str, Tensor]) -> float:
         """v·Hv, damping included; without the way back through the network where H is JᵀWJ."""
         self._check(direction)
         direction = self._raised(direction)
-        damped = sum(
-            self._diagonal[name] * float((v * v).sum()) for name, v in direction.items() if self._diagonal[name]
-        )
+        damped = sum(self.diagonal[name] * float((v * v).sum()) for name, v in direction.items() if self.diagonal[name])
         with no_autocast(direction):
             return damped + sum(part.bend(direction) for part in self._parts)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from llqr.errors import LLQRError, NonFiniteError
 from llqr.preconditioner import Preconditioner
 from llqr.solvers import Problem, Quadratic, ScaleFree, Solver
+from llqr.solvers.totals import ALONE, totals_of
 from llqr.structures.assign import StructureSpec
 
 __all__ = ["Quadratic", "fit"]
@@ -33,6 +34,8 @@ def fit(
         )
     solver = checked_solver(solver, steps)
     gradient = q.gradient
+    if not gradient and totals_of(q) is ALONE:
+        raise LLQRError("the quadratic model has no parameters")
     _check(gradient)
     u = Preconditioner.identity(gradient, structure)
     if start is not None:
@@ -53,8 +56,6 @@ def checked_solver(solver: Solver | None, steps: int) -> Solver:
 
 
 def _check(gradient: Mapping[str, Tensor]) -> None:
-    if not gradient:
-        raise LLQRError("the quadratic model has no parameters")
     for name, value in gradient.items():
         if not torch.isfinite(value).all():
             raise NonFiniteError(f"the gradient of {name!r} has values that are not finite")

@@ -129,6 +129,24 @@ def compare(
 
 
 @app.command()
+def scaling(
+    ranks: Annotated[
+        list[int] | None, typer.Option(min=1, help="Numbers of ranks; may be given several times.")
+    ] = None,
+    bandwidth: Annotated[float, typer.Option(min=0.001, help="Gigabytes a second through a rank.")] = 50.0,
+    arithmetic: Annotated[float, typer.Option(min=0.001, help="Teraflops of a rank, as reached in training.")] = 400.0,
+    single: Annotated[float, typer.Option(min=0.001, help="Teraflops of a rank in float32, in which U acts.")] = 50.0,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a training step, on all ranks.")] = 4_000_000,
+    every: Annotated[int, typer.Option(min=1, help="Steps between refits.")] = 500,
+    steps: Annotated[int, typer.Option(min=1, help="Inner steps of a refit.")] = 25,
+) -> None:
+    """What U costs a network of 6.7 billion parameters on many ranks, counted: memory, messages, time (docs/scaling.md)."""
+    from llqr_lab.scaling import Machine, show
+
+    show(ranks or [8, 64, 1024], Machine(1e9 * bandwidth, 1e12 * arithmetic, 1e12 * single, tokens), every, steps)
+
+
+@app.command()
 def rosenbrock(
     output: Annotated[Path, typer.Option(callback=writable_file, help="The JSON file to write.")] = Path(
         "results/rosenbrock.json"

@@ -68,13 +68,16 @@ def staleness(optimizer: LLQR, inputs: Inputs, targets: Any, loss_fn: Loss) -> S
         raise LLQRError(f"staleness is that of an LLQR's U; this is a {type(optimizer).__name__}")
     if optimizer.preconditioner is None:
         raise LLQRError("there is no U yet: it is the identity until the first refit")
+    if optimizer._team is not None:
+        raise LLQRError("how stale U is can be told where one process trains, and not yet among several")
     parameters = stepped_parameters(optimizer.base, optimizer.model)
     source = Source(gradients_of(parameters), None, None, (inputs, targets), loss_fn)
     refit = optimizer._refit
     with optimizer._hook.listening(False), no_autocast(parameters):
         q = refit.objective(optimizer.base, parameters, source)
-        current = optimizer._current(parameters)
-        return compare_fits(q, current, refit.structures(parameters, list(q.gradient)), refit.solver, refit.steps)
+        names = list(q.gradient)
+        current = refit.blocks.current(parameters, names, optimizer.preconditioner)
+        return compare_fits(q, current, refit.blocks.structures(parameters, names), refit.solver, refit.steps)
 
 
 def _objectives(q: Quadratic, u: Preconditioner) -> tuple[float, float]:

@@ -80,8 +80,8 @@ def gradients_of(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 @contextmanager
-def replaced(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> Iterator[None]:
-    """Other gradients for a while."""
+def replaced(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor | None]) -> Iterator[None]:
+    """Other gradients for a while; None for none."""
     kept = [(parameters[name], parameters[name].grad) for name in gradients]
     for name, gradient in gradients.items():
         parameters[name].grad = gradient

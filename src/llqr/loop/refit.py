@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from glob import escape
+from dataclasses import dataclass, is_dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -13,22 +12,25 @@ from torch.optim import Optimizer
 
 from llqr import sites
 from llqr.checks import Inputs, Loss, as_arguments, tensors_in
+from llqr.chunks import Batch as Batched
 from llqr.chunks import check_chunk_size
+from llqr.distributed.divided import Divided
+from llqr.distributed.division import Division
 from llqr.divergences import L2, Divergence, Newton, OutputTerm
 from llqr.errors import LLQRError
+from llqr.loop.blocks import Blocks
 from llqr.loop.closures import Closure, loss_of_output, tensor_alone, whole_loss
 from llqr.loop.gradients import check_parameters
 from llqr.loop.trust import DEFAULT, check_trust, trusted
 from llqr.naming import PerLayer
+from llqr.parts import Portion
 from llqr.precision import is_low, raised
 from llqr.preconditioner import Preconditioner
 from llqr.quadratic import QuadraticModel
 from llqr.recorder import Selector
 from llqr.relaxation import checked_solver, fit
 from llqr.solvers import Quadratic, Solver
-from llqr.structures.assign import StructureSpec, assign
-from llqr.structures.base import Structure
-from llqr.structures.stacks import identity_groups
+from llqr.solvers.totals import totals_of
 
 LONGEST = 100.0
 """How many times as long as g may U g be where the curvature along it is negative, and J has no bottom."""
@@ -54,6 +56,8 @@ class Source:
     closure: Closure | None = None
     batch: Batch | None = None
     loss_fn: Loss | None = None
+    division: Division | None = None
+    """Among the ranks that fit it together, each on its own batch."""
 
 
 class Fitted(NamedTuple):
@@ -71,7 +75,7 @@ class Refit:
     called: nn.Module
     """What the loop calls: the model, or a wrapper of torch.compile around it."""
     divergence: Divergence
-    structure: StructureSpec
+    blocks: Blocks
     solver: Solver | None
     steps: int
     damping: PerLayer
@@ -103,26 +107,22 @@ class Refit:
         """Raise now for what a refit would raise for: structures, metrics and dampings that fit no part of the model."""
         check_parameters(parameters)
         terms = list(self.divergence.terms())
-        identity_groups({name: p.detach().to("meta") for name, p in parameters.items()}, self.structure)
+        self.blocks.layout(parameters, parameters)
         sites.diagonal(self.model, parameters, terms, self.damping)
         sites.metric_modules(self.model, terms)
 
-    def identity(self, parameters: Mapping[str, Tensor], only: Collection[str]) -> Preconditioner:
-        """U = I for some of the parameters."""
-        return Preconditioner.identity({name: parameters[name] for name in only}, self.structures(parameters, only))
-
-    def structures(self, parameters: Mapping[str, Tensor], only: Collection[str]) -> dict[str, Structure]:
-        """By name; a pattern for frozen parameters alone is no mistake, so the patterns are held against all of them."""
-        assigned = assign(self.structure, parameters)
-        return {escape(name): assigned[name] for name in only}
+    def settings(self) -> tuple[object, ...]:
+        """What decides what a refit does, in words; ranks that fit together have to have the same."""
+        solver = self.solver if is_dataclass(self.solver) else type(self.solver).__name__
+        return (self.steps, solver, self.trust, [type(term).__name__ for _, term in self.divergence.terms()])
 
     def __call__(
         self, base: Optimizer, parameters: Mapping[str, Tensor], source: Source, start: Preconditioner | None
     ) -> Fitted:
         """U of the parameters that require a gradient, fitted from the identity or from `start`."""
         q = self.objective(base, parameters, source)
-        u = fit(q, self.structures(parameters, list(q.gradient)), self.solver, self.steps, start)
-        return Fitted(u, _fault(q.gradient, u, start))
+        u = fit(q, self.blocks.structures(parameters, list(q.gradient)), self.solver, self.steps, start)
+        return Fitted(u, _fault(q, u, start))
 
     def objective(self, base: Optimizer, parameters: Mapping[str, Tensor], source: Source) -> Quadratic:
         """The quadratic model that J is of: the batch's, or with `trust` that of the base's step."""
@@ -130,12 +130,12 @@ class Refit:
         q = self._quadratic(only, source)
         return trusted(q, base, {name: parameters[name] for name in only}, self.trust) if self.trust else q
 
-    def _quadratic(self, only: list[str], source: Source) -> QuadraticModel:
+    def _quadratic(self, only: list[str], source: Source) -> Quadratic:
         if source.batch is not None:
             inputs, targets = source.batch
             loss_fn = source.loss_fn or self.loss_fn
             if loss_fn is not None:
-                return self._build(only, inputs, targets, loss_fn)
+                return self._build(only, source.division, inputs, targets, loss_fn)
         else:
             inputs = source.seen if source.seen is not None else ()
         if not source.gradients:
@@ -146,7 +146,9 @@ class Refit:
         gradient = {name: source.gradients[name] for name in only if name in source.gradients}
         if self._needs_loss and self._loss_alone:
             closure = (source.closure if source.batch is None else None) or self._own_loss(inputs)
-            return self._build(only, inputs, gradient=gradient, closure=whole_loss(closure, self.model))
+            return self._build(
+                only, source.division, inputs, gradient=gradient, closure=whole_loss(closure, self.model)
+            )
         if inputs == ():
             raise LLQRError(
                 "there are no inputs to refit on: the model wasn't called (by model(...), with gradients on) since the last "
@@ -159,7 +161,7 @@ class Refit:
                 "keywords, as in model(**batch)"
             )
         if not self._needs_loss:
-            return self._build(only, inputs, gradient=gradient)
+            return self._build(only, source.division, inputs, gradient=gradient)
         if source.closure is None or source.batch is not None:
             raise LLQRError(self._loss_wanted())
         if self.output is not None:
@@ -168,19 +170,22 @@ class Refit:
                 "is given that part, and a refit_batch"
             )
         loss = loss_of_output(self.called, source.closure)
-        return self._build(only, inputs, None, loss, gradient, output=tensor_alone)
+        return self._build(only, source.division, inputs, None, loss, gradient, output=tensor_alone)
 
     def _build(
         self,
         only: list[str],
+        division: Division | None,
         inputs: Inputs,
         targets: Any = None,
         loss_fn: Loss | None = None,
         gradient: dict[str, Tensor] | None = None,
         closure: Callable[[], Tensor] | None = None,
         output: Selector | None = None,
-    ) -> QuadraticModel:
-        return QuadraticModel.build(
+    ) -> Quadratic:
+        weights = None if self.weights is None or closure is not None else self.weights(inputs)
+        by_closure = closure is not None or output is not None
+        q = QuadraticModel.build(
             self.model,
             inputs,
             targets,
@@ -189,13 +194,25 @@ class Refit:
             self.damping,
             self.chunk_size,
             output=output or self.output,
-            weights=None if self.weights is None or closure is not None else self.weights(inputs),
+            weights=weights,
             training=self.training,
             gradient=gradient,
             only=only,
             closure=closure,
             shared=self.shared,
+            portion=None if division is None else self._portion(division, None if by_closure else inputs, weights),
         )
+        return q if division is None else Divided(q, division, joined=gradient is not None)
+
+    def _portion(self, division: Division, inputs: Inputs | None, weights: Tensor | None) -> Portion:
+        """How much this rank's batch counts among all of them: by its examples, and by the weights of its variables.
+
+        The losses of closures count alike, as they do in the gradients that DistributedDataParallel averages.
+        """
+        count = 1 if inputs is None else Batched(inputs, self.shared).count
+        variables = float(count if weights is None else weights.sum())
+        all_variables, examples = division.ranks.sums([variables, count])
+        return Portion(variables / all_variables, count / examples)
 
     def _own_loss(self, inputs: Inputs) -> Closure:
         """The loss that the model's output carries, as transformers' models do when they are given labels."""
@@ -224,7 +241,7 @@ def check_callable(name: str, value: object) -> None:
         raise LLQRError(f"{name} is a function, not a {type(value).__name__}")
 
 
-def _fault(gradient: Mapping[str, Tensor], u: Preconditioner, start: Preconditioner | None) -> str | None:
+def _fault(q: Quadratic, u: Preconditioner, start: Preconditioner | None) -> str | None:
     """A fit is taken if J has fallen, by its own measure or with negative curvature counted as positive.
 
     Where H is negative along the step (Newton), J has no bottom and falls the further the longer the step; solvers that don't
@@ -232,26 +249,29 @@ def _fault(gradient: Mapping[str, Tensor], u: Preconditioner, start: Preconditio
     """
     if not u.history or not math.isfinite(u.history[0]):
         return "J isn't finite at the start of the fit"
-    if not u.is_finite():
+    if any(totals_of(q).sums([float(not u.is_finite())])):
         return "U isn't finite"
     before, after = u.history[0], u.history[-1]
-    decline, length = _along(gradient, u)
+    decline, length = _along(q, u)
     if after < decline and length > LONGEST:
         return f"the curvature along U g is negative, and U g {length:.3g} times as long as g"
-    if after <= before or _merit(after, gradient, u) <= _merit(before, gradient, start):
+    if after <= before or _merit(after, q, u) <= _merit(before, q, start):
         return None
     return f"J went from {before:.6g} to {after:.6g}"
 
 
-def _merit(value: float, gradient: Mapping[str, Tensor], u: Preconditioner | None) -> float:
+def _merit(value: float, q: Quadratic, u: Preconditioner | None) -> float:
     """g·δ + ½ |δ·Hδ| with δ = -U g, given J = g·δ + ½ δ·Hδ."""
-    decline, _ = _along(gradient, u)
+    decline, _ = _along(q, u)
     return decline + abs(value - decline)
 
 
-def _along(gradient: Mapping[str, Tensor], u: Preconditioner | None) -> tuple[float, float]:
+def _along(q: Quadratic, u: Preconditioner | None) -> tuple[float, float]:
     """g·δ with δ = -U g, and ‖δ‖/‖g‖."""
+    gradient, totals = q.gradient, totals_of(q)
     step = gradient if u is None else u.apply(gradient)
-    decline = -sum(float((g * step[name]).sum()) for name, g in gradient.items())
-    length, own = (math.hypot(*(float(part.norm()) for part in parts.values())) for parts in (step, gradient))
+    (decline,) = totals.sums([-sum(float((g * step[name]).sum()) for name, g in gradient.items())])
+    length, own = totals.norms(
+        [math.hypot(*(float(part.norm()) for part in parts.values())) for parts in (step, gradient)]
+    )
     return decline, length / own if own else 0.0

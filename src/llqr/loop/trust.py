@@ -23,6 +23,7 @@ from torch.optim import SGD, Optimizer
 
 from llqr.errors import LLQRError
 from llqr.solvers import Quadratic, bend
+from llqr.solvers.totals import totals_of
 
 DEFAULT = 0.1
 """ρ with the default solver; docs/choosing.md has the measurements."""
@@ -32,7 +33,7 @@ class Trusted:
     """A quadratic model with √η H √η + ρ I in place of H; η may differ between parameters."""
 
     def __init__(self, model: Quadratic, rates: Mapping[str, float], trust: float) -> None:
-        self.gradient = model.gradient
+        self.gradient, self.totals = model.gradient, totals_of(model)
         self._model, self._trust = model, trust
         self._roots = {name: math.sqrt(rates[name]) for name in model.gradient}
 
@@ -75,6 +76,6 @@ def _rate(group: Mapping[str, Any]) -> float:
 
 
 def _inverse_curvature(model: Quadratic) -> float:
-    curved = bend(model, dict(model.gradient))
-    square = sum(float(g.square().sum()) for g in model.gradient.values())
+    squares = sum(float(g.square().sum()) for g in model.gradient.values())
+    curved, square = totals_of(model).sums([bend(model, dict(model.gradient)), squares])
     return square / abs(curved) if curved else 1.0

@@ -13,7 +13,7 @@ from llqr.preconditioner import Change
 def inner(left: Change, right: Change) -> float:
     """⟨left, right⟩ over all tensors."""
     parts = [torch.sum(a[name] * b[name]) for a, b in zip(left, right, strict=True) for name in a]
-    return float(torch.stack(parts).sum())
+    return float(torch.stack(parts).sum()) if parts else 0.0
 
 
 def norm(change: Change) -> float:

@@ -9,8 +9,8 @@ import torch
 
 from llqr.preconditioner import Change, Preconditioner
 from llqr.solvers.base import NOTHING_TO_GAIN, Solver
-from llqr.solvers.changes import combine, inner, negative, norm
-from llqr.solvers.problem import Problem, add, dot
+from llqr.solvers.changes import combine, negative
+from llqr.solvers.problem import Problem, add
 
 LONGEST = 10.0
 """The longest step, relative to the norm of U at the start."""
@@ -28,48 +28,47 @@ class ConjugateGradient(Solver):
     def solve(self, problem: Problem, u: Preconditioner, steps: int) -> Preconditioner:
         point = problem.at(u)
         product = problem.curvature(point.step)
-        longest = LONGEST * norm([group.tensors for group in u.groups])
+        longest = LONGEST * problem.norm([group.tensors for group in u.groups])
+        degree = problem.degree(u)
         history = [problem.value(point.step, product)]
         direction: Change | None = None
         before: tuple[Change, float] | None = None
         for _ in range(steps):
             slope = problem.slope(product)
             gradient = point.pullback(slope)
-            squared = inner(gradient, gradient)
+            squared = problem.inner(gradient, gradient)
             if not 0 < squared < math.inf:
                 break
             descent = negative(gradient)
             if direction is not None and before is not None:
-                beta = (squared - inner(gradient, before[0])) / before[1]
+                beta = (squared - problem.inner(gradient, before[0])) / before[1]
                 direction = combine(descent, direction, max(beta, 0.0))
-            if direction is None or inner(direction, gradient) >= 0:
+            if direction is None or problem.inner(direction, gradient) >= 0:
                 direction = descent
             before = (gradient, squared)
 
             first = point.derivative(direction)
             first_product = problem.curvature(first)
-            decline, bend = dot(slope, first), dot(first, first_product)
-            limit = longest / norm(direction)
+            decline, bend = problem.dots((slope, first), (first, first_product))
+            limit = longest / problem.norm(direction)
             length = min(-decline / abs(bend), limit) if bend else limit
             new_product = add(product, first_product, length)
-            if u.degree > 1:
+            if degree > 1:
                 trial = problem.at(u.moved(direction, length)).step
                 second = [(t - s - length * f) / length**2 for t, s, f in zip(trial, point.step, first, strict=True)]
                 second_product = problem.curvature(second)
-                coefficients = [
-                    decline,
-                    bend / 2 + dot(slope, second),
-                    dot(first, second_product),
-                    dot(second, second_product) / 2,
-                ]
+                square, cubic, quartic = problem.dots(
+                    (slope, second), (first, second_product), (second, second_product)
+                )
+                coefficients = [decline, bend / 2 + square, cubic, quartic / 2]
                 length = _minimum(coefficients, length, limit)
                 new_product = add(add(product, first_product, length), second_product, length**2)
             new = problem.at(u.moved(direction, length))
-            if u.degree > 2:
+            if degree > 2:
                 new_product = problem.curvature(new.step)
             value = problem.value(new.step, new_product)
             gained = history[-1] - value
-            if not (gained > 0 and new.u.is_finite()):
+            if not (gained > 0 and problem.is_finite(new.u)):
                 break
             u, point, product = new.u, new, new_product
             history.append(value)

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 from llqr.preconditioner import Change, Preconditioner
 from llqr.solvers.base import Solver
-from llqr.solvers.changes import norm
 from llqr.solvers.problem import Problem
 
 Rule = Callable[[Change], tuple[Change, float]]
@@ -42,11 +41,11 @@ class FirstOrder(Solver):
                 break
             gradient = point.pullback(problem.slope(product))
             del point, product  # they hold U's tensors and the gradient's
-            if step == 0 and norm(gradient) == 0:
+            if step == 0 and problem.norm(gradient) == 0:
                 break
             direction, length = rule(gradient)
             del gradient  # as large as U; not to be there beside the next one
-            if not math.isfinite(norm(direction)):
+            if not math.isfinite(problem.norm(direction)):
                 break
             u.move_(direction, length)
         return u.with_history(history)

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from llqr.preconditioner import Change, Preconditioner
+from llqr.solvers import changes
+from llqr.solvers.totals import totals_of
 
 
 class Quadratic(Protocol):
@@ -38,16 +40,20 @@ Stacks = list[Tensor]
 
 
 class Problem:
-    """J for a quadratic model and preconditioners with the blocks of `u`."""
+    """J for a quadratic model and preconditioners with the blocks of `u`.
+
+    Where the model holds a part of the parameters and others hold the rest, stacks and changes are of that part, and every
+    number that comes from one of the methods here is of the whole.
+    """
 
     def __init__(self, model: Quadratic, u: Preconditioner) -> None:
-        self.model, self.groups = model, [group.layout() for group in u.groups]
+        self.model, self.groups, self._totals = model, [group.layout() for group in u.groups], totals_of(model)
         self.gradient: Stacks = [group.gather(model.gradient).detach() for group in u.groups]
         self.descent: Stacks = [-part for part in self.gradient]
 
     def normalised(self) -> tuple[Problem, float]:
         """The problem with g/‖g‖ in place of g, and ‖g‖: its J is ‖g‖² times smaller, for the same U."""
-        factor = size(self.gradient)
+        (factor,) = self.sizes(self.gradient)
         scaled = copy.copy(self)
         scaled.gradient, scaled.descent = ([part / factor for part in x] for x in (self.gradient, self.descent))
         return scaled, factor
@@ -62,11 +68,13 @@ class Problem:
 
     def value(self, step: Stacks, product: Stacks, scale: float = 1.0) -> float:
         """J at scale · δ, given δ and Hδ."""
-        return scale * dot(self.gradient, step) + 0.5 * scale**2 * dot(step, product)
+        along, bend = self.dots((self.gradient, step), (step, product))
+        return scale * along + 0.5 * scale**2 * bend
 
     def value_at(self, step: Stacks) -> float:
         """J at δ, where Hδ itself isn't wanted."""
-        return dot(self.gradient, step) + 0.5 * bend(self.model, self._named(step))
+        along, curved = self._totals.sums([_dot(self.gradient, step), bend(self.model, self._named(step))])
+        return along + 0.5 * curved
 
     def slope(self, product: Stacks, scale: float = 1.0) -> Stacks:
         """P = g + Hδ at scale · δ, given Hδ."""
@@ -77,6 +85,38 @@ class Problem:
         for group, stack in zip(self.groups, step, strict=True):
             named.update(group.scatter(stack, self.model.gradient))
         return {name: named[name] for name in self.model.gradient}
+
+    def dots(self, *pairs: tuple[Stacks, Stacks]) -> list[float]:
+        """The inner products of pairs of stacks."""
+        return self._totals.sums([_dot(left, right) for left, right in pairs])
+
+    def dot(self, left: Stacks, right: Stacks) -> float:
+        return self.dots((left, right))[0]
+
+    def sizes(self, *stacks: Stacks) -> list[float]:
+        """Norms of stacks, also where squares are beyond float32."""
+        return self._totals.norms([_size(parts) for parts in stacks])
+
+    def inners(self, *pairs: tuple[Change, Change]) -> list[float]:
+        """The inner products of pairs of changes."""
+        return self._totals.sums([changes.inner(left, right) for left, right in pairs])
+
+    def inner(self, left: Change, right: Change) -> float:
+        return self.inners((left, right))[0]
+
+    def norm(self, change: Change) -> float:
+        """√⟨change, change⟩; not finite where one of the numbers isn't."""
+        return self._totals.norms([changes.norm(change)])[0]
+
+    def least(self, value: float) -> float:
+        """The least of what the holders of blocks have found."""
+        return self._totals.least(value)
+
+    def degree(self, u: Preconditioner) -> int:
+        return int(self._totals.most(u.degree))
+
+    def is_finite(self, u: Preconditioner) -> bool:
+        return self._totals.sums([float(not u.is_finite())])[0] == 0
 
 
 class Point:
@@ -100,19 +140,19 @@ class Point:
 
 
 def bend(model: Quadratic, direction: dict[str, Tensor]) -> float:
-    """v·Hv: half a product for a model that knows it without Hv."""
+    """v·Hv, the part of it that is here: half a product for a model that knows it without Hv."""
     if isinstance(model, Bending):
         return model.bend(direction)
     product = model.curvature(direction)
-    return dot(list(direction.values()), [product[name] for name in direction])
+    return _dot(list(direction.values()), [product[name] for name in direction])
 
 
-def dot(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
-    return float(torch.stack([torch.sum(a * b) for a, b in zip(left, right, strict=True)]).sum())
+def _dot(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
+    parts = [torch.sum(a * b) for a, b in zip(left, right, strict=True)]
+    return float(torch.stack(parts).sum()) if parts else 0.0
 
 
-def size(stacks: Sequence[Tensor]) -> float:
-    """‖stacks‖, also where squares are beyond float32."""
+def _size(stacks: Sequence[Tensor]) -> float:
     return math.hypot(*(float(torch.linalg.vector_norm(part, dtype=torch.float64)) for part in stacks))
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from llqr.preconditioner import Change, Preconditioner
 from llqr.solvers.base import NOTHING_TO_GAIN, Solver, positive
-from llqr.solvers.changes import block_norms, combine, inner, negative, per_block
-from llqr.solvers.problem import Point, Problem, Stacks, add, dot, size
+from llqr.solvers.changes import block_norms, combine, negative, per_block
+from llqr.solvers.problem import Point, Problem, Stacks, add
 
 LONGEST_TRIAL = 1.0
 """The most that a tensor moves to a trial point, relative to its norm."""
@@ -52,35 +52,35 @@ class ScaleFree(Solver):
 
     def _solve(self, problem: Problem, u: Preconditioner, steps: int) -> Preconditioner:
         point = problem.at(u)
-        state = _State(1.0, point, point.step, problem.curvature(point.step))
-        history = [state.value(problem)]
+        state = _State.of(problem, 1.0, point, point.step, problem.curvature(point.step))
+        history = [state.value]
         bounds = _Bounds(u, self.reach)
         state = replace(state, scale=bounds.scale(problem, state))
-        if not math.isfinite(history[0]) or not state.descends(problem):
+        if not math.isfinite(history[0]) or state.along == 0:
             return u.with_history(history)
-        best = (state.merit(problem), state)
-        advance = _along_tangent if u.degree == 1 else _along_chord
+        best = state
+        advance = _along_tangent if problem.degree(u) == 1 else _along_chord
         directions = _Directions(problem)
         for _ in range(steps):
-            before = state.value(problem)
-            best = min(best, (state.merit(problem), state), key=lambda pair: pair[0])
+            before = state.value
+            best = min(best, state, key=_State.merit)
             moved = advance(problem, state, directions, bounds)
-            if moved is None or not (moved.point.u.is_finite() and math.isfinite(moved.value(problem))):
+            if moved is None or not (problem.is_finite(moved.point.u) and math.isfinite(moved.value)):
                 break
             refused = moved.point is state.point  # a trial that was worse; the next is at another length
             state = moved
-            history.append(state.value(problem))
+            history.append(state.value)
             if not refused and abs(before - history[-1]) <= NOTHING_TO_GAIN * abs(history[-1]):
                 break
-        best = min(best, (state.merit(problem), state), key=lambda pair: pair[0])
+        best = min(best, state, key=_State.merit)
         if len(history) > 1:
-            history[-1] = best[1].value(problem)
-        return best[1].point.u.scaled(best[1].scale).with_history(history)
+            history[-1] = best.value
+        return best.point.u.scaled(best.scale).with_history(history)
 
 
 @dataclass(frozen=True)
 class _State:
-    """c, V with its derivatives, and its pair (δ, Hδ) for c = 1.
+    """c, V with its derivatives, and its pair (δ, Hδ) for c = 1, with g·δ and δ·Hδ.
 
     `chord` is the last chord's Rayleigh quotient of H and the length of the step along it.
     """
@@ -89,30 +89,35 @@ class _State:
     point: Point
     step: Stacks
     product: Stacks
+    along: float
+    bend: float
     chord: tuple[float, float] | None = None
 
-    def value(self, problem: Problem) -> float:
-        return problem.value(self.step, self.product, self.scale)
+    @classmethod
+    def of(cls, problem: Problem, scale: float, point: Point, step: Stacks, product: Stacks) -> _State:
+        along, bend = problem.dots((problem.gradient, step), (step, product))
+        return cls(scale, point, step, product, along, bend)
 
-    def merit(self, problem: Problem) -> float:
+    @property
+    def value(self) -> float:
+        """J."""
+        return self.scale * self.along + 0.5 * self.scale**2 * self.bend
+
+    def merit(self) -> float:
         """J with the curvature's absolute value: what steps are compared by, because J itself has no bottom where H is
         negative, and the longest step would win. The same as J where H is positive."""
-        bend = dot(self.step, self.product)
-        return self.value(problem) + self.scale**2 * max(0.0, -bend)
+        return self.value + self.scale**2 * max(0.0, -self.bend)
 
     def slope(self, problem: Problem) -> Stacks:
         return problem.slope(self.product, self.scale)
-
-    def descends(self, problem: Problem) -> bool:
-        return dot(problem.gradient, self.step) != 0
 
 
 class _Directions:
     """d ← -M∇J + β⁺ d, with β⁺ = max(0, ⟨M∇J, ∇J - ∇J_before⟩ / ⟨M∇J_before, ∇J_before⟩)."""
 
     def __init__(self, problem: Problem) -> None:
-        self._metric = []
-        negligible = NEGLIGIBLE**2 * dot(problem.gradient, problem.gradient)
+        self._problem, self._metric = problem, list[Tensor]()
+        negligible = NEGLIGIBLE**2 * problem.dot(problem.gradient, problem.gradient)
         for group, gradient in zip(problem.groups, problem.gradient, strict=True):
             squares = block_norms(gradient).square()
             spread = group.structure.spread(group.shape)
@@ -123,15 +128,16 @@ class _Directions:
         """The direction, of the blocks that are free to move; None where there is no descent left."""
         metric = [weight * open_ for weight, open_ in zip(self._metric, free, strict=True)]
         preconditioned = _weighted(metric, gradient)
-        squared = inner(preconditioned, gradient)
+        gradient_before = self._last[0] if self._last is not None else gradient
+        squared, overlap = self._problem.inners((preconditioned, gradient), (preconditioned, gradient_before))
         if not 0 < squared < math.inf:
             return None
         direction = descent = negative(preconditioned)
         if self._last is not None:
-            gradient_before, squared_before, direction_before = self._last
-            beta = (squared - inner(preconditioned, gradient_before)) / squared_before
+            _, squared_before, direction_before = self._last
+            beta = (squared - overlap) / squared_before
             direction = combine(descent, _weighted(free, direction_before), max(beta, 0.0))
-            if inner(direction, gradient) >= 0:
+            if self._problem.inner(direction, gradient) >= 0:
                 direction = descent
         self._last = (gradient, squared, direction)
         return direction
@@ -149,9 +155,8 @@ class _Bounds:
 
         |δ·Hδ| counts as ‖δ‖ ‖Hδ‖ / reach at least, so that a curvature that nearly cancels doesn't send c far away.
         """
-        decline, bend = dot(problem.gradient, state.step), abs(dot(state.step, state.product))
-        least = size(state.step) * size(state.product) / self._reach
-        scale = _ratio(-decline, max(bend, least))
+        least = math.prod(problem.sizes(state.step, state.product)) / self._reach
+        scale = _ratio(-state.along, max(abs(state.bend), least))
         return scale if 0 < scale < math.inf else state.scale
 
     def free(self, u: Preconditioner) -> list[Tensor]:
@@ -162,7 +167,7 @@ class _Bounds:
             masks.append(torch.stack(inside).all(0).to(group.dtype))
         return masks
 
-    def length(self, u: Preconditioner, direction: Change, relative: float = math.inf) -> float:
+    def length(self, problem: Problem, u: Preconditioner, direction: Change, relative: float = math.inf) -> float:
         """The longest a that leaves every tensor's norm within `reach` of that at the start, and moves none by more than
         `relative` of its norm (now or at the start, the larger)."""
         longest = math.inf
@@ -171,7 +176,7 @@ class _Bounds:
                 norms, moves = block_norms(tensor), block_norms(part[name])
                 room = (self._reach * start[name] - norms).minimum(relative * norms.maximum(start[name]))
                 longest = min(longest, float((room.clamp_min(0) / moves).masked_fill(moves == 0, math.inf).min()))
-        return longest
+        return problem.least(longest)
 
 
 def _along_tangent(problem: Problem, state: _State, directions: _Directions, bounds: _Bounds) -> _State | None:
@@ -182,12 +187,13 @@ def _along_tangent(problem: Problem, state: _State, directions: _Directions, bou
         return None
     tangent = state.point.derivative(direction)
     product = problem.curvature(tangent)
-    longest = bounds.length(state.point.u, direction)
-    length = min(_ratio(-dot(slope, tangent), state.scale * abs(dot(tangent, product))), longest)
+    longest = bounds.length(problem, state.point.u, direction)
+    decline, bend = problem.dots((slope, tangent), (tangent, product))
+    length = min(_ratio(-decline, state.scale * abs(bend)), longest)
     if not 0 < length < math.inf:
         return None
     moved = problem.at(state.point.u.moved(direction, length))
-    return _State(state.scale, moved, add(state.step, tangent, length), add(state.product, product, length))
+    return _State.of(problem, state.scale, moved, add(state.step, tangent, length), add(state.product, product, length))
 
 
 def _along_chord(problem: Problem, state: _State, directions: _Directions, bounds: _Bounds) -> _State | None:
@@ -196,32 +202,38 @@ def _along_chord(problem: Problem, state: _State, directions: _Directions, bound
     direction = directions.next(state.point.pullback(slope), bounds.free(state.point.u))
     if direction is None:
         return None
-    length = min(_predicted(state, slope, direction), bounds.length(state.point.u, direction, LONGEST_TRIAL))
+    length = min(
+        _predicted(problem, state, slope, direction), bounds.length(problem, state.point.u, direction, LONGEST_TRIAL)
+    )
     if not 0 < length < math.inf:
         return None
     trial = problem.at(state.point.u.moved(direction, length))
     trial_product = problem.curvature(trial.step)
     chord, product = add(trial.step, state.step, -1.0), add(trial_product, state.product, -1.0)
-    multiple = min(max(_multiple(problem, state, chord, product), STRETCH[0]), STRETCH[1])
-    quotient = _ratio(dot(chord, product), dot(chord, chord))
-    there = replace(state, point=trial, step=trial.step, product=trial_product)
+    g_chord, step_chord, chord_chord, square = problem.dots(
+        (problem.gradient, chord), (chord, state.product), (chord, product), (chord, chord)
+    )
+    multiple = min(max(_multiple(state, g_chord, step_chord, chord_chord), STRETCH[0]), STRETCH[1])
+    quotient = _ratio(chord_chord, square)
+    there = _State.of(problem, state.scale, trial, trial.step, trial_product)
     there = replace(there, scale=bounds.scale(problem, there))
-    better = there if there.merit(problem) < state.merit(problem) else state
+    better = there if there.merit() < state.merit() else state
     return replace(better, chord=(quotient, multiple * length))
 
 
-def _predicted(state: _State, slope: Stacks, direction: Change) -> float:
+def _predicted(problem: Problem, state: _State, slope: Stacks, direction: Change) -> float:
     """a₀ if H is along d as it was along the last chord; the geometric mean of that and of the last length."""
     tangent = state.point.derivative(direction)
-    quotient = state.chord[0] if state.chord else _ratio(dot(state.step, state.product), dot(state.step, state.step))
-    length = _ratio(-dot(slope, tangent), state.scale * abs(quotient) * dot(tangent, tangent))
+    decline, square, own = problem.dots((slope, tangent), (tangent, tangent), (state.step, state.step))
+    quotient = state.chord[0] if state.chord else _ratio(state.bend, own)
+    length = _ratio(-decline, state.scale * abs(quotient) * square)
     return math.sqrt(length * state.chord[1]) if state.chord and length > 0 else length
 
 
-def _multiple(problem: Problem, state: _State, chord: Stacks, product: Stacks) -> float:
-    """r of the (c, r) that minimise J(c (δ + r v)) for a chord v; with c as it is where no such pair is positive."""
-    g_step, g_chord = dot(problem.gradient, state.step), dot(problem.gradient, chord)
-    step_step, step_chord, chord_chord = dot(state.step, state.product), dot(chord, state.product), dot(chord, product)
+def _multiple(state: _State, g_chord: float, step_chord: float, chord_chord: float) -> float:
+    """r of the (c, r) that minimise J(c (δ + r v)) for a chord v, given g·v, v·Hδ and v·Hv; with c as it is where no such
+    pair is positive."""
+    g_step, step_step = state.along, state.bend
     determinant = step_step * chord_chord - step_chord**2
     if step_step > 0 and chord_chord > 0 and determinant > 1e-12 * step_step * chord_chord:
         scale = (step_chord * g_chord - chord_chord * g_step) / determinant

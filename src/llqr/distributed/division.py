@@ -1,0 +1,111 @@
+"""Division: which rank fits, and holds, which block of U."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from heapq import heapify, heapreplace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llqr.distributed.ranks import Ranks
+from llqr.errors import unknown
+from llqr.preconditioner import Preconditioner
+from llqr.structures.stacks import Group
+
+
+@dataclass(frozen=True)
+class Division:
+    """The blocks of U, and the rank that owns each; the same on all ranks."""
+
+    ranks: Ranks
+    shard: bool
+    """Each rank holds its own blocks; otherwise all hold all, and own blocks are what a rank fits."""
+    layout: Sequence[Group]
+    """All of U, on the meta device: names, structures and shapes without numbers."""
+    owners: Mapping[str, int]
+    """Of each block, by its name."""
+
+    @classmethod
+    def of(cls, ranks: Ranks, shard: bool, groups: Sequence[Group], before: Division | None = None) -> Division:
+        """Blocks that had an owner keep it; the others are dealt out by their bytes."""
+        layout = [_without_numbers(group) for group in groups]
+        sizes = {key: block_bytes(group) for group in layout for key in group.keys}
+        kept = {key: before.owners[key] for key in sizes if before is not None and key in before.owners}
+        return cls(ranks, shard, layout, deal(sizes, ranks.size, kept))
+
+    def keys(self, rank: int) -> list[str]:
+        """The blocks of a rank."""
+        return [key for group in self.layout for key in group.keys if self.owners[key] == rank]
+
+    def names(self) -> dict[int, list[str]]:
+        """The parameters that the blocks of each rank cover; ranks without a block are left out."""
+        covered: dict[int, list[str]] = {}
+        for group in self.layout:
+            for key, members in zip(group.keys, group.members, strict=True):
+                covered.setdefault(self.owners[key], []).extend(members)
+        return covered
+
+    def own(self) -> list[str]:
+        """The parameters of this rank's blocks."""
+        return self.names().get(self.ranks.rank, [])
+
+    def kept(self, part: Preconditioner) -> Preconditioner:
+        """What this rank holds, out of its own blocks."""
+        return part if self.shard else self._joined(part)
+
+    def held(self) -> list[str]:
+        """The parameters of the blocks that this rank holds."""
+        return self.own() if self.shard else [name for names in self.names().values() for name in names]
+
+    def part(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What this rank is to hold, out of the state of all of U."""
+        blocks = state["blocks"]
+        for key in blocks:
+            if key not in self.owners:
+                raise unknown("block", key, self.owners)
+        if not self.shard:
+            return state
+        return {**state, "blocks": {key: blocks[key] for key in self.keys(self.ranks.rank)}}
+
+    def whole(self, held: Preconditioner) -> Preconditioner:
+        """All of U, out of what this rank holds. Where that isn't all, every rank has to ask."""
+        return self._joined(held) if self.shard else held
+
+    def _joined(self, part: Preconditioner) -> Preconditioner:
+        device = self.ranks.device
+        groups = [
+            replace(group, tensors={name: torch.empty_like(t, device=device) for name, t in group.tensors.items()})
+            for group in self.layout
+        ]
+        u = Preconditioner(groups, part.history)
+        u.take(part)
+        held: dict[int, list[Tensor]] = {}
+        for key, tensors in u.blocks.items():
+            held.setdefault(self.owners[key], []).extend(tensors.values())
+        self.ranks.share(held)
+        return u
+
+
+def deal(sizes: Mapping[str, int], ranks: int, kept: Mapping[str, int] | None = None) -> dict[str, int]:
+    """An owner for each block: the largest first, each to the rank that holds the fewest bytes by then."""
+    owners = dict(kept or {})
+    held = [(0, rank) for rank in range(ranks)]
+    for key, owner in owners.items():
+        held[owner] = held[owner][0] + sizes[key], owner
+    heapify(held)
+    for key in sorted(sizes.keys() - owners.keys(), key=lambda key: (-sizes[key], key)):
+        load, owners[key] = held[0]
+        heapreplace(held, (load + sizes[key], owners[key]))
+    return owners
+
+
+def block_bytes(group: Group) -> int:
+    """Of one block."""
+    return group.structure.memory(group.shape, group.dtype.itemsize)
+
+
+def _without_numbers(group: Group) -> Group:
+    return replace(group, tensors={n: torch.empty_like(t, device="meta") for n, t in group.tensors.items()})

@@ -1,0 +1,61 @@
+"""Which processes train a model together, and what is inside the wrapper that makes them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from llqr.errors import LLQRError
+
+if TYPE_CHECKING:
+    from llqr.distributed.team import Team
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """What DistributedDataParallel wraps: a refit names parameters as it does, and calls it by itself."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def team_of(model: nn.Module, process_group: Any, shard: bool | None) -> Team | None:
+    """The ranks that train this model: those of the group that is given, of its wrapper, or else of the default group.
+
+    None where there is one process only.
+    """
+    if shard not in (None, True, False):
+        raise LLQRError(f"shard is True (each rank holds its own blocks of U), False (all of U) or None; not {shard!r}")
+    if not dist.is_available() or not dist.is_initialized():
+        if process_group is not None:
+            raise LLQRError("there is a process_group, and torch.distributed isn't initialised")
+        return None
+    from llqr.distributed import fsdp  # torch's DTensor takes a second to import, and most have no use for it
+    from llqr.distributed.ranks import Ranks
+    from llqr.distributed.team import Team
+
+    fsdp.check(model)
+    group = process_group
+    if group is None and isinstance(model, DistributedDataParallel):
+        group = model.process_group
+    if group is None:
+        group = fsdp.group_of(model) or dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):  # a group that this rank isn't in is none either
+        raise LLQRError(
+            "process_group is a group of torch.distributed that this rank is a member of, or None for that of the model's "
+            f"wrapper or else the default one; not {group!r}"
+        )
+    if dist.get_world_size(group) == 1:
+        return None
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    return Team(Ranks(group, device), model, shard)
+
+
+def refuse_latecomers(apart: bool) -> None:
+    """Raise where one process has become several since the optimizer was made, unless it was to train apart."""
+    if not apart and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise LLQRError(
+            "torch.distributed was initialised after LLQR was made, so it knows nothing of the other ranks: make it after "
+            "init_process_group(), or give it a process_group"
+        )

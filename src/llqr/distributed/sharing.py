@@ -1,0 +1,161 @@
+"""Sharing: U g at every step, where each rank holds its own blocks of U.
+
+Gradients go to the owners of their blocks, and U g comes back. Under DDP every rank has every gradient, and a step sends as
+many numbers as there are parameters, from the owners to all. Under FSDP2 a rank has a shard of each gradient: it sends it to
+the owner and gets a shard of U g for it, so a step sends twice the numbers of a rank's shards.
+
+What owners have noted (no gradient, a block turned around) travels along, so that all ranks do and count the same.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from llqr.distributed import fsdp
+from llqr.distributed.division import Division
+from llqr.preconditioner import Preconditioner
+from llqr.steering import Steered
+
+NO_GRADIENT, STEERED, UNKNOWN = range(3)
+"""What an owner says of a parameter: it has no gradient there; here is U g; U doesn't know it."""
+FINE, TURNED, NOT_FINITE = range(3)
+"""What an owner says of a block."""
+
+
+class Shared(NamedTuple):
+    """U g of all blocks (None: no gradient), and what the owners noted."""
+
+    gradients: dict[str, Tensor | None]
+    turned: list[str]
+    nonfinite: list[str]
+
+
+class Sharing(ABC):
+    """How gradients come to the owners of their blocks, and U g from there."""
+
+    def __init__(self, division: Division, parameters: Mapping[str, Tensor]) -> None:
+        self._division, self._ranks, self._parameters = division, division.ranks, parameters
+        self._names = {
+            owner: [name for name in names if name in parameters] for owner, names in division.names().items()
+        }
+        self._keys = {owner: division.keys(owner) for owner in self._names}
+
+    def fits(self, division: Division, parameters: Mapping[str, Tensor]) -> bool:
+        """Whether it was made for these."""
+        return self._division is division and self._parameters is parameters
+
+    @abstractmethod
+    def at_owner(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The gradients of this rank's blocks, whole; a collective operation."""
+
+    @abstractmethod
+    def _from_owners(self, steered: Mapping[str, Tensor], notes: dict[int, Tensor]) -> dict[str, Tensor]:
+        """U g of all parameters, in the form in which the parameters are here. `notes` are overwritten by the owners' own."""
+
+    def steer(self, u: Preconditioner, gradients: Mapping[str, Tensor]) -> Shared:
+        """U g of all blocks; `u` are this rank's."""
+        own = self.at_owner(gradients)
+        steered = u.steer(own, reuse=True)
+        notes = {owner: self._notes(owner, own, steered) for owner in self._names}
+        values = self._from_owners(steered.gradients, notes)
+        shared = Shared({}, [], [])
+        for owner, names in self._names.items():
+            said = list(map(int, notes[owner].tolist()))
+            for name, word in zip(names, said, strict=False):
+                if word != UNKNOWN:
+                    shared.gradients[name] = values[name] if word == STEERED else None
+            for key, word in zip(self._keys[owner], said[len(names) :], strict=True):
+                if word != FINE:
+                    (shared.turned if word == TURNED else shared.nonfinite).append(key)
+        return shared
+
+    def _notes(self, owner: int, own: Mapping[str, Tensor], steered: Steered) -> Tensor:
+        """A word for each parameter and each block of an owner, in the dtype of what it sends."""
+        names, keys = self._names[owner], self._keys[owner]
+        like = self._parameters[names[0]] if names else torch.empty(0)
+        words = [
+            NO_GRADIENT if name not in own else STEERED if name in steered.gradients else UNKNOWN for name in names
+        ]
+        words += [TURNED if key in steered.turned else NOT_FINITE if key in steered.nonfinite else FINE for key in keys]
+        return torch.tensor(words, dtype=like.dtype, device=like.device)
+
+
+class Replicated(Sharing):
+    """Every rank has every parameter and every gradient whole."""
+
+    def at_owner(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: gradients[name] for name in self._names.get(self._ranks.rank, ()) if name in gradients}
+
+    def _from_owners(self, steered: Mapping[str, Tensor], notes: dict[int, Tensor]) -> dict[str, Tensor]:
+        values = {
+            name: steered[name].contiguous() if name in steered else torch.zeros_like(self._parameters[name])
+            for names in self._names.values()
+            for name in names
+        }
+        held = {owner: [notes[owner], *(values[name] for name in names)] for owner, names in self._names.items()}
+        self._ranks.share(held)
+        return values
+
+
+class FullySharded(Sharing):
+    """Every rank has a shard of each parameter and of its gradient, as FSDP2 cuts them."""
+
+    def at_owner(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        own = self._names.get(self._ranks.rank, [])
+        wholes = {name: self._empty(name) for name in own if name in gradients}
+        outgoing = [
+            [_local(gradients[name]) for name in self._names.get(owner, ()) if name in gradients]
+            for owner in range(self._ranks.size)
+        ]
+        incoming = [[fsdp.shard(w, self._like(name), rank) for name, w in wholes.items()] for rank in self._everyone]
+        self._ranks.swap(outgoing, incoming)
+        return wholes
+
+    def _from_owners(self, steered: Mapping[str, Tensor], notes: dict[int, Tensor]) -> dict[str, Tensor]:
+        me = self._ranks.rank
+        own = {
+            name: steered[name] if name in steered else self._empty(name).zero_() for name in self._names.get(me, ())
+        }
+        locals_ = {
+            name: torch.empty_like(_local(self._parameters[name])) for names in self._names.values() for name in names
+        }
+        outgoing = [
+            [notes[me], *(fsdp.shard(value, self._like(name), rank) for name, value in own.items())] if own else []
+            for rank in self._everyone
+        ]
+        incoming = [
+            [notes[owner], *(locals_[name] for name in self._names[owner])] if self._names.get(owner) else []
+            for owner in self._everyone
+        ]
+        self._ranks.swap(outgoing, incoming)
+        return {name: self._sharded(name, local) for name, local in locals_.items()}
+
+    @property
+    def _everyone(self) -> range:
+        return range(self._ranks.size)
+
+    def _like(self, name: str) -> DTensor:
+        parameter = self._parameters[name]
+        assert isinstance(parameter, DTensor)
+        return parameter
+
+    def _empty(self, name: str) -> Tensor:
+        like = self._like(name)
+        return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+
+    def _sharded(self, name: str, local: Tensor) -> DTensor:
+        like = self._like(name)
+        return DTensor.from_local(
+            local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local()

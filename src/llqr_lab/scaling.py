@@ -1,0 +1,134 @@
+"""`llqr scaling`: what U costs on many ranks, counted on paper: memory a rank, bytes of a step and a refit, and their time.
+
+The formulas are those of docs/scaling.md, with P the bytes of the parameters, U those of the preconditioner, R ranks, and K
+curvature products a refit; tests hold them against the bytes that ranks really send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from llqr.costs import multiplications
+from llqr.distributed.division import deal
+from llqr.structures import Diagonal, EigenKronecker, Kronecker, Structure
+
+Shapes = Mapping[str, tuple[int, ...]]
+Way = Literal["ddp", "ddp, shard", "fsdp"]
+STRUCTURES: dict[str, Structure] = {"diagonal": Diagonal(), "kfac": Kronecker(), "ekfac": EigenKronecker()}
+ITEM = 4
+"""Bytes of a number."""
+LEFT = ("structure", "by")
+RIGHT = ("U", "U a rank", "step", "U g", "messages", "refit", "messages", "products", "overhead")
+
+
+def seven_billion() -> dict[str, tuple[int, ...]]:
+    """The shapes of a language model of 6.7 billion parameters: 32 layers of width 4096, 11008 inside, 32000 words."""
+    shapes: dict[str, tuple[int, ...]] = {"embedding": (32000, 4096), "head": (32000, 4096), "norm": (4096,)}
+    for layer in range(32):
+        shapes |= {f"{layer}.{name}": (4096, 4096) for name in ("query", "key", "value", "out")}
+        shapes |= {f"{layer}.{name}": (11008, 4096) for name in ("gate", "up")}
+        shapes |= {f"{layer}.down": (4096, 11008), f"{layer}.norm1": (4096,), f"{layer}.norm2": (4096,)}
+    return shapes
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Bytes on one rank, the one that has most."""
+
+    parameters: int
+    u: int
+    """Of U on all ranks together, each block counted once."""
+    held: int
+    """Of U, by this rank."""
+    step: int
+    """Sent and received for U g, a step."""
+    product: int
+    """A curvature product."""
+    refit: int
+    multiplications: int
+    """Multiplications and additions of U g, a step; not bytes."""
+
+
+def count(shapes: Shapes, structure: Structure, ranks: int, way: Way, products: int, item: int = ITEM) -> Counted:
+    """What goes through a rank; a message that all ranks get, or that sums over all of them, counts once.
+
+    A product takes the direction from the owners to all ranks and the sums back: 2P. Replicated, all ranks get U at the end of
+    a refit, and a step needs no message. Sharded under DDP, U g goes from the owners to all: P a step. Under FSDP2 a rank sends
+    its shards of g, P/R, gets the whole gradients of its own blocks, and the same back; a refit gathers the parameters first.
+    """
+    sizes = {name: structure.memory(shape, item) for name, shape in shapes.items()}
+    parameters = {name: item * prod(shape) for name, shape in shapes.items()}
+    owners = deal(sizes, ranks)
+    held, own, work = [0] * ranks, [0] * ranks, [0] * ranks
+    for name, owner in owners.items():
+        held[owner] += sizes[name]
+        own[owner] += parameters[name]
+        work[owner] += multiplications(structure, shapes[name])
+    p, u = sum(parameters.values()), sum(sizes.values())
+    to_owners = p // ranks + max(own)
+    step = {"ddp": 0, "ddp, shard": p, "fsdp": 2 * to_owners}[way]
+    besides = {"ddp": u, "ddp, shard": 0, "fsdp": p + to_owners}[way]
+    refit = products * 2 * p + besides
+    if way == "ddp":
+        return Counted(p, u, u, step, 2 * p, refit, sum(work))
+    return Counted(p, u, max(held), step, 2 * p, refit, max(work))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a rank does in a second, and what a training step is."""
+
+    bandwidth: float
+    """Bytes through a rank."""
+    arithmetic: float
+    """Operations in training."""
+    single: float
+    """Operations in float32, in which U acts."""
+    tokens: int
+    """In a training step, on all ranks."""
+
+    def step_seconds(self, numbers: int, ranks: int) -> float:
+        """A training step: six operations a parameter and token."""
+        return 6 * numbers * self.tokens / (ranks * self.arithmetic)
+
+
+def show(ranks: Sequence[int], machine: Machine, every: int, steps: int) -> None:
+    """Print the table for the network of 6.7 billion parameters, sharded by FSDP2 or replicated by DDP."""
+    shapes, products = seven_billion(), steps + 1
+    numbers = sum(prod(shape) for shape in shapes.values())
+    table = Table(
+        title=f"{numbers / 1e9:.1f} billion parameters in float32, {machine.tokens:,} tokens a step",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        caption=f"{machine.bandwidth / 1e9:g} GB/s, {machine.arithmetic / 1e12:g} Tflop/s in training and "
+        f"{machine.single / 1e12:g} in float32 a rank; a refit of {steps} steps every {every}, its products on the batch of a "
+        "step. Seconds of messages are their bytes over the bandwidth.",
+        caption_justify="left",
+    )
+    for header in ("ranks", *LEFT, *RIGHT):
+        table.add_column(header, justify="left" if header in LEFT else "right", no_wrap=True)
+    ways: tuple[Way, ...] = ("fsdp", "ddp")
+    for size in ranks:
+        train = machine.step_seconds(numbers, size)
+        for name, structure in STRUCTURES.items():
+            for way in ways:
+                found = count(shapes, structure, size, way, products)
+                sending = found.step / machine.bandwidth, found.refit / machine.bandwidth
+                apply, work = 2 * found.multiplications / machine.single, products * train * 4 / 3
+                overhead = (apply + sending[0] + (sending[1] + work) / every) / train
+                figures = [gigabytes(found.u), gigabytes(found.held), f"{train:.2f} s", f"{apply:.3f} s"]
+                figures += [f"{sending[0]:.3f} s", gigabytes(found.refit), f"{sending[1]:.0f} s", f"{work:.0f} s"]
+                figures.append(f"{100 * overhead:.0f}%")
+                table.add_row(str(size), name, way, *figures)
+    Console(width=140).print(table)
+
+
+def gigabytes(count: int) -> str:
+    return f"{count / 1e9:.3g} GB" if count < 1e12 else f"{count / 1e12:.3g} TB"

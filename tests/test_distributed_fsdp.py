@@ -1,0 +1,103 @@
+"""Promise: with fully_shard (FSDP2) ranks learn what one process does, and what isn't supported says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from llqr import LLQR
+from llqr.errors import LLQRError
+from loops import STRUCTURES, network, parameters_of, sgd
+from ranks import on_ranks
+from ranks_training import Case, build, step, trained, trained_on_ranks
+
+CASES: dict[str, Case] = {
+    **{f"{s} kl": Case({"structure": s}, fsdp=True) for s in STRUCTURES},
+    "newton": Case({"structure": "kfac", "divergence": "newton", "damping": 0.5}, fsdp=True, closures=True),
+    "gauss-newton": Case({"structure": "diagonal", "divergence": "gauss-newton"}, fsdp=True, closures=True),
+    "accumulation": Case({"structure": "ekfac"}, fsdp=True, micro=2),
+    "frozen layer": Case({"structure": "ekfac"}, fsdp=True, frozen=("0.weight", "0.bias")),
+    "uneven": Case({"structure": "kfac", "warm_start": True}, fsdp=True, uneven=True, own_batches=True),
+}
+
+
+def together() -> dict[str, Any]:
+    return {**trained_on_ranks(CASES), "left": left_as_it_was(), "refused": refusals()}
+
+
+def left_as_it_was() -> dict[str, Any]:
+    """A refit shows in nothing but U: the parameters are the same sharded objects, and the hooks are where they were."""
+    case = Case({"structure": "kfac", "every": 100}, fsdp=True)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model, called, optimizer = build(case, rank, size)
+    step(case, 0, called, optimizer, rank, size)
+    objects, values = list(model.parameters()), parameters_of(model)
+    hooks = [(dict(m._forward_pre_hooks), dict(m._forward_hooks)) for m in model.modules()]
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    taken = optimizer.refit(torch.randn(4, 4, dtype=torch.float64))
+    return {
+        "taken": taken,
+        "objects": all(a is b for a, b in zip(objects, model.parameters(), strict=True)),
+        "sharded": all(isinstance(p, DTensor) for p in model.parameters()),
+        "values": all(torch.equal(p.to_local(), values[n].to_local()) for n, p in model.named_parameters()),
+        "hooks": hooks == [(dict(m._forward_pre_hooks), dict(m._forward_hooks)) for m in model.modules()],
+        "gradients": all(p.grad is gradients[name] for name, p in model.named_parameters()),
+    }
+
+
+def refusals() -> dict[str, str]:
+    """What LLQR says to models that are distributed otherwise."""
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size,))
+    hybrid = network()
+    fully_shard(hybrid, mesh=init_device_mesh("cpu", (1, size), mesh_dim_names=("replicate", "shard")))
+    tensor_parallel = network()
+    for placement, name in ((Replicate(), "weight"), (Shard(0), "bias")):
+        held = getattr(tensor_parallel[0], name)
+        setattr(tensor_parallel[0], name, nn.Parameter(distribute_tensor(held.detach(), mesh, [placement])))
+    in_part = network()
+    fully_shard(in_part[0])
+    old = FullyShardedDataParallel(network(), device_id=torch.device("cpu"))
+    sharded, mixed = network(), network()
+    fully_shard(sharded)
+    mixed[0].float()
+    for layer in mixed:
+        fully_shard(layer)
+    models = {"hybrid": hybrid, "tensor parallel": tensor_parallel, "in part": in_part, "old": old}
+    models |= {"whole U": sharded, "mixed": mixed}
+    words = {}
+    for name, model in models.items():
+        try:
+            LLQR(sgd(model), model, shard=False if name == "whole U" else None)
+        except LLQRError as error:
+            words[name] = str(error)
+    return words
+
+
+def test_sharded_parameters(tmp_path: Path) -> None:
+    """Parameters and U after three refits to 1e-9, U on all ranks to the last bit, and its memory divided."""
+    found = on_ranks(2, tmp_path, together)
+    for name, case in CASES.items():
+        expected = trained(case)
+        for rank in found:
+            assert rank[name]["counts"] == expected["counts"], name
+            for kind in ("parameters", "u"):
+                for key, tensor in expected[kind].items():
+                    assert torch.allclose(rank[name][kind][key], tensor, rtol=1e-9, atol=1e-9), (name, kind, key)
+                    assert torch.equal(rank[name][kind][key], found[0][name][kind][key]), (name, kind, key)
+        assert sum(rank[name]["bytes"] for rank in found) == expected["bytes"], name
+    for rank in found:
+        assert all(rank["left"].values()), rank["left"]
+        assert "hybrid sharding" in rank["refused"]["hybrid"]
+        assert "tensor parallelism" in rank["refused"]["tensor parallel"]
+        assert "call fully_shard on the whole model" in rank["refused"]["in part"]
+        assert "FSDP1" in rank["refused"]["old"]
+        assert "so is U" in rank["refused"]["whole U"]
+        assert "several dtypes" in rank["refused"]["mixed"]
