@@ -200,3 +200,65 @@ def test_losses_that_keep_their_gradient(divergence: Divergence, dtype: torch.dt
             QuadraticModel.build(model, inputs, targets, SquaredError.apply, divergence, 0.1, size)
         QuadraticModel.build(model, inputs, targets, SquaredError.apply, KL("gaussian"), 0.1, size)
     QuadraticModel.build(model, inputs, targets, functional.mse_loss, divergence, 0.1)
+
+
+class Shy(torch.autograd.Function):
+    """A sine whose backward hides what it does with u, and that knows its forward derivative."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.sin()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, u: Tensor) -> Tensor:
+        return u.detach() * ctx.saved_tensors[0].cos() + 0 * u
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        return tangent * ctx.saved_tensors[0].cos()
+
+
+@pytest.mark.filterwarnings("ignore:products with the Jacobian")
+@pytest.mark.parametrize("chunk_size", [None, 4])
+def test_every_product_knows_what_the_first_has_noticed(chunk_size: int | None) -> None:
+    """Hv and v·Hv of a network with such a layer equal those with torch's own, the first and those after it."""
+    torch.manual_seed(0)
+
+    class Network(nn.Module):
+        def __init__(self, wave: Any) -> None:
+            super().__init__()
+            self.first, self.wave, self.last = nn.Linear(3, 5).double(), wave, nn.Linear(5, 4).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.wave(self.first(x)))  # type: ignore[no-any-return]
+
+    one, other = Network(Shy.apply), Network(torch.sin)
+    other.load_state_dict(one.state_dict())
+    inputs, targets = torch.randn(8, 3).double(), torch.randint(4, (8,))
+    v = {name: torch.randn_like(p) for name, p in one.named_parameters()}
+    truth = QuadraticModel.build(other, inputs, targets, LOSS, KL())
+    q = QuadraticModel.build(one, inputs, targets, LOSS, KL(), chunk_size=chunk_size)
+    expected, bend = truth.curvature(v), truth.bend(v)
+    for _ in range(3):
+        found = q.curvature(v)
+        for name, part in expected.items():
+            torch.testing.assert_close(found[name], part, rtol=1e-10, atol=1e-12)
+        assert q.bend(v) == pytest.approx(bend, rel=1e-10)
+
+
+@pytest.mark.parametrize("only", [None, ["first.weight"]])
+def test_hidden_formulas_are_noticed_where_some_parameters_stay(only: list[str] | None) -> None:
+    """The look is in double precision, with parameters in it that aren't stepped and could be."""
+    torch.manual_seed(0)
+    net = nn.Sequential()
+    net.add_module("first", nn.Linear(3, 5))
+    net.add_module("by", By(Kept))
+    net.add_module("last", nn.Linear(5, 4))
+    inputs, targets = torch.randn(8, 3), torch.randint(4, (8,))
+    with pytest.raises(NotTwiceDifferentiableError):
+        QuadraticModel.build(net, inputs, targets, LOSS, Newton(), only=only)

@@ -204,6 +204,10 @@ def test_several_optimizers_are_a_base_like_any_other() -> None:
         nn.functional.cross_entropy(model(*inputs).flatten(0, 1), targets.flatten()).backward()
         wrapped.step()
         schedule.step()
+    again = LLQR(muon(Base("muon", lr=1e-3), model), model, structure="kfac", every=2, steps=2)
+    again.load_state_dict(wrapped.state_dict())
+    assert again.stats.refits == 2
+    assert [group["lr"] for part in again.base.parts for group in part.param_groups] == [1e-3 / 8] * 2  # type: ignore[attr-defined]
     assert [group["lr"] for part in several.parts for group in part.param_groups] == [1e-3 / 8] * 2
     assert wrapped.stats.refits == 2
 

@@ -61,11 +61,11 @@ class Recording:
 class Linearization(Recording):
     """F at one θ, for products with its Jacobian."""
 
-    def __init__(self, recorder: Recorder, parameters: Parameters, inputs: Inputs) -> None:
+    def __init__(self, recorder: Recorder, parameters: Parameters, inputs: Inputs, forward_mode: bool = False) -> None:
         super().__init__(recorder, parameters, inputs, linear_rules())
         self._cotangents: list[Tensor] | None = None
         self._transposed: list[Tensor] = []
-        self._forward_mode = self._plain = False
+        self.forward_mode, self._plain = forward_mode, False
 
     def pull_first(self, cotangents: Sequence[Tensor]) -> list[Tensor]:
         """Jᵀc, recorded on the way: u ↦ Jᵀu is linear, so its graph at u = c serves every later push."""
@@ -98,14 +98,14 @@ class Linearization(Recording):
 
     def use_forward_mode(self, reason: str) -> None:
         """Push by running the model forward from now on, and say why."""
-        self._forward_mode = True
+        self.forward_mode = True
         warnings.warn(f"products with the Jacobian will run the model forward each time: {reason}", stacklevel=3)
 
     def push(self, tangents: Sequence[Tensor]) -> list[Tensor]:
         """Jv: the tangents of the outputs, from one tangent a parameter."""
-        if self._cotangents is None and not self._forward_mode:
+        if self._cotangents is None and not self.forward_mode:
             self.pull_first([torch.zeros_like(value) for value in self.values])
-        if self._forward_mode:
+        if self.forward_mode:
             return self._push_forward(tangents)
         assert self._cotangents is not None
         pairs = [(row, v) for row, v in zip(self._transposed, tangents, strict=True) if row.requires_grad]

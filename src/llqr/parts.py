@@ -61,7 +61,7 @@ class Part:
         self._share = piece.share * problem.portion.variables
         self._examples = piece.examples * problem.portion.examples
         self._recorded: _Recorded | None = None
-        self._trusted = False
+        self._trusted = self._forward = False
         self._seen: BasePoint | None = None
 
     def base(self) -> tuple[float, BasePoint]:
@@ -95,15 +95,21 @@ class Part:
         if recorded.linear is None or recorded.second is not None or not self._trusted:
             product = self.curvature(direction)
             return _dot([direction[name] for name in product], list(product.values()))
-        pushed = recorded.linear.push([direction[name].detach() for name in self._problem.parameters])
+        pushed = self._push(recorded.linear, [direction[name].detach() for name in self._problem.parameters])
         return _dot(pushed, self._curve(recorded, pushed))
+
+    def _push(self, linear: Linearization, tangents: list[Tensor]) -> list[Tensor]:
+        """Jv; a chunk that has to be run forward is so when it is recorded again, too."""
+        pushed = linear.push(tangents)
+        self._forward = linear.forward_mode
+        return pushed
 
     def _linear_product(self, recorded: _Recorded, linear: Linearization, tangents: list[Tensor]) -> list[Tensor]:
         """JᵀWJv; the first is held against ⟨v, JᵀWJv⟩ = ⟨Jv, WJv⟩.
 
         They differ where a backward formula in the model hides a part of itself from the next derivative.
         """
-        pushed = linear.push(tangents)
+        pushed = self._push(linear, tangents)
         curved = self._curve(recorded, pushed)
         product = linear.pull(curved)
         if not self._trusted:
@@ -142,7 +148,7 @@ class Part:
         steep = [(weight * self._share, term) for weight, term in problem.steep()]
         arguments = (problem.recorder, problem.parameters, self._piece.inputs)
         second = SecondDerivative(*arguments) if steep else None
-        linear = Linearization(*arguments) if problem.has_flat() or second is None else None
+        linear = Linearization(*arguments, self._forward) if problem.has_flat() or second is None else None
         run = linear or second
         assert run is not None
         base, slope = self._base(run.values)

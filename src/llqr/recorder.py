@@ -60,8 +60,7 @@ class Recorder:
     def in_double(self) -> Recorder:
         """The same model in double precision, if its parameters and inputs come so."""
         other = copy(self)
-        frozen = {name: p for name, p in self.model.named_parameters() if not p.requires_grad}
-        other._constants = in_double({**frozen, **self._constants})
+        other._constants = in_double(self._constants)
         other._full = other._double = True
         return other
 
@@ -77,9 +76,8 @@ class Recorder:
             self._low |= any(map(is_low, tensors_in(inputs)))
             try:
                 with self._autocast:
-                    return self._run(
-                        parameters, raised(inputs), raised({**self._others(parameters), **self._constants})
-                    )
+                    fixed = {**self._others(parameters), **self._constants}
+                    return self._run(parameters, raised(inputs), in_double(fixed) if self._double else raised(fixed))
             except RuntimeError as error:
                 if not self.lower(error):
                     raise
@@ -99,9 +97,9 @@ class Recorder:
         return True
 
     def _others(self, parameters: Parameters) -> Parameters:
-        """Half-precision parameters that are held fixed."""
+        """Parameters that are held fixed and have another precision than the run."""
         named = self.model.named_parameters()
-        return {name: p.detach() for name, p in named if name not in parameters and is_low(p)}
+        return {name: p.detach() for name, p in named if name not in parameters and (self._double or is_low(p))}
 
     def _run(self, parameters: Parameters, inputs: Inputs, constants: Parameters) -> list[Tensor]:
         fixed = {name: tensor.clone() for name, tensor in constants.items()}

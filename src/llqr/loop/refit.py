@@ -114,7 +114,10 @@ class Refit:
     def settings(self) -> tuple[object, ...]:
         """What decides what a refit does, in words; ranks that fit together have to have the same."""
         solver = self.solver if is_dataclass(self.solver) else type(self.solver).__name__
-        return (self.steps, solver, self.trust, [type(term).__name__ for _, term in self.divergence.terms()])
+        terms = [
+            (weight, term if is_dataclass(term) else type(term).__name__) for weight, term in self.divergence.terms()
+        ]
+        return (self.steps, solver, self.trust, self.damping, self.training, terms)
 
     def __call__(
         self, base: Optimizer, parameters: Mapping[str, Tensor], source: Source, start: Preconditioner | None

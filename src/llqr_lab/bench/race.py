@@ -97,7 +97,8 @@ def main(
         sweep(wanted, runs, data, jobs, "auto", console)
 
     rows: list[Row] = []
-    command = f"llqr bench race {' '.join(names)} --scale {scale} --seeds {','.join(map(str, seeds))}"
+    some = f" --optimizers '{','.join(entries)}'" if entries else ""
+    command = f"llqr bench race {' '.join(names)} --scale {scale} --seeds {','.join(map(str, seeds))}{some}"
     for name in names:
         race = Race(COURSES[name], scale, runs, perform)
         grids = {entry.name: race.best(entry, seeds[0]) for entry in chosen}

@@ -47,7 +47,8 @@ class Several(Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        return {"parts": [part.state_dict() if self.resumable else {} for part in self.parts]}
+        parts = [part.state_dict() if self.resumable else {} for part in self.parts]
+        return {"state": {}, "param_groups": [], "parts": parts}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if not self.resumable:

@@ -27,7 +27,8 @@ class Entry:
     method: str = "base"
 
     def changes(self, rate: float) -> dict[str, Any]:
-        return {"base.name": self.base, "base.lr": rate}
+        averaging = {"base.beta2": 0.99} if self.base in ("adamw", "muon", "singd") else {}
+        return {"base.name": self.base, "base.lr": rate, **averaging}
 
 
 ENTRIES = (
