@@ -369,3 +369,20 @@ def test_loss_curves_are_within_noise_of_float32() -> None:
     for precision in ("bfloat16", "float16", "kept"):
         half = torch.tensor([curve(precision, seed) for seed in seeds])
         assert ((half - single).mean(0).abs() < 0.2 * single.std(0)).all(), precision
+
+
+def test_frozen_half_precision_layers_beside_float32_ones_under_autocast() -> None:
+    """Only autocast makes their dtypes fit, and a refit has none: it copies the frozen ones to float32, and says so."""
+    torch.manual_seed(0)
+    frozen = nn.Linear(3, 5).bfloat16().requires_grad_(False)
+    model = nn.Sequential(frozen, nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 4))
+    inputs, targets = torch.randn(8, 3), torch.randint(4, (8,))
+    learned = [p for p in model.parameters() if p.requires_grad]
+    optimizer = LLQR(torch.optim.SGD(learned, lr=0.1), model, structure="kfac", every=1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = nn.functional.cross_entropy(model(inputs).float(), targets)
+    loss.backward()
+    with pytest.warns(LLQRWarning, match="copied to float32"):
+        optimizer.step()
+    assert (optimizer.stats.refits, optimizer.stats.rejected) == (1, 0)
+    assert frozen.weight.dtype == torch.bfloat16

@@ -54,7 +54,7 @@ class Recorder:
         self._autocast = AutocastOff(next((p.device.type for p in named.values()), "cpu"))
         self._full = not own_precision and not any(is_low(p) and not p.requires_grad for p in named.values())
         self._low = any(map(is_low, [*named.values(), *self._constants.values()]))
-        self._double = False
+        self._double, self._settled = False, own_precision
         self._random = torch.get_rng_state()  # every run of one recorder draws the same dropout masks
 
     def in_double(self) -> Recorder:
@@ -82,19 +82,33 @@ class Recorder:
                 if not self.lower(error):
                     raise
         own = {name: tensor.to(self._own[name]) for name, tensor in parameters.items()}
-        return self._run(own, inputs, self._constants)
+        try:
+            return self._run(own, inputs, self._constants)
+        except RuntimeError as error:
+            if not self._raise(error):
+                raise
+        return self.run(parameters, inputs)
 
     def lower(self, why: Exception) -> bool:
         """Go over to the model's own precision, if that is another one."""
-        if not self._full or self._double or not (self._low or self._autocast.met):
+        if not self._full or self._double or self._settled or not (self._low or self._autocast.met):
             return False
-        self._full = False
-        warnings.warn(
-            f"the model can't be linearised in float32, and U is fitted to it in its own precision: {why}",
-            LLQRWarning,
-            stacklevel=callers_level(),
+        self._full, self._settled = False, True
+        self._tell("the model can't be linearised in float32, and U is fitted to it in its own precision", why)
+        return True
+
+    def _raise(self, why: Exception) -> bool:
+        """Go over to float32, where layers of several precisions fit together under the loop's autocast alone."""
+        if self._settled:
+            return False
+        self._full = self._settled = True
+        self._tell(
+            "the model doesn't run in its own precision without autocast, and frozen layers are copied to float32", why
         )
         return True
+
+    def _tell(self, what: str, why: Exception) -> None:
+        warnings.warn(f"{what}: {why}", LLQRWarning, stacklevel=callers_level())
 
     def _others(self, parameters: Parameters) -> Parameters:
         """Parameters that are held fixed and have another precision than the run."""
