@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -15,6 +16,10 @@ NETWORKS = ("mlp", "convnet", "resnet18", "transformer")
 SUBJECTS = ("digits", "digits-batchnorm", "digits-dropout", "fashion", "shakespeare", *NETWORKS)
 """Those of compare/subjects.py."""
 BASES = ("sgdm", "adamw")
+
+Scale = Annotated[str, typer.Option(help="paper, cpu (hours on two cores) or smoke (seconds).")]
+Data = Annotated[Path | None, typer.Option(help="The folder with data sets; else LLQR_DATA.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of everything random.")]
 
 
 def known_network(name: str) -> str:
