@@ -23,9 +23,12 @@ def bench_epoch(
     seed: Seed = 0,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds; medians are reported.")] = 5,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of torch; else its own choice.")] = None,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", help="Change a setting: --set batch=32. Give it again for more.")
+    ] = None,
 ) -> None:
     """The time of an epoch with LLQR over one without it, from steps and refits timed in turns, beside the paper's."""
-    from llqr_lab.experiments.cli import told
+    from llqr_lab.experiments.cli import change, told
     from llqr_lab.experiments.presets import known_preset
 
     with told():
@@ -33,7 +36,7 @@ def bench_epoch(
         target = writable_file(output or Path(f"results/epoch_{preset}_{scale}.json"))
         from llqr_lab.bench.epoch import main
 
-        main(preset, scale, tuple(methods.split(",")), target, data, seed, repeats, threads)
+        main(preset, scale, tuple(methods.split(",")), target, data, seed, repeats, threads, dict(map(change, changes or [])))
 
 
 @bench.command("exact")

@@ -37,13 +37,15 @@ def main(
     seed: int,
     repeats: int,
     threads: int | None,
+    changes: dict[str, Any] | None = None,
 ) -> None:
+    changes = changes or {}
     torch.set_num_threads(threads or torch.get_num_threads())
     torch.set_flush_denormal(True)
     names = ("base", *(each for each in methods if each != "base"))
     periods = {name: _period(preset, scale, name, seed) for name in names}
-    task = task_of(resolve(preset, scale, "base", seed), data)
-    runs = {name: _run(task, preset, scale, name, seed) for name in names}
+    task = task_of(resolve(preset, scale, "base", seed, changes), data)
+    runs = {name: _run(task, preset, scale, name, seed, changes) for name in names}
     steps: dict[str, list[float]] = {name: [] for name in names}
     refits: dict[str, list[float]] = {name: [] for name in names}
     with bar((repeats + 1) * len(names), "timing") as done:
@@ -56,6 +58,7 @@ def main(
                 done()
     rows = [_row(preset, name, periods[name], steps, refits) for name in names]
     where = f"llqr bench epoch {preset} --scale {scale} --methods {','.join(methods)}"
+    where += "".join(f" --set {name}={value}" for name, value in changes.items())
     content = {"preset": preset, "scale": scale, "threads": torch.get_num_threads(), "repeats": repeats}
     content |= {"clock": runs["base"].clock_name, "rows": rows}
     write_json(output, {**provenance(where, seed), **content})
@@ -70,9 +73,9 @@ def _period(preset: str, scale: str, method: str, seed: int) -> int | None:
     return wrapper.every if wrapper else None
 
 
-def _run(task: Task, preset: str, scale: str, method: str, seed: int) -> Run:
-    changes = {} if method == "base" else {"llqr.every": ROUND}
-    return Run(resolve(preset, scale, method, seed, changes), task, torch.device("cpu"))
+def _run(task: Task, preset: str, scale: str, method: str, seed: int, changes: dict[str, Any]) -> Run:
+    often = {} if method == "base" else {"llqr.every": ROUND}
+    return Run(resolve(preset, scale, method, seed, {**changes, **often}), task, torch.device("cpu"))
 
 
 def _seconds(run: Run, task: Task, step: int) -> float:
