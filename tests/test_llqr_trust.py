@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,8 @@ from torch.nn.functional import cross_entropy
 
 from llqr import LLQR, QuadraticModel
 from llqr.errors import LLQRError
-from llqr.loop.trust import Trusted, trusted
+from llqr.loop.trust import Trust, Trusted, trusted
+from llqr.preconditioner import Preconditioner
 from llqr.solvers import SGDM, ScaleFree
 from llqr.structures import Dense
 from standins import DenseModel, random_model
@@ -33,22 +36,111 @@ def test_the_objective_is_that_of_the_base_step() -> None:
     torch.testing.assert_close(value, expected, rtol=1e-12, atol=0)
 
 
+def edge(**settings: Any) -> float:
+    """The largest curvature at which torch's SGD on ½ λ x² stays bounded, by bisection."""
+
+    def bounded(curvature: float) -> bool:
+        x = torch.ones(1, dtype=torch.float64, requires_grad=True)
+        base = torch.optim.SGD([x], **settings)
+        for _ in range(3000):
+            x.grad = curvature * x.detach()
+            base.step()
+            if abs(float(x.detach())) > 1e6:
+                return False
+        return True
+
+    low, high = 0.0, 1000.0
+    for _ in range(14):
+        middle = (low + high) / 2
+        low, high = (middle, high) if bounded(middle) else (low, middle)
+    return low
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lr": 0.2},
+        {"lr": 0.1, "momentum": 0.9},
+        {"lr": 0.1, "momentum": 0.5, "dampening": 0.5},
+        {"lr": 0.1, "momentum": 0.9, "nesterov": True},
+    ],
+    ids=str,
+)
+def test_the_rate_is_one_over_the_curvature_at_the_edge_of_stability(settings: dict[str, Any]) -> None:
+    """η·λ = 1 where SGD on ½ λ x² begins to grow, found by running it."""
+    model = random_model()
+    parameters = {name: g.clone().requires_grad_() for name, g in model.gradient.items()}
+    base = torch.optim.SGD(parameters.values(), **settings)
+    direction = dict(model.gradient)
+    product = model.flat(dict(trusted(model, base, parameters, 0.0).curvature(direction)))
+    rate = float(product.norm() / (model.matrix @ model.flat(direction)).norm())
+    assert rate == pytest.approx(1 / edge(**settings), rel=0.01)
+
+
 def test_each_group_has_its_own_rate() -> None:
-    """√η H √η + ρI with η = lr (1 - dampening) / (1 - momentum), by group."""
+    """√η H √η + ρI, by group."""
     model = random_model()
     parameters = {name: g.clone().requires_grad_() for name, g in model.gradient.items()}
     first, *rest = parameters
     base = torch.optim.SGD(
         [
-            {"params": [parameters[first]], "lr": 0.2, "momentum": 0.5},
-            {"params": [parameters[name] for name in rest], "lr": 0.1, "momentum": 0.9, "dampening": 0.5},
+            {"params": [parameters[first]], "lr": 0.3, "momentum": 0.5},
+            {"params": [parameters[name] for name in rest], "lr": 0.2, "momentum": 0.0},
         ],
         lr=1.0,
     )
-    roots = flat_rates(model, {first: 0.4, **dict.fromkeys(rest, 0.5)}).sqrt()
+    roots = flat_rates(model, {first: 0.1, **dict.fromkeys(rest, 0.1)}).sqrt()
     direction = model.unflat(torch.ones(model.matrix.shape[0], dtype=torch.float64))
     product = model.flat(dict(trusted(model, base, parameters, 0.1).curvature(direction)))
     torch.testing.assert_close(product, roots * (model.matrix @ roots) + 0.1, rtol=1e-12, atol=1e-12)
+
+
+def test_how_near_the_edge_u_is() -> None:
+    """η ε·Hε / (-g·ε) with ε = -U g; for U = I and SGD without momentum lr/2 times the curvature along g."""
+    model = random_model()
+    parameters = {name: g.clone().requires_grad_() for name, g in model.gradient.items()}
+    base = torch.optim.SGD(parameters.values(), lr=0.3)
+    u = Preconditioner.identity(dict(model.gradient), "diagonal").scaled(2.0)
+    g = model.flat(model.gradient)
+    near = trusted(model, base, parameters, 0.7).edge(u)
+    assert near == pytest.approx(float(0.15 * 4 * (g @ model.matrix @ g) / (2 * g @ g)), rel=1e-12)
+
+
+def test_trust_is_earned_and_lost() -> None:
+    trust = Trust(1.0, earned=True, bounds=True)
+    steps = []
+    for near in (0.8, 0.2, 0.2, 0.2, 0.7, 1.5, 0.1):
+        assert not trust.judge(near)
+        steps.append(trust.rho)
+    assert steps == pytest.approx([1, 1 / 3, 1 / 9, 0.1, 0.1, 0.3, 0.1])
+    assert trust.judge(2.5)
+    assert (trust.rho, trust.least) == pytest.approx((1.0, 0.3))  # where it failed it doesn't return to
+    for _ in range(4):
+        trust.judge(0.0)
+    assert trust.rho == pytest.approx(0.3)
+    assert trust.judge(float("nan"))
+
+
+def bounded(trust: Trust, length: float, plain: float) -> float | None:
+    """The length that U g has after the bound, for U g and g of these lengths; None if the step is the base's own."""
+    steered = trust.bound({"w": torch.tensor([0.0, length])}, {"w": torch.tensor([plain, 0.0])}, lambda values: values)
+    if steered is None:
+        return None
+    part = steered["w"]
+    assert part is not None
+    return float(part.norm())
+
+
+def test_a_step_is_bounded_by_the_one_that_u_was_fitted_in() -> None:
+    trust = Trust(0.1, earned=True, bounds=True)
+    assert bounded(trust, 4.0, 1.0) == 4.0
+    assert trust.length == 4.0
+    assert bounded(trust, 5.9, 1.0) == pytest.approx(5.9)
+    assert bounded(trust, 10.0, 1.0) == pytest.approx(6.0)  # 1.5 times as long
+    assert bounded(trust, 10.0, 8.0) == pytest.approx(8.0)  # never shorter than the base's own for that
+    assert bounded(trust, 13.0, 8.0) is None  # more than 3 times: g
+    assert bounded(trust, 13.0, 14.0) == pytest.approx(13.0)  # a U that shortens stays
+    assert bounded(trust, 5.0, 1.0) == pytest.approx(5.0)
 
 
 def test_bases_that_normalise_have_the_curvature_along_the_gradient_for_unit() -> None:
@@ -62,11 +154,13 @@ def test_bases_that_normalise_have_the_curvature_along_the_gradient_for_unit() -
 
 
 def test_a_dense_u_is_the_damped_inverse_of_the_steps_curvature() -> None:
-    """Fitted long enough, U g = (ηH + ρI)⁻¹ g, which is no longer than ‖g‖/ρ."""
+    """Fitted long enough, U g = (ηH + ρI)⁻¹ g, which is no longer than ‖g‖/ρ. (η = 0.3/(2 · 1.5) = 0.1.)"""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
     inputs, targets = torch.randn(12, 3).double(), torch.randint(3, (12,))
-    optimizer = LLQR(torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.5), net, "ngd", Dense(), steps=400, ema=0.0)
+    optimizer = LLQR(
+        torch.optim.SGD(net.parameters(), lr=0.3, momentum=0.5), net, "ngd", Dense(), steps=400, ema=0.0, trust=0.2
+    )
     cross_entropy(net(inputs), targets).backward()
     q = QuadraticModel.build(net, inputs, targets, cross_entropy, "ngd")
     optimizer.refit(inputs)
@@ -75,17 +169,67 @@ def test_a_dense_u_is_the_damped_inverse_of_the_steps_curvature() -> None:
     step = u.apply(q.gradient)
     curved = q.curvature(step)
     for name, g in q.gradient.items():
-        torch.testing.assert_close(0.4 * curved[name] + 0.1 * step[name], g, rtol=0, atol=1e-3 * float(g.norm()))
+        torch.testing.assert_close(0.1 * curved[name] + 0.2 * step[name], g, rtol=0, atol=1e-3 * float(g.norm()))
 
 
-def test_it_is_on_with_the_default_solver_and_off_with_a_given_one() -> None:
+def test_it_is_earned_with_the_default_solver_and_off_with_a_given_one() -> None:
     net = nn.Linear(3, 2)
     base = torch.optim.SGD(net.parameters(), lr=0.1)
-    assert LLQR(base, net)._refit.trust == 0.1
-    assert LLQR(base, net, solver=ScaleFree())._refit.trust == 0
-    assert LLQR(base, net, solver=SGDM(), trust=0.5)._refit.trust == 0.5
-    assert LLQR(base, net, trust=0)._refit.trust == 0
-    assert "trust=0.1" in repr(LLQR(base, net))
+    assert LLQR(base, net)._refit.trust == Trust(1.0, earned=True, bounds=True)
+    assert LLQR(base, net, solver=ScaleFree())._refit.trust is None
+    assert LLQR(base, net, solver=SGDM(), trust=0.5)._refit.trust == Trust(0.5, earned=False, bounds=True)
+    assert LLQR(base, net, trust=0)._refit.trust is None
+    adam = torch.optim.AdamW(net.parameters())
+    assert LLQR(adam, net)._refit.trust == Trust(0.1, earned=False, bounds=False)
+    assert "trust=1, earned" in repr(LLQR(base, net))
+
+
+def test_a_u_far_beyond_the_edge_leaves_nothing_behind() -> None:
+    """Found at a refit: the new U is the fit alone, without the moving average, and ρ is 1 again."""
+    torch.manual_seed(0)
+    net = nn.Linear(3, 3).double()
+    inputs, targets = torch.randn(12, 3).double(), torch.randint(3, (12,))
+    optimizer = LLQR(torch.optim.SGD(net.parameters(), lr=0.5), net, "ngd", "diagonal", ema=0.9)
+    cross_entropy(net(inputs), targets).backward()
+    assert optimizer.refit(inputs)
+    optimizer.preconditioner = optimizer.preconditioner.scaled(1e4)  # type: ignore[union-attr]
+    assert optimizer.refit(inputs)
+    assert optimizer.stats.trust == 1.0
+    u = optimizer.preconditioner
+    assert u is not None
+    assert max(float(part.abs().max()) for block in u.blocks.values() for part in block.values()) < 10
+
+
+def test_a_step_that_u_would_lengthen_beyond_measure_is_the_bases() -> None:
+    net = nn.Linear(3, 1).double()
+    optimizer = LLQR(torch.optim.SGD(net.parameters(), lr=0.1), net, "ngd", "diagonal", every=100)
+    optimizer.preconditioner = Preconditioner.identity(dict(net.named_parameters()), "diagonal").scaled(5.0)
+    taken = []
+    for size in (1.0, 1.0, 2.0, 4.0):
+        before = net.weight.detach().clone()
+        net.weight.grad, net.bias.grad = torch.full_like(net.weight, size), torch.zeros_like(net.bias)
+        optimizer._schedule.go_to(1)
+        optimizer.step()
+        taken.append(float((before - net.weight.detach())[0, 0] / 0.1))
+    assert taken == pytest.approx([5.0, 5.0, 7.5, 4.0])  # U g, U g, 1.5 times the first, g
+    assert optimizer.stats.unused == 1
+
+
+def test_what_was_earned_is_saved() -> None:
+    torch.manual_seed(0)
+    net = nn.Linear(3, 3)
+    optimizer = LLQR(torch.optim.SGD(net.parameters(), lr=1e-3), net, "ngd", "diagonal", every=2)
+    inputs, targets = torch.randn(12, 3), torch.randint(3, (12,))
+    for _ in range(5):
+        optimizer.zero_grad()
+        cross_entropy(net(inputs), targets).backward()
+        optimizer.step()
+    trust = optimizer._refit.trust
+    assert trust is not None
+    assert trust.rho < 1
+    other = LLQR(torch.optim.SGD(net.parameters(), lr=1e-3), net, "ngd", "diagonal", every=2)
+    other.load_state_dict(optimizer.state_dict())
+    assert other._refit.trust == trust
 
 
 @pytest.mark.parametrize("schedule", ["warm-up", "one cycle"])
@@ -101,7 +245,7 @@ def test_schedules_that_begin_small(schedule: str) -> None:
     assert base.param_groups[0]["lr"] < 0.05
     product = model.flat(dict(trusted(model, base, parameters, 0.1).curvature(dict(model.gradient))))
     g = model.flat(model.gradient)
-    torch.testing.assert_close(product, 0.4 * model.matrix @ g + 0.1 * g, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(product, 0.2 / 3 * model.matrix @ g + 0.1 * g, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("trust", [-1.0, True, "much", float("nan")])

@@ -36,12 +36,14 @@ from llqr.loop.refit import Batch, Refit, Source, check_callable, trainable
 from llqr.loop.schedule import Every, Schedule
 from llqr.loop.state import KEY, State, checked_state_dict
 from llqr.loop.stats import Stats
+from llqr.loop.trust import trust_of
 from llqr.naming import PerLayer
 from llqr.precision import no_autocast
 from llqr.preconditioner import Preconditioner
 from llqr.recorder import Selector
 from llqr.sites import uncompiled
 from llqr.solvers import Solver
+from llqr.solvers.totals import ALONE
 from llqr.structures.assign import StructureSpec
 
 if TYPE_CHECKING:
@@ -75,7 +77,7 @@ class LLQR(Optimizer):
             gradient stays that of the step.
         training: the modules' mode in a refit. False: running BatchNorm statistics, no dropout. None: as they are.
         trust: J is that of the base's step, and U lengthens no direction of it by more than about 1/trust (`llqr.loop.trust`).
-            0: the paper's objective. None: 0.1 with the default solver, 0 with a solver that is given.
+            0: the paper's objective. None: earned from 1 down to 0.1 with the default solver, 0 with a solver that is given.
         shared: the inputs that `chunk_size` doesn't cut, as for `QuadraticModel`.
         process_group: the ranks that train this model together, each on its own batches; a refit is about all of them. None:
             the group of the model's DistributedDataParallel or `fully_shard`, or else the default group if there is one. (To
@@ -132,7 +134,7 @@ class LLQR(Optimizer):
             output,
             weights,
             training,
-            trust,
+            trust_of(base, trust, solver is None),
             shared,
         )
         self._refit.check(parameters)
@@ -262,10 +264,12 @@ class LLQR(Optimizer):
         try:
             with self._hook.listening(False), no_autocast(parameters), self._refitting():
                 names, source = self._dealt(parameters, source)
-                start = blocks.current(parameters, names, self.preconditioner) if self.warm_start else None
-                u, fault = self._refit(self.base, parameters, source, start)
+                used = blocks.current(parameters, names, self.preconditioner)
+                start = used if self.warm_start else None
+                known = None if self.preconditioner is None else used
+                u, fault, outdated = self._refit(self.base, parameters, source, start, known)
                 if fault is None:
-                    new = blocks.current(parameters, names, self.preconditioner).blend(u, self.ema)
+                    new = u if outdated else used.blend(u, self.ema)
                     new = new if source.division is None else source.division.kept(new)
         except NonFiniteError as error:
             return self._reject(str(error))
@@ -274,9 +278,13 @@ class LLQR(Optimizer):
         if u.history:
             self.stats.objective_before, self.stats.objective_after = u.history[0], u.history[-1]
         if fault is not None:
+            if outdated:
+                self.preconditioner, self._division = None, None
             return self._reject(fault)
         self.preconditioner, self._division = new, source.division
         self.stats.refits += 1
+        if (trust := self._refit.trust) is not None:
+            self.stats.trust, trust.length = trust.rho, None
         self.stats.memory = self.preconditioner.memory
         return True
 
@@ -314,7 +322,21 @@ class LLQR(Optimizer):
         if steered.nonfinite:
             self.stats.nonfinite += len(steered.nonfinite)
             self._warn("nonfinite", f"the gradient of {steered.nonfinite[0]!r} is not finite")
-        return steered.gradients
+        return self._bounded(steered.gradients, gradients)
+
+    def _bounded(
+        self, steered: Mapping[str, Tensor | None], gradients: Mapping[str, Tensor]
+    ) -> Mapping[str, Tensor | None]:
+        """U g no longer than it may be; of a step that is better the base's own, what has no gradient anywhere."""
+        trust = self._refit.trust
+        if trust is None or not trust.bounds:
+            return steered
+        with torch.no_grad():
+            bounded = trust.bound(steered, gradients, ALONE.norms if self._team is None else self._team.norms)
+        if bounded is not None:
+            return bounded
+        self.stats.unused += 1
+        return {name: part for name, part in steered.items() if part is None}
 
     def _reject(self, why: str) -> bool:
         self.stats.rejected += 1
@@ -346,7 +368,7 @@ class LLQR(Optimizer):
         u = self.preconditioner
         if u is not None and self._division is not None:
             u = self._division.whole(u)
-        own = State.of(self._schedule.step, u, self.stats)
+        own = State.of(self._schedule.step, u, self.stats, self._refit.trust)
         state: dict[str, Any] = {**self.base.state_dict(), KEY: own.as_dict()}
         for after in self._optimizer_state_dict_post_hooks.values():
             state = after(self, state) or state
@@ -379,6 +401,8 @@ class LLQR(Optimizer):
     def _resume(self, own: State, u: Preconditioner | None, division: Division | None) -> None:
         """Go on from there."""
         self.preconditioner, self._division, self.stats = u, division, own.stats
+        if self._refit.trust is not None:
+            self._refit.trust.load(own.trust)
         self.stats.memory = 0 if u is None else u.memory
         self._schedule.go_to(own.step)
         self._hook.forget()
@@ -413,7 +437,7 @@ class LLQR(Optimizer):
             f"structure={refit.blocks.structure!r}",
             f"every={self._schedule.every!r}, steps={refit.steps}, solver={refit.solver!r}",
             f"ema={self.ema}, damping={refit.damping!r}, chunk_size={refit.chunk_size}, warm_start={self.warm_start}",
-            f"training={refit.training}, trust={refit.trust}",
+            f"training={refit.training}, trust={0 if refit.trust is None else refit.trust}",
         ]
         counts = [
             f"at step {self._schedule.step}: {stats.refits} refits ({stats.seconds:.1f} s), {stats.rejected} rejected, "

@@ -91,7 +91,7 @@ def _state(
     if blocks is None:
         blocks = {} if u is None else u.blocks
     if words is None:
-        own = State.of(optimizer._schedule.step, None, optimizer.stats).as_dict()
+        own = State.of(optimizer._schedule.step, None, optimizer.stats, optimizer._refit.trust).as_dict()
         told = json.dumps({**own, "history": [] if u is None else u.history})
         words = torch.tensor(list(told.encode()), dtype=torch.uint8)
     return {

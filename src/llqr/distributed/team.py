@@ -64,6 +64,10 @@ class Team:
             for name, g in gradients.items()
         }
 
+    def norms(self, values: list[float]) -> list[float]:
+        """Of what a step has, from those of what is here: parts, where parameters are sharded."""
+        return self.ranks.norms(values) if self._fsdp else values
+
     def steer(
         self, division: Division, u: Preconditioner, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
     ) -> Shared:

@@ -21,7 +21,7 @@ from llqr.errors import LLQRError
 from llqr.loop.blocks import Blocks
 from llqr.loop.closures import Closure, loss_of_output, tensor_alone, whole_loss
 from llqr.loop.gradients import check_parameters
-from llqr.loop.trust import DEFAULT, check_trust, trusted
+from llqr.loop.trust import Trust, Trusted, trusted
 from llqr.naming import PerLayer
 from llqr.parts import Portion
 from llqr.precision import is_low, raised
@@ -65,6 +65,8 @@ class Fitted(NamedTuple):
 
     u: Preconditioner
     fault: str | None
+    outdated: bool = False
+    """The U in use has come far beyond the edge of stability, and is to leave nothing behind."""
 
 
 @dataclass
@@ -84,13 +86,10 @@ class Refit:
     output: Selector | None
     weights: Callable[[Inputs], Tensor] | None
     training: bool | None
-    trust: float | None
+    trust: Trust | None
     shared: Collection[str | int]
 
     def __post_init__(self) -> None:
-        if self.trust is None:
-            self.trust = DEFAULT if self.solver is None else 0.0
-        self.trust = check_trust(self.trust)
         self.solver = checked_solver(self.solver, self.steps)
         check_chunk_size(self.chunk_size)
         for name in ("loss_fn", "output", "weights"):
@@ -117,21 +116,31 @@ class Refit:
         terms = [
             (weight, term if is_dataclass(term) else type(term).__name__) for weight, term in self.divergence.terms()
         ]
-        return (self.steps, solver, self.trust, self.damping, self.training, terms)
+        return (self.steps, solver, self.trust and self.trust.as_dict(), self.damping, self.training, terms)
 
     def __call__(
-        self, base: Optimizer, parameters: Mapping[str, Tensor], source: Source, start: Preconditioner | None
+        self,
+        base: Optimizer,
+        parameters: Mapping[str, Tensor],
+        source: Source,
+        start: Preconditioner | None,
+        used: Preconditioner | None,
     ) -> Fitted:
-        """U of the parameters that require a gradient, fitted from the identity or from `start`."""
-        q = self.objective(base, parameters, source)
+        """U of the parameters that require a gradient, fitted from the identity or from `start`; `used` is the U in use."""
+        q, outdated = self.objective(base, parameters, source), False
+        if isinstance(q, Trusted) and self.trust is not None and self.trust.earned and used is not None:
+            outdated = self.trust.judge(q.edge(used))
+            q.trust = self.trust.rho
         u = fit(q, self.blocks.structures(parameters, list(q.gradient)), self.solver, self.steps, start)
-        return Fitted(u, _fault(q, u, start))
+        return Fitted(u, _fault(q, u, start), outdated)
 
     def objective(self, base: Optimizer, parameters: Mapping[str, Tensor], source: Source) -> Quadratic:
         """The quadratic model that J is of: the batch's, or with `trust` that of the base's step."""
         only = trainable(parameters)
         q = self._quadratic(only, source)
-        return trusted(q, base, {name: parameters[name] for name in only}, self.trust) if self.trust else q
+        if self.trust is None:
+            return q
+        return trusted(q, base, {name: parameters[name] for name in only}, self.trust.rho)
 
     def _quadratic(self, only: list[str], source: Source) -> Quadratic:
         if source.batch is not None:

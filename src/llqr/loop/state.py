@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from llqr.errors import LLQRError
 from llqr.loop.stats import Stats
+from llqr.loop.trust import Trust
 from llqr.preconditioner import Preconditioner
 
 KEY = "llqr"
@@ -16,19 +17,21 @@ KEY = "llqr"
 
 @dataclass
 class State:
-    """The number of the coming step, the state of U (None is the identity), and the counts."""
+    """The number of the coming step, the state of U (None is the identity), the counts, and what U has earned."""
 
     step: int
     preconditioner: Mapping[str, Any] | None
     stats: Stats
+    trust: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, step: int, u: Preconditioner | None, stats: Stats) -> State:
-        return cls(step, None if u is None else u.state_dict(), stats)
+    def of(cls, step: int, u: Preconditioner | None, stats: Stats, trust: Trust | None) -> State:
+        return cls(step, None if u is None else u.state_dict(), stats, {} if trust is None else trust.as_dict())
 
     def as_dict(self) -> dict[str, Any]:
         """Tensors and builtins alone."""
-        return {"step": self.step, "preconditioner": self.preconditioner, "stats": asdict(self.stats)}
+        own = {"step": self.step, "preconditioner": self.preconditioner, "stats": asdict(self.stats)}
+        return {**own, "trust": dict(self.trust)}
 
     @classmethod
     def from_dict(cls, own: Any) -> State:
@@ -40,7 +43,9 @@ class State:
                 f"what the state has under {KEY!r} isn't what LLQR.state_dict() puts there: a 'step', a 'preconditioner' and "
                 "'stats'"
             )
-        return cls(step, u, Stats(**{f.name: stats[f.name] for f in fields(Stats) if f.name in stats}))
+        trust = parts.get("trust")
+        counts = Stats(**{f.name: stats[f.name] for f in fields(Stats) if f.name in stats})
+        return cls(step, u, counts, trust if isinstance(trust, Mapping) else {})
 
 
 def checked_state_dict(state: Any) -> dict[str, Any]:
