@@ -20,16 +20,17 @@ from llqr_lab.suggest import suggestion
 
 SCALES = ("paper", "cpu", "smoke")
 STRUCTURES = ("diagonal", "kfac", "ekfac")
+"""Of the paper's experiments."""
 DIVERGENCES = ("newton", "ngd")
 SOLVER = {"name": "sgdm", "lr": 0.005, "momentum": 0.9, "clip": 5.0}
 """The paper's inner solver. The clip is from the authors' code: without it the sum over the batch blows up."""
 SCALE_FREE: dict[str, Any] = {
     "every": 50,
     "steps": 5,
-    "ema": 0.8,
+    "ema": 0.5,
     "solver": {"name": "scale-free"},
 }
-"""What was found for short runs (docs/choosing.md); it takes no inner learning rate."""
+"""What was found for short runs (docs/findings.md); it takes no inner learning rate."""
 
 NAMES = {"sgdm": "SGDM", "adamw": "AdamW"}
 
@@ -342,7 +343,7 @@ def _wrapper(preset: Preset, scale: str, method: str) -> dict[str, Any] | None:
         return None
     structure, _, rest = method.partition("-")
     divergence, _, solver = rest.partition("-")
-    if structure not in STRUCTURES or divergence not in DIVERGENCES or solver not in ("", "scalefree"):
+    if structure not in ("scalar", *STRUCTURES) or divergence not in DIVERGENCES or solver not in ("", "scalefree"):
         known = [f"{each}-{other}" for each in STRUCTURES for other in DIVERGENCES]
         raise ConfigError(f"there is no method '{method}'{suggestion(method, ['base', *known])}; or with -scalefree")
     own: dict[str, Any] = {"ema": 0.9 if divergence == "newton" else 0.95, "solver": dict(SOLVER), **preset.llqr}
