@@ -26,6 +26,8 @@ from llqr_lab.tasks.named import task_of
 
 ROUND = 3
 """Steps of a round; the first of them begins with a refit."""
+LONG = 5.0
+"""Seconds of a step beside which what the first one takes more is nothing: no round to warm up."""
 
 
 def main(
@@ -48,11 +50,12 @@ def main(
     runs = {name: _run(task, preset, scale, name, seed, changes) for name in names}
     steps: dict[str, list[float]] = {name: [] for name in names}
     refits: dict[str, list[float]] = {name: [] for name in names}
-    with bar((repeats + 1) * len(names), "timing") as done:
-        for number in range(repeats + 1):
+    warm = _seconds(runs["base"], task, 0) > LONG
+    with bar((repeats + (not warm)) * len(names), "timing") as done:
+        for number in range(warm, repeats + 1):
             for name, run in runs.items():
                 seconds = [_seconds(run, task, number * ROUND + step) for step in range(ROUND)]
-                if number > 0:  # the first round warms up
+                if number > 0:  # the round before warms up
                     steps[name] += seconds[1:]
                     refits[name].append(seconds[0])
                 done()

@@ -67,7 +67,8 @@ class Race:
         return None if best is None or ends[best] == math.inf else best
 
     def _configuration(self, entry: Entry, rate: float, seed: int) -> tuple[Config, dict[str, Any]]:
-        changes = {**self._course.changes, **entry.changes(rate)}
+        shorter = self._course.cpu if self._scale == "cpu" else {}
+        changes = {**self._course.changes, **shorter, **entry.changes(rate)}
         return resolve(self._course.preset, self._scale, entry.method, seed, changes), changes
 
 
