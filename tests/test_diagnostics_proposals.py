@@ -110,6 +110,7 @@ def test_the_proposal_is_what_the_step_then_does(name: str) -> None:
             assert torch.equal(proposal[n], p.detach() - old[n]), n
 
 
+@pytest.mark.filterwarnings("ignore:U would have turned")
 def test_a_training_that_is_looked_at_is_the_same_training() -> None:
     runs = []
     for looked in (False, True):

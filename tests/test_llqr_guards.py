@@ -63,7 +63,7 @@ def test_a_fit_that_raises_j_is_rejected(structure: str) -> None:
     assert_same(before, blocks_of(bad))
     assert (bad.stats.refits, bad.stats.rejected) == (1, 4)
     (message,) = messages(caught)
-    assert "a refit was rejected, and U stays as it was: J went from" in message
+    assert "a refit was rejected, and U stays as it was: " in message
     assert "optimizer.stats.rejected" in message
     assert bad.stats.objective_after is not None
     assert bad.stats.objective_before is not None
