@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from llqr.errors import LLQRError
 from llqr.preconditioner import Change
 from llqr.solvers.base import fraction, positive
-from llqr.solvers.first_order import FirstOrder, Rule
+from llqr.solvers.first_order import FirstOrder, Gradient, Rule
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Adam(FirstOrder):
         square: Change = []
         count = 0
 
-        def update(gradient: Change) -> tuple[Change, float]:
+        def update(slope: Gradient) -> tuple[Change, float]:
             nonlocal count
-            count += 1
+            gradient, count = slope(), count + 1
             if count == 1:
                 mean.extend({name: tensor * (1 - first) for name, tensor in part.items()} for part in gradient)
                 square.extend({name: tensor**2 * (1 - second) for name, tensor in part.items()} for part in gradient)

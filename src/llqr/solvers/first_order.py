@@ -8,9 +8,25 @@ from collections.abc import Callable
 
 from llqr.preconditioner import Change, Preconditioner
 from llqr.solvers.base import Solver
-from llqr.solvers.problem import Problem
+from llqr.solvers.problem import Point, Problem, Stacks
 
-Rule = Callable[[Change], tuple[Change, float]]
+
+class Gradient:
+    """∇_U J at a point."""
+
+    def __init__(self, point: Point, slope: Stacks) -> None:
+        self._point, self._slope = point, slope
+
+    def __call__(self) -> Change:
+        return self._point.pullback(self._slope)
+
+    def onto(self, total: Change, decay: float) -> Change:
+        """decay · total + ∇_U J, in the place of `total`."""
+        self._point.pull_onto(self._slope, total, decay)
+        return total
+
+
+Rule = Callable[[Gradient], tuple[Change, float]]
 """From ∇_U J to a direction and a length along it."""
 
 
@@ -39,13 +55,10 @@ class FirstOrder(Solver):
             history.append(value)
             if product is None:
                 break
-            gradient = point.pullback(problem.slope(product))
+            direction, length = rule(Gradient(point, problem.slope(product)))
             del point, product  # they hold U's tensors and the gradient's
-            if step == 0 and problem.norm(gradient) == 0:
-                break
-            direction, length = rule(gradient)
-            del gradient  # as large as U; not to be there beside the next one
-            if not math.isfinite(problem.norm(direction)):
+            size = problem.norm(direction)
+            if not math.isfinite(size) or (step == 0 and size == 0):
                 break
             u.move_(direction, length)
         return u.with_history(history)

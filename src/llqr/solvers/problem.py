@@ -138,6 +138,11 @@ class Point:
         """∇_U J, given P."""
         return [linear.pullback(part) for linear, part in zip(self._linear, slope, strict=True)]
 
+    def pull_onto(self, slope: Stacks, total: Change, decay: float) -> None:
+        """total ← decay · total + ∇_U J, in place."""
+        for linear, part, sum_ in zip(self._linear, slope, total, strict=True):
+            linear.pull_onto(part, sum_, decay)
+
 
 def bend(model: Quadratic, direction: dict[str, Tensor]) -> float:
     """v·Hv, the part of it that is here: half a product for a model that knows it without Hv."""

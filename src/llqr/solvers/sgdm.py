@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from llqr.preconditioner import Change
 from llqr.solvers.base import fraction, positive
 from llqr.solvers.changes import accumulate, clipped
-from llqr.solvers.first_order import FirstOrder, Rule
+from llqr.solvers.first_order import FirstOrder, Gradient, Rule
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,15 @@ class SGDM(FirstOrder):
     def rule(self) -> Rule:
         buffer: Change | None = None
 
-        def update(gradient: Change) -> tuple[Change, float]:
+        def update(gradient: Gradient) -> tuple[Change, float]:
             nonlocal buffer
             if self.clip is not None:
-                gradient = clipped(gradient, self.clip)
-            if buffer is not None:
-                accumulate(gradient, buffer, self.momentum)
-            buffer = gradient
+                new = clipped(gradient(), self.clip)
+                if buffer is not None:
+                    accumulate(new, buffer, self.momentum)
+                buffer = new
+            else:
+                buffer = gradient() if buffer is None else gradient.onto(buffer, self.momentum)
             return buffer, -self.lr
 
         return update

@@ -37,6 +37,11 @@ class Linearization(ABC):
     def pullback(self, cotangent: Tensor) -> dict[str, Tensor]:
         """The gradient of ⟨cotangent, U x⟩ with respect to the tensors: the adjoint of `derivative`."""
 
+    def pull_onto(self, cotangent: Tensor, total: Tensors, decay: float) -> None:
+        """total ← decay · total + pullback, in place: where blocks are large, to pass over their memory once less."""
+        for name, gradient in self.pullback(cotangent).items():
+            total[name].mul_(decay).add_(gradient)
+
 
 class Structure(ABC):
     """How the blocks of U are stored and how they act.

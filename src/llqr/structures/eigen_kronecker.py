@@ -115,6 +115,14 @@ class _Linearization(Linearization):
         return moved.reshape(self._shape)
 
     def pullback(self, cotangent: Tensor) -> dict[str, Tensor]:
+        return self._pulled(cotangent, {}, 1.0)
+
+    def pull_onto(self, cotangent: Tensor, total: Tensors, decay: float) -> None:
+        scale = self._pulled(cotangent, total, decay)[SCALE]
+        total[SCALE].mul_(decay).add_(scale)
+
+    def _pulled(self, cotangent: Tensor, total: Tensors, decay: float) -> dict[str, Tensor]:
+        """The gradient: of the bases added to decay · `total` in place, of the scale by itself."""
         cotangent = cotangent.reshape(self._hat.shape)
         pulled = AllButOne(cotangent, self._transposed)
         hat = multiply(pulled[self._short], self._transposed[self._short], self._short)
@@ -122,9 +130,9 @@ class _Linearization(Linearization):
         gradient: dict[str, Tensor] = {}
         for mode, (name, basis) in enumerate(zip(self._names, self._bases, strict=True)):
             if mode == self._long:
-                direct = outer(cotangent, self._outer[mode], mode, basis)
+                direct = outer(cotangent, self._outer[mode], mode, basis, total.get(name), decay)
             else:
-                direct = outer(pulled[mode], self._scaled, mode, basis)
+                direct = outer(pulled[mode], self._scaled, mode, basis, total.get(name), decay)
             gradient[name] = outer(self._inner[mode], scaled, mode, basis, onto=direct)
         return {**gradient, SCALE: hat * self._hat}
 

@@ -94,8 +94,14 @@ class _Linearization(Linearization):
         return sum(parts[1:], start=parts[0]).reshape(self._shape)
 
     def pullback(self, cotangent: Tensor) -> dict[str, Tensor]:
+        return self._pulled(cotangent, {}, 1.0)
+
+    def pull_onto(self, cotangent: Tensor, total: Tensors, decay: float) -> None:
+        self._pulled(cotangent, total, decay)
+
+    def _pulled(self, cotangent: Tensor, total: Tensors, decay: float) -> dict[str, Tensor]:
         cotangent = cotangent.reshape(self._sides)
         return {
-            name: outer(cotangent, self._rest[mode], mode, factor)
+            name: outer(cotangent, self._rest[mode], mode, factor, total.get(name), decay)
             for mode, (name, factor) in enumerate(self._tensors.items())
         }

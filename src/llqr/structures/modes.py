@@ -79,14 +79,16 @@ class AllButOne:
         return self._products[left_out]
 
 
-def outer(cotangent: Tensor, x: Tensor, mode: int, factor: Tensor, onto: Tensor | None = None) -> Tensor:
-    """The gradient of ⟨cotangent, multiply(x, factor, mode)⟩ with respect to the factor, added `onto` another."""
+def outer(
+    cotangent: Tensor, x: Tensor, mode: int, factor: Tensor, onto: Tensor | None = None, decay: float = 1.0
+) -> Tensor:
+    """The gradient of ⟨cotangent, multiply(x, factor, mode)⟩ with respect to the factor, added to decay · `onto` in place."""
     if factor.dim() == 2:
         others = [dim for dim in range(1, x.dim()) if dim != mode + 1]
         gradient = (cotangent * x).sum(others)
-        return gradient if onto is None else onto.add_(gradient)
+        return gradient if onto is None else onto.mul_(decay).add_(gradient)
     left, right = _unfold(cotangent, mode), _unfold(x, mode).mT
-    return torch.bmm(left, right) if onto is None else onto.baddbmm_(left, right)
+    return torch.bmm(left, right) if onto is None else onto.baddbmm_(left, right, beta=decay)
 
 
 def _unfold(x: Tensor, mode: int) -> Tensor:

@@ -28,7 +28,7 @@ def bench_epoch(
     ] = None,
 ) -> None:
     """The time of an epoch with LLQR over one without it, from steps and refits timed in turns, beside the paper's."""
-    from llqr_lab.experiments.cli import change, told
+    from llqr_lab.experiments.cli import told
     from llqr_lab.experiments.presets import known_preset
 
     with told():
@@ -45,7 +45,7 @@ def bench_epoch(
             seed,
             repeats,
             threads,
-            dict(map(change, changes or [])),
+            changes or [],
         )
 
 

@@ -7,7 +7,9 @@ is the preset's, whatever the size of the data set at hand.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 from statistics import median
 from typing import Any
 
@@ -16,6 +18,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from llqr_lab.experiments.cli import change
 from llqr_lab.experiments.loop import Run
 from llqr_lab.experiments.paper import RESULTS
 from llqr_lab.experiments.presets import resolve
@@ -39,9 +42,10 @@ def main(
     seed: int,
     repeats: int,
     threads: int | None,
-    changes: dict[str, Any] | None = None,
+    settings: Sequence[str] = (),
 ) -> None:
-    changes = changes or {}
+    """`settings` are changes of the preset's, as name=value."""
+    changes = dict(map(change, settings))
     torch.set_num_threads(threads or torch.get_num_threads())
     torch.set_flush_denormal(True)
     names = ("base", *(each for each in methods if each != "base"))
@@ -61,7 +65,7 @@ def main(
                 done()
     rows = [_row(preset, name, periods[name], steps, refits) for name in names]
     where = f"llqr bench epoch {preset} --scale {scale} --methods {','.join(methods)}"
-    where += "".join(f" --set {name}={value}" for name, value in changes.items())
+    where += "".join(f" --set {quote(setting)}" for setting in settings)
     content = {"preset": preset, "scale": scale, "threads": torch.get_num_threads(), "repeats": repeats}
     content |= {"clock": runs["base"].clock_name, "rows": rows}
     write_json(output, {**provenance(where, seed), **content})
