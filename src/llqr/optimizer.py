@@ -322,21 +322,20 @@ class LLQR(Optimizer):
         if steered.nonfinite:
             self.stats.nonfinite += len(steered.nonfinite)
             self._warn("nonfinite", f"the gradient of {steered.nonfinite[0]!r} is not finite")
-        return self._bounded(steered.gradients, gradients)
+        return self._bounded(steered, gradients)
 
-    def _bounded(
-        self, steered: Mapping[str, Tensor | None], gradients: Mapping[str, Tensor]
-    ) -> Mapping[str, Tensor | None]:
+    def _bounded(self, steered: Steered | Shared, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor | None]:
         """U g no longer than it may be; of a step that is better the base's own, what has no gradient anywhere."""
         trust = self._refit.trust
         if trust is None or not trust.bounds:
-            return steered
+            return steered.gradients
+        norms = ALONE.norms if self._team is None else self._team.norms
         with torch.no_grad():
-            bounded = trust.bound(steered, gradients, ALONE.norms if self._team is None else self._team.norms)
+            bounded = trust.bound(steered.gradients, gradients, norms, steered.length)
         if bounded is not None:
             return bounded
         self.stats.unused += 1
-        return {name: part for name, part in steered.items() if part is None}
+        return {name: part for name, part in steered.gradients.items() if part is None}
 
     def _reject(self, why: str) -> bool:
         self.stats.rejected += 1

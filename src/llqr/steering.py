@@ -22,6 +22,8 @@ class Steered(NamedTuple):
     gradients: dict[str, Tensor]
     turned: list[str]
     nonfinite: list[str]
+    length: float | None = None
+    """‖U g‖ where it has come about by the way."""
 
 
 class Factor(NamedTuple):
@@ -35,8 +37,8 @@ class Factor(NamedTuple):
 
 class Memory:
     """Room for U g of all the factors, in one piece: kept from step to step, because new memory is mapped page by page, which
-    takes a processor half as long as the products do, and so that one sum tells whether all of it is finite. (Accelerators have
-    allocators that keep memory.)"""
+    takes a processor half as long as the products do, and so that one norm tells whether all of it is finite.
+    (Accelerators have allocators that keep memory.)"""
 
     def __init__(self, like: Sequence[Tensor]) -> None:
         sizes = [tensor.numel() for tensor in like]
@@ -88,7 +90,8 @@ class Steering:
         products = self._products(plain, memory)
         stacks = [group.gather(values) for group in self._stacks]
         results = [group.structure.apply(group.tensors, x) for group, x in zip(self._stacks, stacks, strict=True)]
-        if memory is not None and not self._mixed and math.isfinite(float(memory.whole.sum())):
+        length = None if memory is None or self._mixed else float(torch.linalg.vector_norm(memory.whole))
+        if length is not None and math.isfinite(length):
             signs = [1.0] * len(products) + self._signs([], [], stacks, results)
         else:
             signs = self._signs(plain, products, stacks, results)
@@ -107,7 +110,8 @@ class Steering:
             at += len(group.keys)
             steered.gradients.update(group.scatter(y, values))
         return steered._replace(
-            gradients={name: steered.gradients[name] for name in self._order if name in steered.gradients}
+            gradients={name: steered.gradients[name] for name in self._order if name in steered.gradients},
+            length=None if self._stacks or steered.nonfinite else length,
         )
 
     def _products(self, plain: list[Tensor], memory: Memory | None) -> list[Tensor]:

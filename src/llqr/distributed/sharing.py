@@ -34,6 +34,8 @@ class Shared(NamedTuple):
     gradients: dict[str, Tensor | None]
     turned: list[str]
     nonfinite: list[str]
+    length: None = None
+    """That of all of it would have to be asked for."""
 
 
 class Sharing(ABC):

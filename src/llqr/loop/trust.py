@@ -75,11 +75,16 @@ class Trust:
         return False
 
     def bound(
-        self, steered: Mapping[str, Tensor | None], gradients: Mapping[str, Tensor], norms: Norms
+        self,
+        steered: Mapping[str, Tensor | None],
+        gradients: Mapping[str, Tensor],
+        norms: Norms,
+        length: float | None = None,
     ) -> Mapping[str, Tensor | None] | None:
         """U g as it may be, or None where the step is better the base's own; tensors are changed in place."""
         parts = [part for part in steered.values() if part is not None]
-        (length,) = norms([_norm(parts)])
+        if length is None:
+            (length,) = norms([_norm(parts)])
         if self.length is None:
             self.length = length if math.isfinite(length) else None
         if self.length is None or not LONGER * self.length < length < math.inf:
