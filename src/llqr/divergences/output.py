@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 class OutputTerm(Divergence):
-    """ψ_N(x_N): a function of what the network returns. One of your own has `psi`, and `needs_loss = False` where that doesn't ask
-    for `base.loss`."""
+    """ψ_N(x_N): a function of what the network returns. One of your own has `psi`, and `needs_loss = False` where that
+    doesn't ask for `base.loss`."""
 
     additive = False
     """It adds the examples up, in place of averaging them."""
