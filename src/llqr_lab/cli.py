@@ -254,16 +254,23 @@ def table(
 @app.command()
 def figure(
     kind: Annotated[
-        str, typer.Argument(help="curves, grokking, or an ablation: damping, inner, ema, warm-start, solver.")
+        str,
+        typer.Argument(
+            help="curves, grokking, or an ablation: damping, inner, ema, warm-start, solver. Or one of docs/mathematics.md: steps, "
+            "stages, relaxation."
+        ),
     ],
     preset: Annotated[
-        str, typer.Argument(help="The preset that is drawn; not for grokking, which has all of its operations.")
+        str,
+        typer.Argument(
+            help="The preset that is drawn; not for grokking, which has all operations, nor for the last three."
+        ),
     ] = "",
     source: Annotated[Path, typer.Option(help="The folder of runs, or a file of results.")] = Path("runs"),
     scale: Scale = "cpu",
     output: Annotated[Path, typer.Option(callback=writable_picture, help="The picture to write.")] = Path("figure.png"),
 ) -> None:
-    """Draw training curves with standard errors, box plots of grokking, or an ablation."""
+    """Draw training curves with standard errors, box plots of grokking, an ablation, or the mathematics."""
     from llqr_lab.experiments import cli as experiments
 
     with experiments.told():

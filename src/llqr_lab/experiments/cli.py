@@ -167,12 +167,19 @@ def _known(scale: str) -> str:
 def figure(kind: str, preset: str, source: Path, scale: str, output: Path) -> None:
     from llqr_lab.experiments.sweep import ABLATIONS
     from llqr_lab.figures import experiments as figures
+    from llqr_lab.figures.mathematics import DRAWN
 
-    kinds = ("curves", "grokking", *ABLATIONS)
+    kinds = ("curves", "grokking", *ABLATIONS, *DRAWN)
     if kind not in kinds:
         raise ConfigError(f"there is no figure '{kind}'{suggestion(kind, kinds)}")
     if kind == "grokking" and preset:
         raise ConfigError("the figure 'grokking' has all of its operations: leave out the preset")
+    if kind in DRAWN:
+        if preset:
+            raise ConfigError(f"the figure '{kind}' is of no preset's runs: leave out the preset")
+        DRAWN[kind](output)
+        typer.echo(f"Wrote {output}")
+        return
     if kind != "grokking":
         known_preset(preset)
     results = [each for each in collected(source) if each["scale"] == _known(scale)]
