@@ -256,7 +256,7 @@ def figure(
     kind: Annotated[
         str,
         typer.Argument(
-            help="curves, grokking, or an ablation: damping, inner, ema, warm-start, solver. Or one of docs/mathematics.md: steps, "
+            help="curves, grokking, or an ablation: damping, inner, ema, warm-start, solver. Or of docs/mathematics.md: steps, "
             "stages, relaxation."
         ),
     ],
