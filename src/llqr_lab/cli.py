@@ -243,12 +243,16 @@ def table(
     presets: Annotated[str, typer.Option(help="Only presets whose name has this in it.")] = "",
     scale: Annotated[str, typer.Option(help="Only this scale: paper, cpu or smoke.")] = "",
     save: Annotated[Path | None, typer.Option(help="Keep the results and curves in this JSON file too.")] = None,
+    page: Annotated[
+        Path | None, typer.Option(help="Write them into this page too, between its marks: docs/reproduction.md.")
+    ] = None,
 ) -> None:
     """Results beside the paper's: mean and standard error over seeds, and time relative to the base."""
     from llqr_lab.experiments import cli as experiments
 
+    written = [writable_file(path) if path else None for path in (save, page)]
     with experiments.told():
-        experiments.table(source, presets, scale, writable_file(save) if save else None)
+        experiments.table(source, presets, scale, *written)
 
 
 @app.command()

@@ -143,7 +143,8 @@ def numbers(text: str) -> list[int]:
     return list(dict.fromkeys(found))
 
 
-def table(source: Path, presets: str, scale: str, save: Path | None) -> None:
+def table(source: Path, presets: str, scale: str, save: Path | None, page: Path | None) -> None:
+    from llqr_lab.experiments.reproduction import write
     from llqr_lab.experiments.table import show
 
     results = [
@@ -155,6 +156,8 @@ def table(source: Path, presets: str, scale: str, save: Path | None) -> None:
         raise RunError(f"no finished runs in '{source}' that fit: make some with `llqr train` or `llqr sweep`")
     if save:
         save_results(results, save)
+    if page:
+        write(page, results)
     show(results, Console())
 
 
