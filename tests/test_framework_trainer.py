@@ -102,7 +102,7 @@ def test_options(page: Any, plain: Any, tmp_path: Path, options: dict[str, Any])
 
 
 def test_an_optimizer_that_trainer_makes(page: Any, tmp_path: Path) -> None:
-    """With model_init the optimizer is made inside, around groups with and without weight decay, as docs/frameworks.md has it."""
+    """With model_init the optimizer is made inside, around groups with and without weight decay, by docs/frameworks.md."""
     text = (EXAMPLES.parent / "docs" / "frameworks.md").read_text(encoding="utf-8")
     (making,) = [
         code for code in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE) if "MyTrainer" in code
