@@ -60,7 +60,7 @@ def _change(group: list[Result]) -> str:
         means[method] = shown(summary(scores(rows)), UNITS.get(score, 1.0)).partition(" ±")[0]
     base = means.pop("base", "–")
     others = ", ".join(f"{mean} {method}" for method, mean in means.items()) or "–"
-    return f"{NAMES.get(score, score)}, --scale {group[0]['scale']}: {base} → {others}"
+    return f"{NAMES.get(score, score)} at `--scale {group[0]['scale']}`: {base} → {others}"
 
 
 def _section(name: str, preset: Preset, groups: list[list[Result]]) -> str:

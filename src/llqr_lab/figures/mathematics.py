@@ -52,7 +52,7 @@ def _one_step(axes: Axes) -> None:
     for step, colour, width, label in (
         (single, PINK, 4.0, "the best multiple of g: U = c I"),
         (-RATE * gradient, GREY, 2.0, f"gradient descent, −{RATE:g} g"),
-        (exact, ORANGE, 6.0, "exact, −H⁻¹g"),
+        (exact, "#F0B48A", 8.0, "exact, −H⁻¹g"),
         (learned, GREEN, 2.0, "−U g, U of one number a layer"),
     ):
         x, y = START[0] + float(step[0]), START[1] + float(step[1])
