@@ -38,7 +38,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         outside = outside_path(page.file.src_uri, target)
         if outside is None or files.get_file_from_path(site_path(outside)) is None:
             return link.group()
-        return before + posixpath.relpath(site_path(outside), posixpath.dirname(page.file.src_uri)) + (anchor or "") + after
+        return (
+            before
+            + posixpath.relpath(site_path(outside), posixpath.dirname(page.file.src_uri))
+            + (anchor or "")
+            + after
+        )
 
     return LINK.sub(led, markdown)
 

@@ -113,7 +113,9 @@ def test_the_reference_has_every_public_name(site: Path, built: dict[Path, Links
     for package in PUBLIC:
         for name in import_module(package).__all__:
             if not (package == "llqr" and name in {*pages, "__version__"}):
-                assert {f"{package}.{name}", f"llqr.{name}", f"llqr.{name}.{name}"} & places, f"{package}.{name} isn't in docs/api"
+                assert {f"{package}.{name}", f"llqr.{name}", f"llqr.{name}.{name}"} & places, (
+                    f"{package}.{name} isn't in docs/api"
+                )
     assert all((site / "api" / name / "index.html").is_file() for name in pages)
     for method in ("LLQR.step", "LLQR.refit", "LLQR.state_dict", "QuadraticModel.build", "loop.stats.Stats.as_logs"):
         assert f"llqr.{method}" in places

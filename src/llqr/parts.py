@@ -173,7 +173,7 @@ class Part:
         problem.examined = True
         for _, term in problem.terms:
             if isinstance(term, OutputTerm):
-                term.check_flat(base)
+                term.check_psi(base)
         if slope is None:
             return
         if any(isinstance(term, OutputTerm) and term.needs_loss for _, term in problem.terms):
@@ -230,4 +230,6 @@ def _check_classes(term: OutputTerm, output: Tensor, examples: int) -> None:
 
 
 def _no_loss(output: Tensor) -> Tensor:
-    raise LLQRError("this divergence needs the loss: give loss_fn and targets")
+    raise LLQRError(
+        "this divergence needs the loss: give loss_fn and targets (one of your own that says needs_loss = False gets none)"
+    )

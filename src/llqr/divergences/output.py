@@ -46,21 +46,33 @@ class OutputTerm(Divergence):
                 "shape they have in check()"
             )
 
-    def check_flat(self, base: BasePoint) -> None:
-        """Raise where ∇ψ_N doesn't vanish at x_N^k, though `flat` says so: H would lack the curvature of the network itself.
+    def check_psi(self, base: BasePoint) -> None:
+        """Raise where ψ_N isn't one number, doesn't depend on the output, or has a slope at x_N^k though `flat` says that it
+        hasn't: H would lack the curvature of the network itself then.
 
-        It is held against the gradients a tenth of the output's size away, and all of it: rounding leaves far less than that,
+        The slope is held against those a tenth of the output's size away, and all of it. Rounding leaves far less than that,
         also where predictions are so sure that nothing near them has a slope.
         """
+        point = base.output.detach()
+        with torch.no_grad():
+            value = self.psi(point, base)
+        if not isinstance(value, Tensor) or value.dim() > 0:
+            shape = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise LLQRError(
+                f"psi() of {self!r} returns one number, a tensor without dimensions such as a mean(); this is {shape}"
+            )
         if not self.flat:
             return
-        point = base.output.detach()
         size = float(point.square().mean().sqrt()) or 1.0
         away = size * torch.linspace(-40, 40, point.numel()).sin().to(point).reshape(point.shape)
         here, near, far = (
             float(_slope(lambda output: self.psi(output, base), point + share * away).norm())
             for share in (0.0, 0.1, 1.0)
         )
+        if here == near == far == 0:
+            raise LLQRError(
+                f"psi() of {self!r} doesn't depend on the output, so it has no curvature: is something detached in it?"
+            )
         if here > 0.01 * near and here > torch.finfo(point.dtype).eps ** 0.5 * far:
             raise LLQRError(
                 f"the gradient of {self!r} isn't zero at the output that it is expanded around: set flat = False, for Hessian "
@@ -113,8 +125,8 @@ class GaussNewton(OutputTerm):
         product: Tensor = torch.func.vjp(self.residual, base.output)[1](pushed)[0]
         return product
 
-    def check_flat(self, base: BasePoint) -> None:
-        """It is, by its formula."""
+    def check_psi(self, base: BasePoint) -> None:
+        """Flat by its formula."""
 
     def __repr__(self) -> str:
         return "GaussNewton()" if self.residual is None else f"GaussNewton(residual={self.residual!r})"
@@ -157,8 +169,8 @@ class _Distributional(OutputTerm):
         if weights is not None and weights.shape != shape:
             raise LLQRError(f"the weights have shape {tuple(weights.shape)}, and the output's variables {tuple(shape)}")
 
-    def check_flat(self, base: BasePoint) -> None:
-        """It is, by its formula."""
+    def check_psi(self, base: BasePoint) -> None:
+        """Flat by its formula."""
 
     def _total(self, base: BasePoint) -> float | Tensor:
         if self.reduction == "sum":
