@@ -45,7 +45,7 @@ def test_one_number_a_layer_is_enough_for_two_parameters() -> None:
 
 
 def test_shares_of_the_exact_step() -> None:
-    """Of 25 inner steps 0.96 and more, but for the scalar; on another batch about the plain gradient's share, less for the diagonal."""
+    """0.96 and more, but for the scalar; on another batch about the plain gradient's share, less for the diagonal."""
     found = drawn._relaxed()
     for name in ("diagonal", "kfac", "ekfac"):
         assert found[name]["shares"][-1] > 0.955
