@@ -24,7 +24,7 @@ GUIDES = Path(__file__).parent.parent / "docs" / "guides"
 NAMES = {"own-divergence": "PoissonKL", "own-structure": "Neurons", "own-solver": "SteepestDescent"}
 
 
-def block(page: str) -> str:
+def block_of(page: str) -> str:
     (found,) = re.findall(r"^```python\n(.*?)^```", (GUIDES / f"{page}.md").read_text(), re.DOTALL | re.MULTILINE)
     return str(found)
 
@@ -38,7 +38,7 @@ def guides(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
         for page in NAMES:
             torch.manual_seed(0)
             ran[page] = {"__name__": "guide"}
-            exec(compile(block(page), page, "exec"), ran[page])
+            exec(compile(block_of(page), page, "exec"), ran[page])
             assert torch.load("optimizer.pt", weights_only=True)["llqr"]["stats"]["refits"] > 0
             Path("optimizer.pt").unlink()
     return ran
@@ -53,7 +53,7 @@ def poisson(guides: dict[str, dict[str, Any]]) -> OutputTerm:
 def test_each_guide_is_one_short_block() -> None:
     assert {path.stem for path in GUIDES.glob("*.md")} == set(NAMES)
     for page in NAMES:
-        assert block(page).count("\n") < 40
+        assert block_of(page).count("\n") < 40
 
 
 @pytest.mark.parametrize("page", NAMES)
@@ -197,14 +197,21 @@ class Written(Structure):
 
 
 def test_a_structure_needs_no_derivatives_of_its_own() -> None:
-    """Differentiated by torch, C X Dᵀ is fitted to the U of `Kronecker`, whose derivatives are written out."""
+    """Differentiated by torch, C X Dᵀ has the derivatives that `Kronecker` writes out, and is fitted to the same U."""
+    tensors = {"C": torch.randn(2, 3, 3).double(), "D": torch.randn(2, 4, 4).double()}
+    change = {name: torch.randn_like(tensor) for name, tensor in tensors.items()}
+    x, cotangent = torch.randn(2, 3, 4).double(), torch.randn(2, 3, 4).double()
+    written, ours = (structure.linearize(tensors, x) for structure in (Written(), Kronecker()))
+    torch.testing.assert_close(written.value(), ours.value())
+    torch.testing.assert_close(written.derivative(change), ours.derivative(change))
+    torch.testing.assert_close(written.pullback(cotangent), ours.pullback(cotangent))
+
     model = random_model()
     assert Written().sizes((2, 3, 2, 2)) == Kronecker().sizes((2, 3, 2, 2))
-    ours, own = fit(model, Kronecker(), steps=8), fit(model, Written(), steps=8)
-    assert own.history == pytest.approx(ours.history, rel=1e-9)
-    for key, tensors in ours.blocks.items():
-        for name, tensor in tensors.items():
-            torch.testing.assert_close(own.blocks[key][name], tensor, rtol=1e-8, atol=1e-10)
+    theirs, own = fit(model, Kronecker(), steps=8), fit(model, Written(), steps=8)
+    assert own.history == pytest.approx(theirs.history, rel=1e-9)
+    for key, block in theirs.blocks.items():
+        torch.testing.assert_close(own.blocks[key], block, rtol=1e-8, atol=1e-10)
 
 
 @pytest.mark.parametrize("structure", ["scalar", "diagonal", "kfac", "ekfac", "dense"])
