@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,16 @@ from llqr_lab.figures import mathematics as drawn
 from pages import ROOT, text_of
 
 
+@pytest.fixture(scope="module")
+def relaxed() -> dict[str, dict[str, Any]]:
+    return drawn._relaxed()
+
+
 @pytest.mark.parametrize("kind", drawn.DRAWN)
-def test_figure_is_drawn(kind: str, tmp_path: Path) -> None:
+def test_figure_is_drawn(
+    kind: str, relaxed: dict[str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drawn, "_relaxed", lambda: relaxed)  # it takes long enough to do it once
     path = tmp_path / f"{kind}.png"
     result = CliRunner().invoke(app, ["figure", kind, "--output", str(path)])
     assert result.exit_code == 0, result.output
@@ -44,9 +53,9 @@ def test_one_number_a_layer_is_enough_for_two_parameters() -> None:
     assert (fresh - truth).norm() < 0.01 < 0.05 < (kept - truth).norm() < 0.1 < 0.5 < (descent - truth).norm()
 
 
-def test_shares_of_the_exact_step() -> None:
+def test_shares_of_the_exact_step(relaxed: dict[str, dict[str, Any]]) -> None:
     """0.96 and more, but for the scalar; on another batch about the plain gradient's share, less for the diagonal."""
-    found = drawn._relaxed()
+    found = relaxed
     for name in ("diagonal", "kfac", "ekfac"):
         assert found[name]["shares"][-1] > 0.955
         assert len(found[name]["shares"]) == 26
