@@ -15,7 +15,7 @@ STALE := stale
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check clean stale
+.PHONY: help demo test check docs clean stale
 
 help: ## list the commands
 	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -31,8 +31,12 @@ check: $(STAMP) ## check format, lint and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+docs: $(STAMP) ## build the documentation into site/
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "Look at it: $(BIN)/python -m http.server --directory site, then http://localhost:8000"
+
 clean: ## remove the environment, the caches and what was built
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 stale:
@@ -44,5 +48,5 @@ $(STAMP): pyproject.toml constraints.txt $(STALE)
 	@echo "Setting up $(VENV) (this takes some minutes the first time) ..."
 	@"$(PYTHON)" -m venv --clear $(VENV)
 	@PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
-	  $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[lab,frameworks,peers,dev]'
+	  $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[lab,frameworks,peers,docs,dev]'
 	@"$(PYTHON)" -c '$(ORIGIN)' > $(STAMP)

@@ -1,19 +1,31 @@
-"""Every Python block in the README and the docs runs."""
+"""Every block of code in README and docs is checked: Python runs, excerpts are of the examples, commands are understood."""
 
 from __future__ import annotations
 
 import re
+import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
+import typer
+from typer.core import TyperGroup
 
-ROOT = Path(__file__).parent.parent
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+from llqr_lab.cli import app
+from llqr_lab.experiments.cli import configuration, sweep
+from llqr_lab.experiments.presets import PRESETS
+from pages import PAGES, ROOT, blocks, text_of, without_blocks
+
 BLOCKS = [
-    pytest.param(code, id=f"{page.relative_to(ROOT)}-{i}")
-    for page in PAGES
-    for i, code in enumerate(BLOCK.findall(page.read_text(encoding="utf-8")))
+    pytest.param(each.code, id=each.label)
+    for each in blocks("python")
+    if "transformers" not in each.code  # that one runs in test_framework_trainer.py
+]
+LLQR = typer.main.get_command(app)
+COMMANDS = [
+    pytest.param(line.partition("#")[0].strip(), id=f"{each.label}-{number}")
+    for each in blocks("sh")
+    for number, line in enumerate(each.code.splitlines())
 ]
 
 
@@ -23,20 +35,95 @@ def test_block_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     exec(compile(code, "example", "exec"), {"__name__": "example"})
 
 
+def test_there_are_no_blocks_of_other_kinds() -> None:
+    """Fenced ones are Python, excerpts of examples, commands, or no code; indented ones are formulas."""
+    for each in blocks():
+        assert each.language in ("python", "py", "sh", ""), f"{each.label} is {each.language}, which nothing checks"
+        if not each.language:
+            assert not looks_like_code(each.code), f"{each.label} is code without a language"
+    for page in PAGES:
+        indented = re.findall(r"^(?: {4}|\t).*", without_blocks(page), re.MULTILINE)
+        assert not looks_like_code("\n".join(line.strip() for line in indented)), f"{page.name} has indented code"
+
+
+def looks_like_code(text: str) -> bool:
+    return re.search(r"^(import |from \w+ import|def |class |llqr |make |pip |\$ )", text, re.MULTILINE) is not None
+
+
 def test_excerpts_are_of_the_examples() -> None:
-    """The ```py blocks of docs/frameworks.md are lines of the pages that they link to."""
-    page = (ROOT / "docs" / "frameworks.md").read_text(encoding="utf-8")
-    sections = re.findall(r"\(\.\./(examples/\w+\.py)\)(.*?)(?=^## )", page, re.DOTALL | re.MULTILINE)
-    assert len(sections) == 3
-    for example, section in sections:
-        lines = (ROOT / example).read_text(encoding="utf-8").splitlines()
-        excerpts = re.findall(r"^```py\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
-        assert excerpts
-        for line in "".join(excerpts).splitlines():
-            assert line in lines, f"{example} has no line {line!r}"
+    """The ```py blocks are lines of the examples that their sections link to."""
+    for page in dict.fromkeys(each.page for each in blocks("py")):
+        sections = re.split(r"^## ", text_of(ROOT / page), flags=re.MULTILINE)
+        for section in (section for section in sections if "```py\n" in section):
+            linked = re.search(r"\(\.\./(examples/\w+\.py)\)", section)
+            assert linked, f"{page} has an excerpt of nothing: {section[:40]!r}"
+            lines = text_of(ROOT / linked[1]).splitlines()
+            for line in "".join(re.findall(r"^```py\n(.*?)^```", section, re.DOTALL | re.MULTILINE)).splitlines():
+                assert line in lines, f"{linked[1]} has no line {line!r}"
+    assert len(blocks("py")) >= 4
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_command_is_understood(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines of llqr are parsed as they would be, presets and settings looked up; others name what there is."""
+    if not line:
+        return
+    program, *arguments = shlex.split(line)
+    if program == "make":
+        targets = re.findall(r"^(\w+):", text_of(ROOT / "Makefile"), re.MULTILINE)
+        assert set(arguments) <= set(targets)
+    elif program == "pip":
+        extras = tomllib.loads(text_of(ROOT / "pyproject.toml"))["project"]["optional-dependencies"]
+        verb, target = arguments
+        package, _, rest = target.partition("[")
+        assert (verb, package in (".", "llqr")) == ("install", True)
+        assert set(rest.rstrip("]").split(",")) - {""} <= set(extras)
+    else:
+        assert program == "llqr", f"nothing checks {line!r}"
+        for folder in ("results", "docs/figures", "runs/mine"):
+            (tmp_path / folder).mkdir(parents=True)
+        monkeypatch.chdir(tmp_path)
+        understood(arguments)
+
+
+def understood(arguments: list[str]) -> None:
+    """Raise where the command line would be refused; nothing is run but dry."""
+    command, rest, context = LLQR, arguments, None
+    while isinstance(command, TyperGroup):
+        context = command.make_context(command.name, list(rest), parent=context)
+        _, command, rest = command.resolve_command(context, list(rest))
+    given = command.make_context(command.name, list(rest), parent=context).params
+    if command.name == "sweep":
+        chosen = [given[name] for name in ("preset", "scale", "methods", "seeds", "ablation")]
+        sweep(*chosen, given["changes"] or [], None, None, Path("runs"), "cpu", dry=True)
+    elif command.name == "train" and given["target"]:
+        configuration(given["target"], given["scale"], given["method"], given["seed"], given["changes"] or [])
+    elif command.name == "figure" and given["preset"]:
+        assert given["preset"] in PRESETS
+
+
+@pytest.mark.parametrize("line", ["llqr swep x", "llqr sweep grokking-ad", "llqr train --sed 1", "make coffee"])
+def test_wrong_commands_are_noticed(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Exception, match=r"No such|there is no preset|coffee"):
+        test_command_is_understood(line, tmp_path, monkeypatch)
+
+
+def test_commands_in_the_text_exist() -> None:
+    """`llqr bench step`, written in a sentence, up to what stands for something else: PRESET, --option, a path."""
+    found = 0
+    for page in PAGES:
+        for words in re.findall(r"`llqr ([a-z][^`]*)`", without_blocks(page)):
+            found += 1
+            command = LLQR
+            for word in words.split():
+                if not isinstance(command, TyperGroup):
+                    break
+                assert word in command.commands, f"{page.name}: there is no `llqr {words}`"
+                command = command.commands[word]
+    assert found > 20
 
 
 def test_links_lead_somewhere() -> None:
     for page in PAGES:
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", without_blocks(page)):
             assert (page.parent / target).exists(), f"{page.name} links to {target}, which isn't there"

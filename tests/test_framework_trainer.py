@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from frameworks import example, quiet, run
+from frameworks import EXAMPLES, example, quiet, run
 from llqr import LLQR
 from loops import assert_same, blocks_of, never, parameters_of
 
@@ -101,17 +102,15 @@ def test_options(page: Any, plain: Any, tmp_path: Path, options: dict[str, Any])
 
 
 def test_an_optimizer_that_trainer_makes(page: Any, tmp_path: Path) -> None:
-    """With model_init the optimizer is made inside, around groups with and without weight decay (docs/frameworks.md)."""
-    from transformers import Trainer
-
-    class Making(Trainer):
-        def create_optimizer(self, model: Any = None) -> Any:
-            if self.optimizer is None:
-                self.optimizer = LLQR(super().create_optimizer(model), self.model, structure="diagonal", steps=2)
-            return self.optimizer
-
+    """With model_init the optimizer is made inside, around groups with and without weight decay, by docs/frameworks.md."""
+    text = (EXAMPLES.parent / "docs" / "frameworks.md").read_text(encoding="utf-8")
+    (making,) = [
+        code for code in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE) if "MyTrainer" in code
+    ]
+    defined: dict[str, Any] = {"__name__": "page"}
+    exec(making, defined)
     like = page.build(str(tmp_path), 2, save_strategy="no", disable_tqdm=True, per_device_train_batch_size=4)
-    trainer = Making(args=like.args, model_init=lambda: like.model, train_dataset=like.train_dataset)
+    trainer = defined["MyTrainer"](args=like.args, model_init=lambda: like.model, train_dataset=like.train_dataset)
     trainer.train()
     optimizer = trainer.optimizer.optimizer
     assert optimizer.stats.refits == 1

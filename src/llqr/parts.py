@@ -166,11 +166,16 @@ class Part:
         return recorded
 
     def _examine(self, base: BasePoint, slope: Tensor | None, second: SecondDerivative | None) -> None:
-        """Once a batch: raise where a formula written by hand gives wrong second derivatives."""
+        """Once a batch: raise for formulas written by hand that aren't what they say, or give wrong second derivatives."""
         problem = self._problem
-        if problem.examined or slope is None:
+        if problem.examined:
             return
         problem.examined = True
+        for _, term in problem.terms:
+            if isinstance(term, OutputTerm):
+                term.check_psi(base)
+        if slope is None:
+            return
         if any(isinstance(term, OutputTerm) and term.needs_loss for _, term in problem.terms):
             check_loss(base.loss, base.output)
         if second is not None:
@@ -225,4 +230,6 @@ def _check_classes(term: OutputTerm, output: Tensor, examples: int) -> None:
 
 
 def _no_loss(output: Tensor) -> Tensor:
-    raise LLQRError("this divergence needs the loss: give loss_fn and targets")
+    raise LLQRError(
+        "this divergence needs the loss: give loss_fn and targets (one of your own that says needs_loss = False gets none)"
+    )

@@ -41,7 +41,13 @@ def fit(
     if start is not None:
         u.check_same_blocks(start)
         u = start.clone()
-    return solver.solve(Problem(q, u), u, steps)
+    fitted = solver.solve(Problem(q, u), u, steps)
+    if not isinstance(fitted, Preconditioner):
+        raise LLQRError(
+            f"solve() of {solver!r} returned {type(fitted).__name__}: it returns a Preconditioner, as in "
+            "u.with_history([J at the start, J after each step])"
+        )
+    return fitted
 
 
 def checked_solver(solver: Solver | None, steps: int) -> Solver:

@@ -243,27 +243,38 @@ def table(
     presets: Annotated[str, typer.Option(help="Only presets whose name has this in it.")] = "",
     scale: Annotated[str, typer.Option(help="Only this scale: paper, cpu or smoke.")] = "",
     save: Annotated[Path | None, typer.Option(help="Keep the results and curves in this JSON file too.")] = None,
+    page: Annotated[
+        Path | None, typer.Option(help="Write them into this page too, between its marks: docs/reproduction.md.")
+    ] = None,
 ) -> None:
     """Results beside the paper's: mean and standard error over seeds, and time relative to the base."""
     from llqr_lab.experiments import cli as experiments
 
+    written = [writable_file(path) if path else None for path in (save, page)]
     with experiments.told():
-        experiments.table(source, presets, scale, writable_file(save) if save else None)
+        experiments.table(source, presets, scale, *written)
 
 
 @app.command()
 def figure(
     kind: Annotated[
-        str, typer.Argument(help="curves, grokking, or an ablation: damping, inner, ema, warm-start, solver.")
+        str,
+        typer.Argument(
+            help="curves, grokking, or an ablation: damping, inner, ema, warm-start, solver. Or of docs/mathematics.md: steps, "
+            "stages, relaxation."
+        ),
     ],
     preset: Annotated[
-        str, typer.Argument(help="The preset that is drawn; not for grokking, which has all of its operations.")
+        str,
+        typer.Argument(
+            help="The preset that is drawn; not for grokking, which has all operations, nor for the last three."
+        ),
     ] = "",
     source: Annotated[Path, typer.Option(help="The folder of runs, or a file of results.")] = Path("runs"),
     scale: Scale = "cpu",
     output: Annotated[Path, typer.Option(callback=writable_picture, help="The picture to write.")] = Path("figure.png"),
 ) -> None:
-    """Draw training curves with standard errors, box plots of grokking, or an ablation."""
+    """Draw training curves with standard errors, box plots of grokking, an ablation, or the mathematics."""
     from llqr_lab.experiments import cli as experiments
 
     with experiments.told():

@@ -53,8 +53,9 @@ class Monitor:
         loss_fn: `loss_fn(output, targets)`, the mean loss.
         writer: anything with `add_scalar` and `add_histogram`, such as TensorBoard's SummaryWriter.
         record: called with each line, a dict for JSON.
-        divergence, damping, training: of the quadratic model. By default an LLQR's own divergence (else "ngd"), and the modes
-            that the modules have: then dropout's masks are those of the coming step.
+        divergence: of the quadratic model; by default an LLQR's own, else "ngd".
+        damping: of the quadratic model.
+        training: its modules' mode; by default the one that they have: then dropout's masks are those of the coming step.
         products: the most products that the exact step may take; whether they were enough is in the line.
         prepare: as for `proposed_step`: called with a copy of the model between its backward pass and its step.
         weights: from the inputs to one weight a variable, 0 for padding.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
+from llqr.described import Described
 from llqr.errors import LLQRError, unknown
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ class BasePoint:
     weights: Tensor | None = None
 
 
-class Divergence(ABC):
+class Divergence(Described, ABC):
     """A weighted sum of terms, each at one place of the network.
 
     `flat` says whether ∇D vanishes at θ_k through every activation: then p_i = 0, and only Q blocks remain.

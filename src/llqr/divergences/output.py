@@ -20,9 +20,11 @@ if TYPE_CHECKING:
 
 
 class OutputTerm(Divergence):
-    """ψ_N(x_N): a function of what the network returns. `additive`: it adds the examples up, in place of averaging them."""
+    """ψ_N(x_N): a function of what the network returns. One of your own has `psi`, and `needs_loss = False` where that
+    doesn't ask for `base.loss`."""
 
     additive = False
+    """It adds the examples up, in place of averaging them."""
     needs_loss = True
 
     def terms(self) -> Iterator[tuple[float, Term]]:
@@ -38,6 +40,44 @@ class OutputTerm(Divergence):
 
     def check(self, output: Tensor, weights: Tensor | None = None) -> None:
         """Raise where this divergence can't be taken of such an output, or the weights don't fit it."""
+        if weights is not None and not self.needs_loss:
+            raise LLQRError(
+                f"{self!r} takes no weights: leave them out, or count each variable by base.weights in psi() and say what "
+                "shape they have in check()"
+            )
+
+    def check_psi(self, base: BasePoint) -> None:
+        """Raise where ψ_N isn't one number, doesn't depend on the output, or has a slope at x_N^k though `flat` says that it
+        hasn't: H would lack the curvature of the network itself then.
+
+        The slope is held against those a tenth of the output's size away, and all of it. Rounding leaves far less than that,
+        also where predictions are so sure that nothing near them has a slope.
+        """
+        point = base.output.detach()
+        with torch.no_grad():
+            value = self.psi(point, base)
+        if not isinstance(value, Tensor) or value.dim() > 0:
+            shape = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise LLQRError(
+                f"psi() of {self!r} returns one number, a tensor without dimensions such as a mean(); this is {shape}"
+            )
+        if not self.flat:
+            return
+        size = float(point.square().mean().sqrt()) or 1.0
+        away = size * torch.linspace(-40, 40, point.numel()).sin().to(point).reshape(point.shape)
+        here, near, far = (
+            float(_slope(lambda output: self.psi(output, base), point + share * away).norm())
+            for share in (0.0, 0.1, 1.0)
+        )
+        if here == near == far == 0:
+            raise LLQRError(
+                f"psi() of {self!r} doesn't depend on the output, so it has no curvature: is something detached in it?"
+            )
+        if here > 0.01 * near and here > torch.finfo(point.dtype).eps ** 0.5 * far:
+            raise LLQRError(
+                f"the gradient of {self!r} isn't zero at the output that it is expanded around: set flat = False, for Hessian "
+                "products; or, if it is meant to be a divergence, take away from psi() what is linear in the output"
+            )
 
 
 class Newton(OutputTerm):
@@ -85,6 +125,9 @@ class GaussNewton(OutputTerm):
         product: Tensor = torch.func.vjp(self.residual, base.output)[1](pushed)[0]
         return product
 
+    def check_psi(self, base: BasePoint) -> None:
+        pass  # flat by its formula
+
     def __repr__(self) -> str:
         return "GaussNewton()" if self.residual is None else f"GaussNewton(residual={self.residual!r})"
 
@@ -125,6 +168,9 @@ class _Distributional(OutputTerm):
         shape = self.family.variables(output)
         if weights is not None and weights.shape != shape:
             raise LLQRError(f"the weights have shape {tuple(weights.shape)}, and the output's variables {tuple(shape)}")
+
+    def check_psi(self, base: BasePoint) -> None:
+        pass  # flat by its formula
 
     def _total(self, base: BasePoint) -> float | Tensor:
         if self.reduction == "sum":
@@ -170,6 +216,15 @@ class Renyi(_Distributional):
     def __repr__(self) -> str:
         options = self._options()
         return f"Renyi({self.order:g}{', ' if options else ''}{options})"
+
+
+def _slope(function: Callable[[Tensor], Tensor], point: Tensor) -> Tensor:
+    """∇f(point) for scalar f; zero where f doesn't depend on it."""
+    with torch.enable_grad():
+        leaf = point.detach().clone().requires_grad_()
+        value = function(leaf)
+        slope = torch.autograd.grad(value, leaf, allow_unused=True)[0] if value.requires_grad else None
+    return torch.zeros_like(point) if slope is None else slope
 
 
 def _hessian_product(function: Callable[[Tensor], Tensor], point: Tensor, tangent: Tensor) -> Tensor:

@@ -182,6 +182,7 @@ def _terminal(divergence: Divergence, base: BasePoint) -> tuple[BlockDiagonal, T
         if not isinstance(term, OutputTerm):
             continue
         term.check(base.output)
+        term.check_psi(base)
         product = partial(term.hessian_product, base=base)  # Q_N is symmetric
         try:
             block = materialise_transposed(product, base.output.shape, base.output.shape, base.output)

@@ -260,7 +260,7 @@ def _fault(q: Quadratic, u: Preconditioner, start: Preconditioner | None) -> str
     follow it there end at a higher J, with the better step.
     """
     if not u.history or not math.isfinite(u.history[0]):
-        return "J isn't finite at the start of the fit"
+        return "J isn't finite at the start of the fit, or the solver returned a U without a history of J"
     if any(totals_of(q).sums([float(not u.is_finite())])):
         return "U isn't finite"
     before, after = u.history[0], u.history[-1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 
+from llqr.described import Described
 from llqr.errors import LLQRError
 from llqr.preconditioner import Preconditioner
 from llqr.solvers.problem import Problem
@@ -13,7 +14,7 @@ NOTHING_TO_GAIN = 1e-6
 """A line search that lowers J by less than this, relative to J, is the last."""
 
 
-class Solver(ABC):
+class Solver(Described, ABC):
     """Minimises J(U). A solver is a set of options and holds no state."""
 
     @abstractmethod

@@ -1,10 +1,19 @@
 """Block structures of U: one a file, each with its identity, its action, and the derivatives of its action."""
 
-from llqr.structures.base import Linearization, Structure
+from llqr.structures.base import Linearization, LinearStructure, Structure
 from llqr.structures.dense import Dense
 from llqr.structures.diagonal import Diagonal
 from llqr.structures.eigen_kronecker import EigenKronecker
 from llqr.structures.kronecker import Kronecker
 from llqr.structures.scalar import Scalar
 
-__all__ = ["Dense", "Diagonal", "EigenKronecker", "Kronecker", "Linearization", "Scalar", "Structure"]
+__all__ = [
+    "Dense",
+    "Diagonal",
+    "EigenKronecker",
+    "Kronecker",
+    "LinearStructure",
+    "Linearization",
+    "Scalar",
+    "Structure",
+]

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from llqr.described import Described
 from llqr.errors import LLQRError, unknown
 from llqr.precision import at_least_single
 
@@ -43,17 +44,21 @@ class Linearization(ABC):
             total[name].mul_(decay).add_(gradient)
 
 
-class Structure(ABC):
+class Structure(Described, ABC):
     """How the blocks of U are stored and how they act.
+
+    One of your own says how it begins (`identity`), how it acts (`apply`), and two things about that (`degree`, `scaled`); the
+    rest follows, and can be written where there is a cheaper way.
 
     `per` says what one block covers: a parameter, or all the parameters that a module owns itself, joined to one vector.
     """
 
     per: Per = "parameter"
 
-    @abstractmethod
     def sizes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """The name and shape of each tensor of a block for a parameter of this shape."""
+        """The name and shape of each tensor of a block for a parameter of this shape: as `identity` makes them."""
+        made = self.identity(shape, torch.empty(0, device="meta"))
+        return {name: tuple(tensor.shape[1:]) for name, tensor in made.items()}
 
     @abstractmethod
     def identity(self, shape: Sequence[int], like: Tensor, count: int = 1) -> dict[str, Tensor]:
@@ -63,9 +68,9 @@ class Structure(ABC):
     def apply(self, tensors: Tensors, x: Tensor) -> Tensor:
         """U x."""
 
-    @abstractmethod
     def linearize(self, tensors: Tensors, x: Tensor) -> Linearization:
-        """U x with its derivatives by the tensors."""
+        """U x with its derivatives by the tensors: by differentiating `apply`, unless there is something cheaper."""
+        return Differentiated(self, tensors, x)
 
     @abstractmethod
     def degree(self, shape: Sequence[int]) -> int:
@@ -86,6 +91,25 @@ class Structure(ABC):
     def memory(self, shape: Sequence[int], itemsize: int = 4) -> int:
         """Bytes that one block takes for a parameter of this shape."""
         return itemsize * sum(math.prod(size) for size in self.sizes(shape).values())
+
+
+class Differentiated(Linearization):
+    """Derivatives by automatic differentiation, for structures that say no more than how they act."""
+
+    def __init__(self, structure: Structure, tensors: Tensors, x: Tensor) -> None:
+        self._act: Callable[[dict[str, Tensor]], Tensor] = lambda tensors: structure.apply(tensors, x)
+        self._tensors = dict(tensors)
+
+    def value(self) -> Tensor:
+        return self._act(self._tensors)
+
+    def derivative(self, change: Tensors) -> Tensor:
+        tangent: Tensor = torch.func.jvp(self._act, (self._tensors,), (dict(change),))[1]
+        return tangent
+
+    def pullback(self, cotangent: Tensor) -> dict[str, Tensor]:
+        pulled: dict[str, Tensor] = torch.func.vjp(self._act, self._tensors)[1](cotangent)[0]
+        return pulled
 
 
 class Linear(Linearization):
@@ -112,6 +136,7 @@ class LinearStructure(Structure):
         """The gradient of ⟨cotangent, U x⟩ with respect to the tensors."""
 
     def linearize(self, tensors: Tensors, x: Tensor) -> Linearization:
+        """U x; its derivative is the action of the change."""
         return Linear(self, tensors, x)
 
     def degree(self, shape: Sequence[int]) -> int:

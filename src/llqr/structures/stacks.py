@@ -180,7 +180,44 @@ class _Kind(NamedTuple):
 
     def identity(self, count: int) -> dict[str, Tensor]:
         like = torch.empty(0, dtype=self.dtype, device=self.device)
-        return self.structure.identity(_seen(self.structure, self.shapes), like, count)
+        shape = _seen(self.structure, self.shapes)
+        tensors = self.structure.identity(shape, like, count)
+        if not type(self.structure).__module__.startswith("llqr.structures."):
+            _check_own(self.structure, tensors, like.new_empty(count, *shape))
+        return tensors
+
+
+def _check_own(structure: Structure, tensors: dict[str, Tensor], x: Tensor) -> None:
+    """Raise for a structure of the user's own whose tensors aren't stacks, or whose identity isn't one."""
+    count, shape = len(x), tuple(x.shape[1:])
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    wanted = {name: (count, *size) for name, size in structure.sizes(shape).items()}
+    if found != wanted:
+        raise LLQRError(
+            f"identity() of {structure!r} makes tensors {found} for {count} blocks of shape {shape}, where {wanted} is wanted: "
+            "each has a leading dimension, the number of blocks (`count`)"
+        )
+    for name, tensor in tensors.items():
+        if (tensor.dtype, tensor.device) != (x.dtype, x.device):
+            raise LLQRError(
+                f"identity() of {structure!r} makes {name!r} of {tensor.dtype} on {tensor.device}, not of {x.dtype} on "
+                f"{x.device}: make it from `like`, as in like.new_ones(count, *shape)"
+            )
+    if not x.is_meta:
+        x = torch.arange(1, x.numel() + 1, dtype=x.dtype, device=x.device).sin().reshape(x.shape)
+    with torch.no_grad():
+        y = structure.apply(tensors, x)
+    if y.shape != x.shape:
+        raise LLQRError(
+            f"apply() of {structure!r} makes shape {tuple(y.shape)} of {tuple(x.shape)}: U x has the shape of x"
+        )
+    pulled = structure.linearize(tensors, x).pullback(x)
+    if not isinstance(pulled, dict) or {name: tuple(part.shape) for name, part in pulled.items()} != wanted:
+        raise LLQRError(f"pullback() of {structure!r} returns a dict with a gradient for each of {wanted}")
+    if not x.is_meta and not torch.allclose(y, x, rtol=1e-3, atol=1e-3):
+        raise LLQRError(
+            f"apply() of {structure!r} with the tensors of identity() doesn't give x back for shape {shape}"
+        )
 
 
 def _seen(structure: Structure, shapes: Sequence[torch.Size]) -> tuple[int, ...]:

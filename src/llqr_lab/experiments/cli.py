@@ -143,7 +143,8 @@ def numbers(text: str) -> list[int]:
     return list(dict.fromkeys(found))
 
 
-def table(source: Path, presets: str, scale: str, save: Path | None) -> None:
+def table(source: Path, presets: str, scale: str, save: Path | None, page: Path | None) -> None:
+    from llqr_lab.experiments.reproduction import write
     from llqr_lab.experiments.table import show
 
     results = [
@@ -155,6 +156,8 @@ def table(source: Path, presets: str, scale: str, save: Path | None) -> None:
         raise RunError(f"no finished runs in '{source}' that fit: make some with `llqr train` or `llqr sweep`")
     if save:
         save_results(results, save)
+    if page:
+        write(page, results)
     show(results, Console())
 
 
@@ -167,12 +170,19 @@ def _known(scale: str) -> str:
 def figure(kind: str, preset: str, source: Path, scale: str, output: Path) -> None:
     from llqr_lab.experiments.sweep import ABLATIONS
     from llqr_lab.figures import experiments as figures
+    from llqr_lab.figures.mathematics import DRAWN
 
-    kinds = ("curves", "grokking", *ABLATIONS)
+    kinds = ("curves", "grokking", *ABLATIONS, *DRAWN)
     if kind not in kinds:
         raise ConfigError(f"there is no figure '{kind}'{suggestion(kind, kinds)}")
     if kind == "grokking" and preset:
         raise ConfigError("the figure 'grokking' has all of its operations: leave out the preset")
+    if kind in DRAWN:
+        if preset:
+            raise ConfigError(f"the figure '{kind}' is of no preset's runs: leave out the preset")
+        DRAWN[kind](output)
+        typer.echo(f"Wrote {output}")
+        return
     if kind != "grokking":
         known_preset(preset)
     results = [each for each in collected(source) if each["scale"] == _known(scale)]

@@ -1,0 +1,163 @@
+"""Promise: the documentation builds strictly, needs no network, has no dead link, and names all that is public."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from importlib import import_module
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from llqr_lab.experiments import reproduction
+from llqr_lab.experiments.collect import collected
+from llqr_lab.experiments.folder import RunError
+from llqr_lab.experiments.paper import RESULTS
+from llqr_lab.experiments.presets import PRESETS
+from pages import ROOT, text_of
+
+pytest.importorskip("material", reason="mkdocs-material isn't installed: pip install llqr[docs]")
+pytest.importorskip("mkdocstrings", reason="mkdocstrings isn't installed: pip install llqr[docs]")
+
+PUBLIC = ("llqr", "llqr.divergences", "llqr.structures", "llqr.solvers", "llqr.exact", "llqr.diagnostics")
+
+
+class Links(HTMLParser):
+    """What a page links to, what it loads, and the places in it that can be linked to."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.loaded: list[str] = []
+        self.places: set[str] = set()
+        self.feed(page.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.places |= {str(given[name]) for name in ("id", "name") if given.get(name)}
+        target = given.get("href") if tag in ("a", "link") else given.get("src")
+        if target:
+            loads = tag != "a" and given.get("rel") not in ("canonical", "next", "prev")
+            (self.loaded if loads else self.links).append(target)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    closed = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, **closed, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert built.returncode == 0, built.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def built(site: Path) -> dict[Path, Links]:
+    return {page: Links(page) for page in site.rglob("*.html")}
+
+
+def test_no_link_is_dead(site: Path, built: dict[Path, Links]) -> None:
+    """Every link and every file that a page loads is there, and so is the place in it that the link names."""
+    checked = 0
+    for page, found in built.items():
+        if page.name == "404.html":
+            continue  # its links are from wherever it is shown
+        for target in (*found.links, *found.loaded):
+            address = urlsplit(target)
+            if address.scheme:
+                continue
+            there = (page.parent / unquote(address.path)).resolve() if address.path else page
+            there = there / "index.html" if there.is_dir() else there
+            assert there.is_file(), f"{page.relative_to(site)} has a dead link: {target}"
+            if address.fragment and there.suffix == ".html":
+                assert unquote(address.fragment) in built[there].places, f"{page.relative_to(site)}: no place {target}"
+            checked += 1
+    assert checked > 1000
+
+
+def test_nothing_is_fetched(site: Path, built: dict[Path, Links]) -> None:
+    """No script, style, font or picture from elsewhere, in pages or in style sheets."""
+    for page, found in built.items():
+        assert not [target for target in found.loaded if urlsplit(target).netloc], page.name
+    for sheet in site.rglob("*.css"):
+        assert not re.findall(r"(?:@import|url\()\s*[\"']?(?:https?:)?//", sheet.read_text(encoding="utf-8")), (
+            sheet.name
+        )
+
+
+def test_other_addresses_are_few(built: dict[Path, Links]) -> None:
+    """Links that leave the site are those of the changelog's conventions alone: nobody checks the others."""
+    away = {target for found in built.values() for target in found.links if urlsplit(target).netloc}
+    assert {urlsplit(target).netloc for target in away} <= {"keepachangelog.com", "semver.org"}
+
+
+def test_the_reference_has_every_public_name(site: Path, built: dict[Path, Links]) -> None:
+    """By the anchors that mkdocstrings makes: under the name that people import."""
+    places = set().union(*(found.places for page, found in built.items() if "api" in page.parts))
+    pages = {
+        "divergences",
+        "structures",
+        "solvers",
+        "diagnostics",
+    }  # these have a page each, and __version__ has no docstring
+    for package in PUBLIC:
+        for name in import_module(package).__all__:
+            if not (package == "llqr" and name in {*pages, "__version__"}):
+                assert {f"{package}.{name}", f"llqr.{name}", f"llqr.{name}.{name}"} & places, (
+                    f"{package}.{name} isn't in docs/api"
+                )
+    assert all((site / "api" / name / "index.html").is_file() for name in pages)
+    for method in ("LLQR.step", "LLQR.refit", "LLQR.state_dict", "QuadraticModel.build", "loop.stats.Stats.as_logs"):
+        assert f"llqr.{method}" in places
+
+
+def test_examples_are_shown_and_results_are_beside_the_pages(site: Path) -> None:
+    shown = (site / "examples" / "gpt" / "index.html").read_text(encoding="utf-8")
+    assert "write_on" in shown
+    assert (site / "results" / "experiments.json").read_bytes() == (ROOT / "results" / "experiments.json").read_bytes()
+    for example in (ROOT / "examples").glob("*.py"):
+        assert (site / "examples" / example.stem / "index.html").is_file(), f"{example.name} isn't in docs/examples.md"
+
+
+def test_reproduction_is_of_the_present_results() -> None:
+    """It is what `llqr table results/experiments.json --page docs/reproduction.md` writes, for every preset."""
+    page = ROOT / "docs" / "reproduction.md"
+    results = collected(ROOT / "results" / "experiments.json")
+    assert text_of(page) == reproduction.filled(text_of(page), results, page), "write it again"
+    for name in PRESETS:
+        assert f"\n### {name}\n" in text_of(page)
+    section = text_of(page).partition("### cifar100-vgg16bn-sgdm")[2].partition("###")[0]
+    for method, reported in RESULTS["cifar100-vgg16bn-sgdm"].items():
+        assert f"| {method} | {reported.score:.2f} ± {reported.error:.2f} |" in section
+
+
+def test_commands_of_uneven_runs(tmp_path: Path) -> None:
+    """A sweep for methods with the same seeds; runs with settings of their own by their own commands; no base, no number."""
+    (one, *_) = collected(ROOT / "results" / "experiments.json")
+    runs = [{**one, "method": method, "seed": seed} for method, seeds in UNEVEN.items() for seed in seeds]
+    made = reproduction.commands(runs)
+    assert made[:2] == [
+        "llqr sweep cifar10-resnet18-adamw --scale cpu --methods diagonal-ngd,ekfac-ngd --seeds 0-2",
+        "llqr sweep cifar10-resnet18-adamw --scale cpu --methods kfac-ngd --seeds 0,2",
+    ]
+    assert made[2:] == [one["command"]]
+    page = tmp_path / "page.md"
+    reproduction.write(page, runs)
+    assert "--scale cpu`: – → " in text_of(page)
+    page.write_text("# nothing\n", encoding="utf-8")
+    with pytest.raises(RunError, match="has no place for results"):
+        reproduction.write(page, runs)
+    assert text_of(page) == "# nothing\n"
+
+
+UNEVEN = {"diagonal-ngd": (0, 1, 2), "ekfac-ngd": (2, 1, 0), "kfac-ngd": (0, 2), "kfac-ngd+llqr.every=5": (0,)}
