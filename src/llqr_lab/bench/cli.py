@@ -36,7 +36,17 @@ def bench_epoch(
         target = writable_file(output or Path(f"results/epoch_{preset}_{scale}.json"))
         from llqr_lab.bench.epoch import main
 
-        main(preset, scale, tuple(methods.split(",")), target, data, seed, repeats, threads, dict(map(change, changes or [])))
+        main(
+            preset,
+            scale,
+            tuple(methods.split(",")),
+            target,
+            data,
+            seed,
+            repeats,
+            threads,
+            dict(map(change, changes or [])),
+        )
 
 
 @bench.command("exact")
