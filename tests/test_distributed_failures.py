@@ -193,7 +193,7 @@ def other_schedule(rank: int) -> Any:
 
 
 def no_schedule(rank: int) -> Any:
-    """`every` raises on one rank, when it is asked in a forward pass: all go through the backward pass, and raise in the step."""
+    """`every` raises on one rank, asked in a forward pass: all go through the backward pass, and raise in the step."""
 
     def every(number: int) -> bool:
         if rank == 1 and number == 1:

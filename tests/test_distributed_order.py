@@ -1,4 +1,4 @@
-"""Promise: it doesn't matter in which order ranks meet, models are wrapped or sharded, and LLQR is made; nor what is run between.
+"""Promise: ranks may meet, and models be wrapped or sharded, before LLQR is made or after it; and anything may run between steps.
 
 Frameworks make the process group and shard the model after the optimizer; FSDP2 leaves whole parameters in a model that was
 evaluated. Each trial is the training of one process on the joined batch, to 1e-9.
@@ -141,7 +141,7 @@ def loaded_before_a_step(folder: str) -> Any:
 
 
 def in_half_precision() -> Any:
-    """fully_shard's own mixed precision: bf16 in forward and backward. U is fitted in float32, on the inputs as bf16 has them."""
+    """fully_shard's own mixed precision, bf16 in a training step: U is fitted in float32, on the inputs as bf16 has them."""
     model = network(dtype=torch.float32)
     fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
     start = values(model)
