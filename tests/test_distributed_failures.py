@@ -18,6 +18,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from llqr import LLQR
+from llqr.diagnostics import Monitor
 from llqr.solvers import SGDM
 from loops import backward, batch, blocks_of, closure_of, network, parameters_of, sgd
 from ranks import on_ranks
@@ -309,6 +310,7 @@ def refused(rank: int) -> Any:
         raised(lambda: copy.deepcopy(optimizer)),
         raised(lambda: LLQR(sgd(model), called, process_group=groups[1 - rank])),
         raised(lambda: LLQR(sgd(model), called, shard="yes")),  # type: ignore[arg-type]
+        raised(lambda: Monitor(model, optimizer, functional.cross_entropy)),
     ]
     return {"words": words}
 
@@ -361,7 +363,8 @@ def test_ranks_agree_on_what_goes_wrong(tmp_path: Path) -> None:
         assert "same answer of `every`" in found["other_schedule"]["words"][0]
         assert found["buffers"]["refits"] == found["unused"]["refits"] == 2
         assert found["buffers"]["synced"] == (True, True)
-        late, early, copied, foreign, option = found["refused"]["words"]
+        late, early, copied, foreign, option, monitor = found["refused"]["words"]
+        assert "not yet among several" in monitor
         assert "after U was fitted" in late
         assert found["fails_in_a_step"]["still"] == [True, True]
         assert found["fails_in_a_step"]["refits"] == [2, 2]

@@ -1,4 +1,4 @@
-"""Promise: what a refit holds beside the model is as large as docs/scaling.md says, and all but 2P or 3P of it falls with ranks."""
+"""Promise: a refit holds what docs/scaling.md says: 2P (DDP) or 3P (FSDP2), and a part that falls with the number of ranks."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ def peaks() -> dict[str, float]:
 
 
 def test_a_refit_holds_what_the_page_says(tmp_path: Path) -> None:
-    """With a peak of a + b/R times P, those at R = 2 and 4 tell a and b."""
+    """With a peak of a + b/R times P, those at R = 2 and 4 tell a and b; a tensor under way is an eighth of P here."""
     few, many = (max_of(on_ranks(size, tmp_path / str(size), peaks)) for size in (2, 4))
     for way, whole in {"ddp": 2, "fsdp": 3}.items():
         constant, shared = 2 * many[way] - few[way], 4 * (few[way] - many[way])
-        assert abs(constant - whole) < 0.3, (way, few, many)
+        assert abs(constant - whole) < 0.5, (way, few, many)
         assert 6 < shared < 9, (way, few, many)
 
 

@@ -1,4 +1,4 @@
-"""Promise: ranks may meet, and models be wrapped or sharded, before LLQR is made or after it; and anything may run between steps.
+"""Promise: ranks may meet, and models be wrapped or sharded, before LLQR is made or after it; and be evaluated between steps.
 
 Frameworks make the process group and shard the model after the optimizer; FSDP2 leaves whole parameters in a model that was
 evaluated. Each trial is the training of one process on the joined batch, to 1e-9.

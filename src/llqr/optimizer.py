@@ -80,7 +80,8 @@ class LLQR(Optimizer):
         process_group: the ranks that train this model together, each on its own batches; a refit is about all of them. None:
             the group of the model's DistributedDataParallel or `fully_shard`, or else the default group if there is one. (To
             train apart from the others give a group of one.)
-        shard: each rank holds its own blocks of U, and steps exchange U g (docs/scaling.md). None: with `fully_shard` only.
+        shard: each rank holds its own blocks of U, and steps exchange U g; all ranks have to call `state_dict()` then. None:
+            with `fully_shard` only (docs/scaling.md says why).
     """
 
     def __init__(

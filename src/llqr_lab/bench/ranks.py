@@ -1,9 +1,9 @@
 """`llqr bench ranks`: what a step between refits takes on several processes, where U is whole on each and where it is divided.
 
 Every rank trains the same small network by DDP (U on all ranks, or `shard=True`) and by FSDP2, on gloo, in turns in the same
-processes; a round is as long as its slowest rank. What is told is the time of `optimizer.step()` over that of the base alone, and
-the bytes of U that a rank holds. Ranks share the processors of one machine here, so the work of U g that is repeated on every
-rank takes its full toll, and messages go through memory: the other end from a cluster, where work is parallel and messages are slow.
+processes; a round is as long as its slowest rank. What is told is the time of `optimizer.step()` over that of the base alone,
+and the bytes of U that a rank holds. Ranks share one machine here, and messages go through its memory: a cluster has slower
+messages, and accelerators for U g.
 """
 
 from __future__ import annotations
@@ -54,7 +54,11 @@ def run(size: int, width: int, seed: int, repeats: int) -> list[dict[str, Any]]:
             process.start()
         for process in started:
             process.join()
-        found = [torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(size)]
+        return rows_of([torch.load(Path(folder) / f"{rank}.pt", weights_only=True) for rank in range(size)])
+
+
+def rows_of(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One for each structure, from what each rank measured."""
     rows = []
     for structure in STRUCTURES:
         seconds, held = {}, {}
@@ -64,7 +68,7 @@ def run(size: int, width: int, seed: int, repeats: int) -> list[dict[str, Any]]:
             held[way] = max(rank[structure][way]["held"] for rank in found)
         rows.append(
             {
-                "ranks": size,
+                "ranks": len(found),
                 "structure": structure,
                 "base_seconds": seconds["base"],
                 "ways": {w: {"step": ratio(seconds[w], seconds["base"]), "held_bytes": held[w]} for w in WAYS[1:]},
@@ -75,7 +79,13 @@ def run(size: int, width: int, seed: int, repeats: int) -> list[dict[str, Any]]:
 
 def _work(rank: int, size: int, folder: str, width: int, seed: int, repeats: int) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/meeting", size), rank=rank, world_size=size)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size)
+    torch.save(measured(width, seed, repeats), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def measured(width: int, seed: int, repeats: int) -> dict[str, Any]:
+    """Seconds and bytes on this rank, by structure and way."""
     found = {}
     for structure in STRUCTURES:
         made = {way: _optimizer(way, structure, width, seed) for way in WAYS}
@@ -84,8 +94,7 @@ def _work(rank: int, size: int, folder: str, width: int, seed: int, repeats: int
             way: {"seconds": seconds[way][1:], "held": _held(optimizer)}  # the first round makes what later ones reuse
             for way, optimizer in made.items()
         }
-    torch.save(found, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    return found
 
 
 def _optimizer(way: str, structure: str, width: int, seed: int) -> torch.optim.Optimizer:
@@ -95,7 +104,11 @@ def _optimizer(way: str, structure: str, width: int, seed: int) -> torch.optim.O
     torch.manual_seed(seed)
     layers = [layer for _ in range(DEPTH) for layer in (nn.Linear(width, width), nn.Tanh())]
     model = nn.Sequential(*layers)
-    called = fully_shard(model) if way == "fsdp" else DistributedDataParallel(model)
+    called: nn.Module = model
+    if way == "fsdp":
+        fully_shard(model)
+    else:
+        called = DistributedDataParallel(model)
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     if way != "base":
         shard = {"ddp": False, "ddp, shard": True, "fsdp": None}[way]
