@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForSequenceClassification, get_linear_schedule_with_warmup
 
@@ -45,8 +45,15 @@ def collate(rows: list[tuple[list[int], int]]) -> dict[str, torch.Tensor]:
 
 def train(folder: str, epochs: int = 10, every: int = 50, resume: bool = False, **settings) -> tuple:
     set_seed(0)
+    order = DataLoaderConfiguration(use_seedable_sampler=True)  # a function of the epoch, before a stop and after it
     accelerator = Accelerator(
-        **{"gradient_accumulation_steps": 2, "log_with": "tensorboard", "project_dir": folder, **settings}
+        **{
+            "gradient_accumulation_steps": 2,
+            "log_with": "tensorboard",
+            "project_dir": folder,
+            "dataloader_config": order,
+            **settings,
+        }
     )
     accelerator.init_trackers("logs")
     loader = DataLoader(reviews(1024, seed=0), 32, shuffle=True, collate_fn=collate, drop_last=True)
@@ -64,6 +71,7 @@ def train(folder: str, epochs: int = 10, every: int = 50, resume: bool = False, 
         accelerator.load_state(saved[-1])
     for epoch in range(len(saved), epochs):
         total = 0.0
+        loader.set_epoch(epoch)
         for batch in loader:
             with accelerator.accumulate(model):
                 loss = model(**batch).loss

@@ -19,7 +19,7 @@ from llqr import LLQR
 
 
 class Digits(lightning.LightningModule):
-    def __init__(self, every: int = 50) -> None:
+    def __init__(self, every: int = 50, batch_size: int = 64) -> None:
         super().__init__()
         config = ViTConfig(
             image_size=8,
@@ -32,7 +32,7 @@ class Digits(lightning.LightningModule):
             num_labels=10,
         )
         self.net = ViTForImageClassification(config)
-        self.every = every
+        self.every, self.batch_size = every, batch_size
 
     def training_step(self, batch: list[torch.Tensor], number: int) -> torch.Tensor:
         pictures, labels = batch
@@ -43,6 +43,9 @@ class Digits(lightning.LightningModule):
     def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
         self.log_dict(optimizer.stats.as_logs())
 
+    def train_dataloader(self) -> DataLoader:
+        return data(self.batch_size, self.trainer.world_size, self.trainer.global_rank)
+
     def configure_optimizers(self) -> dict:
         optimizer = torch.optim.AdamW(self.net.parameters(), lr=3e-3)
         optimizer = LLQR(optimizer, self.net, structure="ekfac", every=self.every, steps=5)  # the line that is new
@@ -50,11 +53,12 @@ class Digits(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
 
-def data(batch_size: int = 64) -> DataLoader:
+def data(batch_size: int = 64, ranks: int = 1, rank: int = 0) -> DataLoader:
     pictures, labels = load_digits(return_X_y=True)
     digits = TensorDataset(torch.tensor(pictures / 16).float().reshape(-1, 1, 8, 8), torch.tensor(labels))
     # Lightning saves no random state; this sampler's order is that of its epoch, before a stop and after it.
-    return DataLoader(digits, batch_size, sampler=DistributedSampler(digits, num_replicas=1, rank=0), drop_last=True)
+    sampler = DistributedSampler(digits, num_replicas=ranks, rank=rank)
+    return DataLoader(digits, batch_size, sampler=sampler, drop_last=True)
 
 
 def build(folder: str, epochs: int = 20, **settings) -> lightning.Trainer:
@@ -76,9 +80,11 @@ if __name__ == "__main__":
     parser.add_argument("--folder", default="vit")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--precision", default="32-true", help="such as bf16-mixed")
+    parser.add_argument("--devices", type=int, default=1, help="processes, or GPUs where there are some")
     parser.add_argument("--resume", action="store_true")
     given = parser.parse_args()
     lightning.seed_everything(0)
-    trainer = build(given.folder, given.epochs, precision=given.precision)
-    trainer.fit(Digits(), data(), ckpt_path="last" if given.resume else None)
+    strategy = "ddp" if given.devices > 1 else "auto"
+    trainer = build(given.folder, given.epochs, precision=given.precision, devices=given.devices, strategy=strategy)
+    trainer.fit(Digits(), ckpt_path="last" if given.resume else None)
     print(trainer.optimizers[0])

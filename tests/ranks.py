@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 PRELOADED = ["torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "sklearn.datasets", "llqr"]
 """Imported once, before the first process is forked."""
-LONGEST = 120.0
+LONGEST = 240.0
 """Seconds for all that one call does; a deadlock ends here at the latest."""
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -35,7 +35,7 @@ class Case:
     micro: int = 1
     """Batches whose gradients a step adds up."""
     no_sync: bool = False
-    """All but the last of them without DDP's reduction."""
+    """All but the last of them without DDP's or FSDP2's reduction."""
     uneven: bool = False
     frozen: tuple[str, ...] = ()
     fsdp: bool = False
@@ -46,6 +46,28 @@ class Case:
     own_batches: bool = False
     """Refits on batches of their own, with the loss."""
     dtype: torch.dtype = torch.float64
+    ddp: dict[str, Any] = field(default_factory=dict)
+    """Options of DDP."""
+    compiled: bool = False
+
+
+def everything(structures: list[str], **more: Any) -> dict[str, Case]:
+    """For each structure, KL and Newton: accumulation, no_sync, a frozen layer and uneven batches at once."""
+    layers = [("0.weight", "0.bias"), ("2.weight", "2.bias")]
+    ways: dict[str, dict[str, Any]] = {"kl": {}, "newton": {"divergence": "newton", "damping": 0.5}}
+    cases = {}
+    for number, (structure, (name, options)) in enumerate(product(structures, ways.items())):
+        shard = {} if "fsdp" in more else {"shard": number % 3 == 0}
+        cases[f"{structure} {name}, everything"] = Case(
+            {"structure": structure, **options, **shard},
+            closures=name == "newton",
+            micro=2,
+            no_sync=True,
+            frozen=layers[number // 2 % 2],
+            uneven=True,
+            **more,
+        )
+    return cases
 
 
 def part(data: Batch, rank: int, size: int, uneven: bool) -> Batch:
@@ -65,7 +87,9 @@ def build(case: Case, rank: int, size: int) -> tuple[nn.Module, nn.Module, LLQR]
         fully_shard(model[0])
         fully_shard(model)
     elif size > 1:
-        called = DistributedDataParallel(model)
+        called = DistributedDataParallel(model, **case.ddp)
+    if case.compiled:
+        called = torch.compile(called, backend="eager")  # type: ignore[assignment]
     base = torch.optim.Adam(model.parameters(), lr=0.02) if case.adam else sgd(model)
     options: dict[str, Any] = {"every": 2, "steps": 2, **case.options}
     if case.own_batches:
@@ -83,26 +107,30 @@ def step(case: Case, number: int, called: nn.Module, optimizer: LLQR, rank: int,
         correction = size * len(x) / ROWS  # DDP takes the mean over ranks, whatever they have
         return functional.cross_entropy(called(x), y) * correction / case.micro
 
-    if case.closures:
-        optimizer.step(_closure(optimizer, lambda: loss_of(batch(number, ROWS, case.dtype))))
-        return
-    optimizer.zero_grad()
-    for micro in range(case.micro):
-        last = micro == case.micro - 1
-        quiet = isinstance(called, DistributedDataParallel) and case.no_sync and not last
-        with called.no_sync() if quiet else nullcontext():
-            loss_of(batch(10 * number + micro, ROWS, case.dtype)).backward()
-    optimizer.step()
-
-
-def _closure(optimizer: LLQR, loss_of: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    def closure() -> Tensor:
+    def evaluate() -> Tensor:
+        """The loss over all micro-batches, taken backward one after another."""
         optimizer.zero_grad()
-        loss = loss_of()
-        loss.backward()
-        return loss
+        losses = []
+        for micro in range(case.micro):
+            with synchronised(called, not case.no_sync or micro == case.micro - 1):
+                losses.append(loss_of(batch(10 * number + micro, ROWS, case.dtype)))
+                losses[-1].backward()
+        return torch.stack(losses).sum()
 
-    return closure
+    if case.closures:
+        optimizer.step(evaluate)
+    else:
+        evaluate()
+        optimizer.step()
+
+
+def synchronised(called: nn.Module, yes: bool) -> AbstractContextManager[None]:
+    """Whether a backward pass in there reduces gradients, as DDP and FSDP2 have it said."""
+    if isinstance(called, FSDPModule):
+        called.set_requires_gradient_sync(yes)
+    elif isinstance(called, DistributedDataParallel) and not yes:
+        return called.no_sync()
+    return nullcontext()
 
 
 def trained(case: Case, rank: int = 0, size: int = 1) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from llqr.solvers import SGDM, Adam, ConjugateGradient
 from llqr.structures import Dense, Scalar
 from loops import STRUCTURES
 from ranks import on_ranks
-from ranks_training import Case, trained, trained_on_ranks
+from ranks_training import Case, everything, trained, trained_on_ranks
 
 
 def weights(inputs: Tensor) -> Tensor:
@@ -55,6 +55,13 @@ CASES: dict[str, Case] = {
     "adam": Case({"structure": "kfac", "solver": Adam(), "shard": True}),
     "conjugate gradients": Case({"steps": 4, "structure": "kfac", "solver": ConjugateGradient()}),
     "around adam": Case({"structure": "kfac", "steps": 6}, adam=True),
+    **everything(STRUCTURES),
+    "static graph": Case({"structure": "kfac", "shard": True}, ddp={"static_graph": True}),
+    "static graph, newton": Case(
+        {"structure": "kfac", "divergence": "newton", "damping": 0.5}, closures=True, ddp={"static_graph": True}
+    ),
+    "gradients in buckets": Case({"structure": "kfac"}, ddp={"gradient_as_bucket_view": True}, micro=2, no_sync=True),
+    "compiled": Case({"structure": "kfac", "shard": True}, compiled=True),
 }
 
 
@@ -64,7 +71,7 @@ def alone() -> dict[str, dict[str, Any]]:
     return {name: trained(case) for name, case in CASES.items()}
 
 
-ON_FOUR = ["sharded", " newton", "no_sync", "accumulation", "frozen layer", "blocks of layers", "weights"]
+ON_FOUR = ["everything", "kfac kl sharded", "ekfac newton", "one block", "blocks of layers", "weights"]
 """Some words of the cases that four ranks train."""
 
 
@@ -91,11 +98,7 @@ def test_ranks_learn_what_one_process_does(size: int, tmp_path: Path, alone: dic
 
 def test_in_single_precision(tmp_path: Path) -> None:
     """float32 sums in another order: 1e-4 of a parameter's size after three refits."""
-    cases = {
-        f"{structure} {shard}": Case({"structure": structure, "shard": shard}, dtype=torch.float32)
-        for structure in ("diagonal", "ekfac")
-        for shard in (False, True)
-    }
+    cases = everything(STRUCTURES, dtype=torch.float32)
     found = on_ranks(2, tmp_path, trained_on_ranks, cases)
     for name, case in cases.items():
         for key, tensor in trained(case)["parameters"].items():

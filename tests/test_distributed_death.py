@@ -5,18 +5,25 @@ from __future__ import annotations
 import os
 import signal
 import warnings
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from llqr import LLQR
 from llqr.distributed import checkpoint
 from llqr.errors import RankError
+from llqr.preconditioner import Preconditioner
+from llqr.quadratic import QuadraticModel
 from loops import backward, batch, network, parameters_of, sgd
 from ranks import on_ranks
 
@@ -54,6 +61,35 @@ def dying(folder: str, shard: bool) -> dict[str, Any]:
             return {"words": str(error), "same": same, "kept": kept, "number": number}
         checkpoint.save(f"{folder}/{number}", optimizer)
     return {}
+
+
+def dying_at_work(way: str) -> dict[str, Any]:
+    """The second rank dies while it applies its blocks in a step (DDP, U in shards), or in the middle of a refit (FSDP2)."""
+    model = network()
+    called = fully_shard(model) if way == "fsdp" else DistributedDataParallel(model)
+    optimizer = LLQR(sgd(model), called, structure="kfac", every=2, steps=3, shard=True)
+    for number in range(2 if way == "fsdp" else 1):
+        backward(called, batch(number))
+        optimizer.step()
+    backward(called, batch(2))
+    before = parameters_of(model)
+    deadly = (QuadraticModel, "product") if way == "fsdp" else (Preconditioner, "steer")
+    with mock.patch.object(*deadly, side_effect=die) if dist.get_rank() == 1 else nullcontext():
+        try:
+            optimizer.step()
+        except RankError as error:
+            now = parameters_of(model)
+            same = all(torch.equal(whole_or_local(now[name]), whole_or_local(p)) for name, p in before.items())
+            return {"words": str(error), "same": same}
+    return {}
+
+
+def die(*_: object, **__: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def whole_or_local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def absent() -> str:
@@ -95,6 +131,14 @@ def test_a_rank_dies(tmp_path: Path) -> None:
             other.step()
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(parameter, whole.get_parameter(name), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_a_rank_dies_at_work(way: str, tmp_path: Path) -> None:
+    found, nothing = on_ranks(2, tmp_path, dying_at_work, way, may_die=True)
+    assert nothing is None
+    assert found["words"].startswith("rank 0 lost the others: one has died")
+    assert found["same"]
 
 
 def test_a_rank_doesnt_come(tmp_path: Path) -> None:

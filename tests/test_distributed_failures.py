@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,10 +13,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from llqr import LLQR
+from llqr.diagnostics import Monitor
 from llqr.solvers import SGDM
 from loops import backward, batch, blocks_of, closure_of, network, parameters_of, sgd
 from ranks import on_ranks
@@ -190,6 +193,44 @@ def other_schedule(rank: int) -> Any:
     return {"words": [raised(optimizer.step)]}
 
 
+def no_schedule(rank: int) -> Any:
+    """`every` raises on one rank, asked in a forward pass: all go through the backward pass, and raise in the step."""
+
+    def every(number: int) -> bool:
+        if rank == 1 and number == 1:
+            raise KeyError("no such step")
+        return number == 0
+
+    model, called, optimizer = wrapped(every=every)
+    backward(called, data(rank))
+    optimizer.step()
+    backward(called, data(rank, 1))
+    return {"words": [raised(optimizer.step)], "parameters": parameters_of(model)}
+
+
+def fails_in_a_step(rank: int) -> Any:
+    """One rank raises while it applies its blocks, in a step without a refit; the parameters stay, and all can go on."""
+    words, still, refits = [], [], []
+    for way in ("ddp", "fsdp"):
+        model = network()
+        called = DistributedDataParallel(model) if way == "ddp" else fully_shard(model)
+        optimizer = LLQR(sgd(model), called, structure="kfac", steps=3, every=3, shard=True)
+        backward(called, data(rank))
+        optimizer.step()
+        backward(called, data(rank, 1))
+        before = parameters_of(model)
+        no_memory = mock.patch.object(optimizer.preconditioner, "steer", side_effect=MemoryError("out of memory, say"))
+        with no_memory if rank == 1 else nullcontext():
+            words.append(raised(optimizer.step))
+        now = parameters_of(model)
+        still.append(all(bool((now[name] == p).all()) for name, p in before.items()))
+        for number in range(1, 4):
+            backward(called, data(rank, number))
+            optimizer.step()
+        refits.append(optimizer.stats.refits)
+    return {"words": words, "still": still, "refits": refits}
+
+
 def frozen_later(rank: int) -> Any:
     """Blocks come and go between refits; those that stay keep their owner."""
     model, called, optimizer = wrapped(shard=True, every=1)
@@ -259,15 +300,17 @@ def refused(rank: int) -> Any:
     groups = [dist.new_group([other]) for other in range(dist.get_world_size())]
     late = network()
     with mock.patch.object(dist, "is_initialized", return_value=False):
-        latecomer = LLQR(sgd(late), late)
+        latecomer = LLQR(sgd(late), late, every=1, steps=2)
         early = raised(lambda: LLQR(sgd(late), late, process_group=groups[rank]))
-    backward(late, data(rank))
+        backward(late, data(rank))
+        latecomer.step()
     words = [
         raised(latecomer.step),
         early,
         raised(lambda: copy.deepcopy(optimizer)),
         raised(lambda: LLQR(sgd(model), called, process_group=groups[1 - rank])),
         raised(lambda: LLQR(sgd(model), called, shard="yes")),  # type: ignore[arg-type]
+        raised(lambda: Monitor(model, optimizer, functional.cross_entropy)),
     ]
     return {"words": words}
 
@@ -288,6 +331,8 @@ TRIALS: list[Trial] = [
     other_parameters,
     other_settings,
     other_schedule,
+    no_schedule,
+    fails_in_a_step,
     frozen_later,
 ]
 
@@ -318,8 +363,11 @@ def test_ranks_agree_on_what_goes_wrong(tmp_path: Path) -> None:
         assert "same answer of `every`" in found["other_schedule"]["words"][0]
         assert found["buffers"]["refits"] == found["unused"]["refits"] == 2
         assert found["buffers"]["synced"] == (True, True)
-        late, early, copied, foreign, option = found["refused"]["words"]
-        assert "after LLQR was made" in late
+        late, early, copied, foreign, option, monitor = found["refused"]["words"]
+        assert "not yet among several" in monitor
+        assert "after U was fitted" in late
+        assert found["fails_in_a_step"]["still"] == [True, True]
+        assert found["fails_in_a_step"]["refits"] == [2, 2]
         assert "isn't initialised" in early
         assert "use state_dict()" in copied
         assert "a member of" in foreign
@@ -327,6 +375,9 @@ def test_ranks_agree_on_what_goes_wrong(tmp_path: Path) -> None:
     assert first["bad_input"]["words"][0].count("on rank 1: NonFiniteError") == 1
     assert first["no_batch"]["words"] == ["RankError: on rank 1: KeyError: 'no more batches'"]
     assert second["no_batch"]["words"] == ["KeyError: 'no more batches'"]
+    assert first["no_schedule"]["words"] == ["RankError: on rank 1: KeyError: 'no such step'"]
+    assert second["no_schedule"]["words"] == ["KeyError: 'no such step'"]
+    assert first["fails_in_a_step"]["words"] == ["RankError: on rank 1: MemoryError: out of memory, say"] * 2
     assert first["fails_in_a_product"]["words"] == ["RankError: on rank 1: MemoryError: out of memory, say"]
     assert second["fails_in_a_product"]["words"] == ["MemoryError: out of memory, say"]
     assert first["no_gradient_in_a_refit"]["words"][0].startswith("RankError: on rank 1: LLQRError: no parameter has")

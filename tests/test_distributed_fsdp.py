@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,20 +17,20 @@ from llqr import LLQR
 from llqr.errors import LLQRError
 from loops import STRUCTURES, network, parameters_of, sgd
 from ranks import on_ranks
-from ranks_training import Case, build, step, trained, trained_on_ranks
+from ranks_training import Case, build, everything, step, trained, trained_on_ranks
 
 CASES: dict[str, Case] = {
     **{f"{s} kl": Case({"structure": s}, fsdp=True) for s in STRUCTURES},
     "newton": Case({"structure": "kfac", "divergence": "newton", "damping": 0.5}, fsdp=True, closures=True),
     "gauss-newton": Case({"structure": "diagonal", "divergence": "gauss-newton"}, fsdp=True, closures=True),
     "accumulation": Case({"structure": "ekfac"}, fsdp=True, micro=2),
-    "frozen layer": Case({"structure": "ekfac"}, fsdp=True, frozen=("0.weight", "0.bias")),
+    **everything(STRUCTURES, fsdp=True),
     "uneven": Case({"structure": "kfac", "warm_start": True}, fsdp=True, uneven=True, own_batches=True),
 }
 
 
-def together() -> dict[str, Any]:
-    return {**trained_on_ranks(CASES), "left": left_as_it_was(), "refused": refusals()}
+def together(cases: dict[str, Case]) -> dict[str, Any]:
+    return {**trained_on_ranks(cases), "left": left_as_it_was(), "refused": refusals()}
 
 
 def left_as_it_was() -> dict[str, Any]:
@@ -81,10 +82,13 @@ def refusals() -> dict[str, str]:
     return words
 
 
-def test_sharded_parameters(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [2, 4])
+def test_sharded_parameters(size: int, tmp_path: Path) -> None:
     """Parameters and U after three refits to 1e-9, U on all ranks to the last bit, and its memory divided."""
-    found = on_ranks(2, tmp_path, together)
-    for name, case in CASES.items():
+    on_four = [*list(everything(STRUCTURES))[::3], "kfac newton, everything"]  # every structure, KL and Newton
+    cases = {name: case for name, case in CASES.items() if size == 2 or name in on_four}
+    found = on_ranks(size, tmp_path, together, cases)
+    for name, case in cases.items():
         expected = trained(case)
         for rank in found:
             assert rank[name]["counts"] == expected["counts"], name

@@ -29,20 +29,24 @@ def wrapped(model: nn.Module, **options: Any) -> LLQR:
 
 
 def scaled_training(
-    optimizer: torch.optim.Optimizer, model: nn.Module, dtype: torch.dtype, spoilt: int, unscale: bool
+    optimizer: torch.optim.Optimizer, model: nn.Module, dtype: torch.dtype, spoilt: int, unscale: bool, micro: int
 ) -> tuple[list[bool], float]:
-    """Eight steps under autocast with a scaler, an overflow in one of them: which moved the parameters, and the scale."""
+    """Eight steps under autocast with a scaler, an overflow in one of them: which moved the parameters, and the scale.
+
+    A step adds up the gradients of so many micro-batches; the overflow is in the first.
+    """
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
     moved = []
     for k in range(8):
-        x, y = batch(k, dtype=torch.float32)
         before = parameters_of(model)
         optimizer.zero_grad()
-        with torch.autocast("cpu", dtype):
-            loss = functional.cross_entropy(model(x), y)
-        scaler.scale(loss).backward()
-        if k == spoilt:
-            spoil(model, "0.weight")
+        for part in range(micro):
+            x, y = batch(10 * k + part, dtype=torch.float32)
+            with torch.autocast("cpu", dtype):
+                loss = functional.cross_entropy(model(x), y) / micro
+            scaler.scale(loss).backward()
+            if k == spoilt and part == 0:
+                spoil(model, "0.weight")
         if unscale:
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -54,10 +58,13 @@ def scaled_training(
 
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("unscale", [True, False])
+@pytest.mark.parametrize("micro", [1, 3])
 @pytest.mark.parametrize(
     "base", [sgd, lambda model: torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)], ids=["sgd", "fused"]
 )
-def test_an_overflow_is_as_with_the_base(dtype: torch.dtype, unscale: bool, base: Callable[..., Any]) -> None:
+def test_an_overflow_is_as_with_the_base(
+    dtype: torch.dtype, unscale: bool, micro: int, base: Callable[..., Any]
+) -> None:
     """U = I: parameters, scale and the step left out bit for bit; fitted: the same steps are left out, and the same scale."""
     found = {}
     for way in ("alone", "identity", "fitted"):
@@ -65,7 +72,7 @@ def test_an_overflow_is_as_with_the_base(dtype: torch.dtype, unscale: bool, base
         optimizer = base(model)
         if way != "alone":
             optimizer = LLQR(optimizer, model, structure="kfac", every=never if way == "identity" else 2, steps=3)
-        found[way] = (*scaled_training(optimizer, model, dtype, 4, unscale), parameters_of(model), optimizer)
+        found[way] = (*scaled_training(optimizer, model, dtype, 4, unscale, micro), parameters_of(model), optimizer)
     moved, scale, parameters, _ = found["alone"]
     assert moved == [k != 4 for k in range(8)]
     for way in ("identity", "fitted"):

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError
@@ -64,7 +65,7 @@ class Linearization(Recording):
     def __init__(self, recorder: Recorder, parameters: Parameters, inputs: Inputs, forward_mode: bool = False) -> None:
         super().__init__(recorder, parameters, inputs, linear_rules())
         self._cotangents: list[Tensor] | None = None
-        self._transposed: list[Tensor] = []
+        self._transposed: list[GradientEdge | None] = []
         self.forward_mode, self._plain = forward_mode, False
 
     def pull_first(self, cotangents: Sequence[Tensor]) -> list[Tensor]:
@@ -93,7 +94,7 @@ class Linearization(Recording):
                 return self.pull_first(cotangents)
             self.use_forward_mode(str(error))
             return pulled
-        self._cotangents, self._transposed = variables, list(rows)
+        self._cotangents, self._transposed = variables, _edges(rows)
         return [row.detach() for row in rows]
 
     def use_forward_mode(self, reason: str) -> None:
@@ -108,7 +109,7 @@ class Linearization(Recording):
         if self.forward_mode:
             return self._push_forward(tangents)
         assert self._cotangents is not None
-        pairs = [(row, v) for row, v in zip(self._transposed, tangents, strict=True) if row.requires_grad]
+        pairs = [(row, v) for row, v in zip(self._transposed, tangents, strict=True) if row is not None]
         rows, directions = zip(*pairs, strict=True)
         try:
             return list(
@@ -137,22 +138,23 @@ class SecondDerivative(Recording):
 
     def __init__(self, recorder: Recorder, parameters: Parameters, inputs: Inputs) -> None:
         super().__init__(recorder, parameters, inputs, exact_rules())
-        self._slopes: Sequence[Tensor] = ()
+        self._slopes: Sequence[GradientEdge | None] = ()
 
     def of(self, scalar: Callable[[Tensor], Tensor]) -> list[Tensor]:
         """Record the gradient of scalar(x_N), and return it."""
         try:
             with torch.enable_grad():
                 value = scalar(self._outputs[0])
-                self._slopes = torch.autograd.grad(value, self._leaves, create_graph=True, materialize_grads=True)
-            refuse_once_differentiable(self._slopes)
+                slopes = torch.autograd.grad(value, self._leaves, create_graph=True, materialize_grads=True)
+            refuse_once_differentiable(slopes)
         except RuntimeError as error:
             refuse_reentrant(self._outputs, error)
             if self._recorder.lower(error):  # as recomputed blocks ask for
                 self._record(exact_rules())
                 return self.of(scalar)
             raise _not_twice(error) from error
-        return [slope.detach() for slope in self._slopes]
+        self._slopes = _edges(slopes)
+        return [slope.detach() for slope in slopes]
 
     def examine(self, slope: Tensor) -> None:
         """Raise where products would be wrong, at a loss with this slope ∇ℓ(x_N)."""
@@ -166,7 +168,7 @@ class SecondDerivative(Recording):
 
     def product(self, tangents: Sequence[Tensor]) -> list[Tensor]:
         """Hv."""
-        pairs = [(slope, v) for slope, v in zip(self._slopes, tangents, strict=True) if slope.requires_grad]
+        pairs = [(slope, v) for slope, v in zip(self._slopes, tangents, strict=True) if slope is not None]
         if not pairs:
             return [torch.zeros_like(leaf) for leaf in self._leaves]
         slopes, directions = zip(*pairs, strict=True)
@@ -176,6 +178,11 @@ class SecondDerivative(Recording):
             )
         except RuntimeError as error:
             raise _not_twice(error) from error
+
+
+def _edges(tensors: Sequence[Tensor]) -> list[GradientEdge | None]:
+    """Where a backward pass from them begins, without their values, which are as large as the parameters and of no use."""
+    return [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in tensors]
 
 
 def refuse_reentrant(outputs: Sequence[Tensor], error: Exception) -> None:

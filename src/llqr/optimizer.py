@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from llqr.checks import Inputs, Loss
 from llqr.distributed.division import Division
-from llqr.distributed.groups import refuse_latecomers, team_of, unwrapped
+from llqr.distributed.groups import standing, team_of, unwrapped
 from llqr.divergences import Divergence, resolve
 from llqr.errors import LLQRError, LLQRWarning, NonFiniteError, callers_level
 from llqr.loop.blocks import Blocks
@@ -82,7 +82,8 @@ class LLQR(Optimizer):
         process_group: the ranks that train this model together, each on its own batches; a refit is about all of them. None:
             the group of the model's DistributedDataParallel or `fully_shard`, or else the default group if there is one. (To
             train apart from the others give a group of one.)
-        shard: each rank holds its own blocks of U, and steps exchange U g (docs/scaling.md). None: with `fully_shard` only.
+        shard: each rank holds its own blocks of U, and steps exchange U g; all ranks have to call `state_dict()` then. None:
+            with `fully_shard` only (docs/scaling.md says why).
     """
 
     def __init__(
@@ -114,7 +115,8 @@ class LLQR(Optimizer):
             raise LLQRError("the base is an LLQR already: wrap the optimizer inside it")
         plain = uncompiled(model)
         inside = unwrapped(plain)
-        self._team, self._apart = team_of(plain, process_group, shard), process_group is not None
+        self._team, self._group, self._shard = team_of(plain, process_group, shard), process_group, shard
+        self._standing = standing(inside.parameters())
         self.base, self.model, self._called = base, uncompiled(inside), model if inside is plain else inside
         parameters = stepped_parameters(base, self.model)
         kind = resolve(divergence)
@@ -205,6 +207,7 @@ class LLQR(Optimizer):
         """
         loss = None if closure is None else _evaluated(closure)
         parameters = self._stepped()
+        self._meet(parameters)
         gradients = gradients_of(parameters)
         if self._due():
             with self._together():
@@ -234,20 +237,36 @@ class LLQR(Optimizer):
             raise LLQRError("refit takes a batch or a closure, not both")
         if targets is not None and loss_fn is None and self._refit.loss_fn is None:
             raise LLQRError("refit was given targets and no loss: give loss_fn too, here or to LLQR")
+        parameters = stepped_parameters(self.base, self.model)
+        self._meet(parameters)
         with self._together():
             batch = (inputs, targets) if inputs is not None else self._own_batch() if closure is None else None
             with self._hook.listening(closure is not None):
                 if closure is not None:
                     checked_loss(_evaluated(closure))
                 seen = self._hook.inputs(self.model) if batch is None else None
-            parameters = stepped_parameters(self.base, self.model)
             return self._refit_on(parameters, Source(gradients_of(parameters), seen, closure, batch, loss_fn))
 
+    def _meet(self, parameters: Mapping[str, Tensor], loads: bool = False) -> None:
+        """Ranks may have met, and parameters been sharded, since this was made: as where a framework prepares the model.
+
+        `loads`: another U is about to take the place of the one that is there.
+        """
+        now = standing(parameters.values())
+        if now == self._standing:
+            return
+        team = team_of(self.model, self._group, self._shard)
+        if team is not None and self.preconditioner is not None and not loads:
+            raise LLQRError(
+                "torch.distributed was initialised, or the model sharded, after U was fitted or loaded, so ranks may have a U "
+                "each: call init_process_group() and fully_shard first, and load_state_dict() after them"
+            )
+        self._team, self._standing = team, now
+
     def _due(self) -> bool:
-        due = self._schedule.due()
-        if self._team is not None and callable(self._schedule.every):
-            self._team.ranks.agree("answer of `every`", due)
-        return due
+        if self._team is None or isinstance(self._schedule.every, int):
+            return self._schedule.due()
+        return self._team.ranks.decide("answer of `every`", self._schedule.due)
 
     def _together(self) -> AbstractContextManager[None]:
         """What one rank raises in there, all do."""
@@ -292,7 +311,6 @@ class LLQR(Optimizer):
         """The parameters whose blocks are fitted here, and what there is to fit them on."""
         names = trainable(parameters)
         if self._team is None:
-            refuse_latecomers(self._apart)
             return names, source
         settings = (
             self._schedule.step,
@@ -313,7 +331,8 @@ class LLQR(Optimizer):
         with torch.no_grad(), no_autocast(gradients):
             steered: Steered | Shared
             if self._team is not None and self._division is not None and self._team.shard:
-                steered = self._team.steer(self._division, self.preconditioner, parameters, gradients)
+                with self._together():
+                    steered = self._team.steer(self._division, self.preconditioner, parameters, gradients)
             else:
                 steered = self.preconditioner.steer(gradients, reuse=True)
         if steered.turned:
@@ -384,8 +403,9 @@ class LLQR(Optimizer):
         plain = KEY not in state_dict
         own = State(0, None, Stats()) if plain else State.from_dict(state_dict.pop(KEY))
         u, division = None, None
+        parameters = stepped_parameters(self.base, self.model)
+        self._meet(parameters, loads=True)
         if own.preconditioner is not None:
-            parameters = stepped_parameters(self.base, self.model)
             u, division = self._refit.blocks.blank(parameters, own.preconditioner["blocks"], self._team)
             u.load_state_dict(own.preconditioner if division is None else division.part(own.preconditioner))
         self.base.load_state_dict(state_dict)
@@ -411,7 +431,14 @@ class LLQR(Optimizer):
             raise LLQRError(
                 "an optimizer of several ranks holds their process group, which can't be copied or pickled: use state_dict()"
             )
-        left_out = {"_hook", "_unhook", "_warned", "_stepped", "step"}  # `step` where a scheduler has wrapped it
+        left_out = {
+            "_hook",
+            "_unhook",
+            "_warned",
+            "_stepped",
+            "_group",
+            "step",
+        }  # `step` where a scheduler has wrapped it
         return {
             name: value
             for name, value in self.__dict__.items()
@@ -419,7 +446,7 @@ class LLQR(Optimizer):
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update({**state, "_group": None})
         self._begin()
 
     def memory_usage(self) -> dict[str, int]:

@@ -14,7 +14,7 @@ from llqr.checks import Inputs, Loss
 from llqr.diagnostics.judging import Reference, reference
 from llqr.diagnostics.proposals import proposed_step
 from llqr.diagnostics.spectra import QUANTILES, Spectrum, spectra
-from llqr.diagnostics.staleness import Objectives, staleness
+from llqr.diagnostics.staleness import Objectives, refuse_ranks, staleness
 from llqr.diagnostics.vectors import norm
 from llqr.divergences import Divergence
 from llqr.errors import DegenerateProblemError, LLQRError, NonFiniteError
@@ -82,6 +82,7 @@ class Monitor:
         for name, value in (("every", every), ("products", products)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise LLQRError(f"{name} is a positive integer, not {value!r}")
+        refuse_ranks(optimizer)
         self.model, self.optimizer, self.loss_fn, self.writer = model, optimizer, loss_fn, writer
         self.every, self.record, self.damping, self.products = every, record, damping, products
         own = optimizer._refit.divergence if isinstance(optimizer, LLQR) else "ngd"

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from torch.optim import Optimizer
+
 from llqr.checks import Inputs, Loss
 from llqr.diagnostics.vectors import dot
 from llqr.errors import LLQRError
@@ -68,8 +70,7 @@ def staleness(optimizer: LLQR, inputs: Inputs, targets: Any, loss_fn: Loss) -> S
         raise LLQRError(f"staleness is that of an LLQR's U; this is a {type(optimizer).__name__}")
     if optimizer.preconditioner is None:
         raise LLQRError("there is no U yet: it is the identity until the first refit")
-    if optimizer._team is not None:
-        raise LLQRError("how stale U is can be told where one process trains, and not yet among several")
+    refuse_ranks(optimizer)
     parameters = stepped_parameters(optimizer.base, optimizer.model)
     source = Source(gradients_of(parameters), None, None, (inputs, targets), loss_fn)
     refit = optimizer._refit
@@ -78,6 +79,14 @@ def staleness(optimizer: LLQR, inputs: Inputs, targets: Any, loss_fn: Loss) -> S
         names = list(q.gradient)
         current = refit.blocks.current(parameters, names, optimizer.preconditioner)
         return compare_fits(q, current, refit.blocks.structures(parameters, names), refit.solver, refit.steps)
+
+
+def refuse_ranks(optimizer: Optimizer) -> None:
+    """Raise where a look at one process would be taken for one at all that train together."""
+    if isinstance(optimizer, LLQR) and optimizer._team is not None:
+        raise LLQRError(
+            "how stale U is can be told where one process trains, and not yet among several: look at a training of one process"
+        )
 
 
 def _objectives(q: Quadratic, u: Preconditioner) -> tuple[float, float]:

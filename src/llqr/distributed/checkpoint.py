@@ -40,6 +40,7 @@ BLOCK, WORDS = "u", "words"
 def save(folder: str | Path, optimizer: LLQR) -> None:
     """Write a checkpoint of an optimizer and its model; every rank has to take part."""
     folder = Path(folder)
+    optimizer._meet(stepped_parameters(optimizer.base, optimizer.model))
     group = _group(optimizer)
     partial = folder.with_name(folder.name + ".partial")
     with optimizer._together():
@@ -55,6 +56,8 @@ def save(folder: str | Path, optimizer: LLQR) -> None:
 
 def load(folder: str | Path, optimizer: LLQR) -> None:
     """Go on from a checkpoint, whatever the number of ranks that wrote it; every rank has to take part."""
+    parameters = stepped_parameters(optimizer.base, optimizer.model)
+    optimizer._meet(parameters, loads=True)
     folder, group = Path(folder), _group(optimizer)
     with optimizer._together():
         if not (folder / ".metadata").is_file():
@@ -64,7 +67,7 @@ def load(folder: str | Path, optimizer: LLQR) -> None:
         sizes = {name.partition(".")[2]: size for name, size in tensors.items() if name.startswith(f"{BLOCK}.")}
         if WORDS not in tensors:
             raise LLQRError(f"what is in {str(folder)!r} wasn't written by llqr.distributed.checkpoint.save")
-        keys, parameters = {_split(name)[0] for name in sizes}, stepped_parameters(optimizer.base, optimizer.model)
+        keys = {_split(name)[0] for name in sizes}
         u, division = optimizer._refit.blocks.blank(parameters, keys, optimizer._team) if keys else (None, None)
         state = _state(optimizer, {} if u is None else u.blocks, torch.empty(tensors[WORDS], dtype=torch.uint8))
         for name, tensor in state[BLOCK].items():

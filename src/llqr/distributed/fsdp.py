@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from llqr.distributed.ranks import Ranks
@@ -25,6 +26,17 @@ def group_of(model: nn.Module) -> dist.ProcessGroup | None:
         if isinstance(parameter, DTensor):
             return parameter.device_mesh.get_group()
     return None
+
+
+def reshard(model: nn.Module) -> bool:
+    """Put sharded parameters back where a forward pass left whole ones, as one without a backward pass does.
+
+    Returns whether there is something that fully_shard has sharded.
+    """
+    found = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in found:
+        module.reshard()
+    return bool(found)
 
 
 def check(model: nn.Module) -> None:

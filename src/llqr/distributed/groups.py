@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from llqr.errors import LLQRError
@@ -35,6 +36,7 @@ def team_of(model: nn.Module, process_group: Any, shard: bool | None) -> Team | 
     from llqr.distributed.ranks import Ranks
     from llqr.distributed.team import Team
 
+    fsdp.reshard(model)
     fsdp.check(model)
     group = process_group
     if group is None and isinstance(model, DistributedDataParallel):
@@ -52,10 +54,10 @@ def team_of(model: nn.Module, process_group: Any, shard: bool | None) -> Team | 
     return Team(Ranks(group, device), model, shard)
 
 
-def refuse_latecomers(apart: bool) -> None:
-    """Raise where one process has become several since the optimizer was made, unless it was to train apart."""
-    if not apart and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        raise LLQRError(
-            "torch.distributed was initialised after LLQR was made, so it knows nothing of the other ranks: make it after "
-            "init_process_group(), or give it a process_group"
-        )
+def standing(parameters: Iterable[Tensor]) -> tuple[bool, bool]:
+    """Whether processes have met, and whether the parameters are sharded: a team is for one such state of things."""
+    if not dist.is_available() or not dist.is_initialized():
+        return False, False
+    from torch.distributed.tensor import DTensor
+
+    return True, any(isinstance(parameter, DTensor) for parameter in parameters)

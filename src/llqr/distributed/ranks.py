@@ -62,6 +62,15 @@ class Ranks:
         if least != -most:
             raise self._settled(RankError(f"the ranks don't have the same {what}; rank {self.rank} has {value!r:.500}"))
 
+    def decide(self, what: str, ask: Callable[[], bool]) -> bool:
+        """What every rank answers; raises on all of them where answers differ, or one has none."""
+        with self.together():
+            answer = ask()
+            (yes,) = self.sums([float(answer)])
+            if yes not in (0, self.size):
+                raise self._settled(RankError(f"the ranks don't have the same {what}; rank {self.rank} has {answer!r}"))
+        return answer
+
     def _extremes(self, values: Sequence[float]) -> list[float]:
         """The least of each."""
         self.check()

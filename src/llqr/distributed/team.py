@@ -14,6 +14,7 @@ from llqr.distributed.division import Division
 from llqr.distributed.ranks import Ranks
 from llqr.distributed.sharing import FullySharded, Replicated, Shared, Sharing
 from llqr.errors import LLQRError
+from llqr.precision import at_least_single
 from llqr.preconditioner import Preconditioner
 from llqr.structures.stacks import Group
 
@@ -55,12 +56,14 @@ class Team:
     def at_owners(
         self, division: Division, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
-        """For a refit: whole gradients of this rank's blocks. (Those of the others are of no interest.)"""
+        """For a refit: whole gradients of this rank's blocks; nobody reads the others, which are zeros without memory."""
         if not self._fsdp:
             return gradients
         own = FullySharded(division, parameters).at_owner(gradients)
         return {
-            name: own[name] if name in own else torch.zeros(g.shape, dtype=g.dtype, device=g.device)
+            name: own[name]
+            if name in own
+            else torch.zeros((), dtype=at_least_single(g.dtype), device=g.device).expand(g.shape)
             for name, g in gradients.items()
         }
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import is_
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -17,7 +18,9 @@ from llqr.errors import LLQRError
 def stepped_parameters(base: Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """The base's parameters by name, in the model's order; each has to be one of the model's."""
     stepped = {id(p): (number, p) for number, group in enumerate(base.param_groups) for p in group["params"]}
-    named: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if id(p) in stepped}
+    named = _named(model, stepped)
+    if len(named) < len(stepped) and _resharded(model):
+        named = _named(model, stepped)
     strangers = stepped.keys() - {id(p) for p in named.values()}
     if strangers:
         number, parameter = stepped[min(strangers, key=list(stepped).index)]
@@ -27,6 +30,19 @@ def stepped_parameters(base: Optimizer, model: nn.Module) -> dict[str, Tensor]:
             "the model was moved, wrapped or given new layers)"
         )
     return named
+
+
+def _named(model: nn.Module, only: Container[int]) -> dict[str, Tensor]:
+    return {name: p for name, p in model.named_parameters() if id(p) in only}
+
+
+def _resharded(model: nn.Module) -> bool:
+    """FSDP2 may have left whole parameters in the model, and the optimizer has the sharded ones."""
+    if not dist.is_available() or not dist.is_initialized():
+        return False
+    from llqr.distributed import fsdp  # with torch's DTensor, which takes a second to import
+
+    return fsdp.reshard(model)
 
 
 def check_parameters(parameters: Mapping[str, Tensor]) -> None:

@@ -42,7 +42,7 @@ class InputHook:
     def wanted(self) -> bool:
         if self._listens is not None:
             return self._listens
-        return self._schedule is not None and self._schedule.due()
+        return self._schedule is not None and self._schedule.may_be_due()
 
     @contextmanager
     def listening(self, listens: bool) -> Iterator[None]:

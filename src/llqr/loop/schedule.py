@@ -12,7 +12,8 @@ Every = int | Callable[[int], bool]
 class Schedule:
     """Counts steps from 0; step k begins with a refit where k mod `every` = 0, or where `every(k)` is true.
 
-    A callable is asked once a step, when its answer is first needed: by the forward pass or by the step itself.
+    A callable is asked once a step, when its answer is first needed: by the forward pass or by the step itself. What it raises
+    is raised by the step, where all ranks learn of it.
     """
 
     def __init__(self, every: Every) -> None:
@@ -27,6 +28,13 @@ class Schedule:
     def go_to(self, step: int) -> None:
         self.step = step
         self._answer: bool | None = None
+
+    def may_be_due(self) -> bool:
+        """For the forward pass: whether the coming step refits, or will have to say why that can't be told."""
+        try:
+            return self.due()
+        except Exception:
+            return True
 
     def due(self) -> bool:
         if isinstance(self.every, int):

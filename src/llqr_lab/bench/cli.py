@@ -128,6 +128,22 @@ def bench_step(
     main(output, figure, tuple(networks or DEFAULT), batch, seed, repeats)
 
 
+@bench.command("ranks")
+def bench_ranks(
+    output: Annotated[Path, typer.Option(callback=writable_file, help="The JSON file to write.")] = Path(
+        "results/ranks.json"
+    ),
+    ranks: Annotated[list[int] | None, typer.Option(min=2, help="Processes; give it again for more. Else 2.")] = None,
+    width: Annotated[int, typer.Option(min=1, help="Of the layers of the network.")] = 512,
+    seed: Seed = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds; medians are reported.")] = 15,
+) -> None:
+    """A step on several processes, with U whole on each and divided among them: seconds and memory."""
+    from llqr_lab.bench.ranks import main
+
+    main(output, ranks or [2], width, seed, repeats)
+
+
 @bench.command("race")
 def bench_race(
     tasks: Annotated[list[str] | None, typer.Argument(help="Tasks; else all of them.")] = None,
