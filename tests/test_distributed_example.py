@@ -46,7 +46,7 @@ def test_the_example(tmp_path: Path) -> None:
     assert plain == sharded
     ((epoch, accuracy, refits),) = re.findall(LINE, plain)
     assert (epoch, refits) == ("0", "2")
-    assert float(accuracy) > 0.7
+    assert float(accuracy) > 0.6
     for words in on_ranks(3, tmp_path / "three", resumed, str(tmp_path))[0]:
         ((epoch, later_accuracy, refits),) = re.findall(LINE, words)
         assert (epoch, refits) == ("1", "3"), "of 24 steps an epoch, those of the first count in the second"

@@ -32,11 +32,11 @@ def test_the_same_start_and_the_same_batches() -> None:
 
 
 def test_llqr_lowers_the_loss_faster_than_its_base_at_this_rate() -> None:
-    """The demo's claim, at a tenth of its length: lower at step 100, whatever the structure."""
+    """The demo's claim, at half its length: much lower at step 300, whatever the structure."""
     task, data = TASKS["digits"], digits()
-    alone = train(task, data, 0, sgdm(0.01), steps=100).losses[-1]
+    alone = train(task, data, 0, sgdm(0.01), steps=300).losses[-1]
     for name, settings in llqr_methods().items():
-        assert train(task, data, 0, sgdm(0.01), settings, steps=100).losses[-1] < 0.75 * alone, name
+        assert train(task, data, 0, sgdm(0.01), settings, steps=300).losses[-1] < 0.75 * alone, name
 
 
 def test_a_curve_tells_when_the_target_was_reached() -> None:

@@ -65,6 +65,7 @@ def killed(server: ForkServerContext, config: Config, folder: RunFolder, at_step
     return 0 if newest is None else int(torch.load(newest, weights_only=True)["step"])
 
 
+@pytest.mark.filterwarnings("ignore:U would have turned")
 @pytest.mark.parametrize("name", RUNS)
 def test_ten_random_kills_change_nothing(name: str, server: ForkServerContext, tmp_path: Path) -> None:
     config, whole, stopped = RUNS[name], RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "stopped")

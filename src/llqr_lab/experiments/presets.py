@@ -26,7 +26,7 @@ SOLVER = {"name": "sgdm", "lr": 0.005, "momentum": 0.9, "clip": 5.0}
 """The paper's inner solver. The clip is from the authors' code: without it the sum over the batch blows up."""
 SCALE_FREE: dict[str, Any] = {
     "every": 50,
-    "steps": 5,
+    "steps": 3,
     "ema": 0.5,
     "solver": {"name": "scale-free"},
 }
