@@ -53,6 +53,9 @@ if TYPE_CHECKING:
     from llqr.steering import Steered
 
 
+UNCHANGED = "U stays as it was"
+
+
 class LLQR(Optimizer):
     """A torch optimizer whose gradients are preconditioned by a learned inverse curvature U.
 
@@ -77,7 +80,8 @@ class LLQR(Optimizer):
             gradient stays that of the step.
         training: the modules' mode in a refit. False: running BatchNorm statistics, no dropout. None: as they are.
         trust: J is that of the base's step, and U lengthens no direction of it by more than about 1/trust (`llqr.loop.trust`).
-            0: the paper's objective. None: earned from 1 down to 0.1 with the default solver, 0 with a solver that is given.
+            0: the paper's objective. None: with the default solver earned from 1 down to 0.1 around SGD, and 0.1 around other
+            bases; 0 with a solver that is given.
         shared: the inputs that `chunk_size` doesn't cut, as for `QuadraticModel`.
         process_group: the ranks that train this model together, each on its own batches; a refit is about all of them. None:
             the group of the model's DistributedDataParallel or `fully_shard`, or else the default group if there is one. (To
@@ -299,7 +303,7 @@ class LLQR(Optimizer):
         if fault is not None:
             if outdated:
                 self.preconditioner, self._division = None, None
-            return self._reject(fault)
+            return self._reject(fault, "U is the identity, for the old one was too long" if outdated else UNCHANGED)
         self.preconditioner, self._division = new, source.division
         self.stats.refits += 1
         if (trust := self._refit.trust) is not None:
@@ -356,9 +360,9 @@ class LLQR(Optimizer):
         self.stats.unused += 1
         return {name: part for name, part in steered.gradients.items() if part is None}
 
-    def _reject(self, why: str) -> bool:
+    def _reject(self, why: str, kept: str = UNCHANGED) -> bool:
         self.stats.rejected += 1
-        self._warn("rejected", f"a refit was rejected, and U stays as it was: {why}")
+        self._warn("rejected", f"a refit was rejected, and {kept}: {why}")
         return False
 
     def _warn(self, kind: str, message: str) -> None:

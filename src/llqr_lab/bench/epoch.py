@@ -65,6 +65,7 @@ def main(
                 done()
     rows = [_row(preset, name, periods[name], steps, refits) for name in names]
     where = f"llqr bench epoch {preset} --scale {scale} --methods {','.join(methods)}"
+    where += f" --repeats {repeats} --threads {torch.get_num_threads()}"
     where += "".join(f" --set {quote(setting)}" for setting in settings)
     content = {"preset": preset, "scale": scale, "threads": torch.get_num_threads(), "repeats": repeats}
     content |= {"clock": runs["base"].clock_name, "rows": rows}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,8 @@ def collected(source: Path) -> list[Result]:
     found = []
     for folder in folders:
         try:
-            found.append(checked({**folder.read_result(), "curve": curve(folder.read_metrics())}))
+            settings = tomllib.loads(folder.config.read_text(encoding="utf-8")) if folder.begun else {}
+            found.append(checked({**folder.read_result(), "settings": settings, "curve": curve(folder.read_metrics())}))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RunError(
                 f"the run in '{folder.path}' has a result that isn't whole ({error!r}): remove its result.json, and resume it"

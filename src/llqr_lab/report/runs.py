@@ -265,7 +265,8 @@ def _of_result(result: Result) -> FoundRun:
     rows = [row for row in curve if _is_step(row.get("step"))]
     if rows:
         _add(series, rows)
-    settings = {name: _told(result[name]) for name in ("model", "data", "batch")}
+    kept = flat(result.get("settings", {})) or {name: result[name] for name in ("model", "data", "batch")}
+    settings = {name: _told(value) for name, value in kept.items() if name not in NAMES}
     return FoundRun(
         result["preset"],
         result["scale"],
