@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from llqr import LLQR, QuadraticModel
 from llqr.errors import LLQRError
-from llqr.loop.trust import Trust, Trusted, trusted
+from llqr.loop.trust import Trust, Trusted, Verdict, norm_of, trusted
 from llqr.preconditioner import Preconditioner
 from llqr.solvers import SGDM, ScaleFree
 from llqr.structures import Dense
@@ -106,24 +106,32 @@ def test_how_near_the_edge_u_is() -> None:
     assert near == pytest.approx(float(0.15 * 4 * (g @ model.matrix @ g) / (2 * g @ g)), rel=1e-12)
 
 
+def judge(trust: Trust, *edges: float | None) -> list[float]:
+    """ρ after each of these verdicts."""
+    base = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    rhos = []
+    for edge in edges:
+        trust.accept(trust.judged(edge), base)
+        rhos.append(trust.rho)
+    return rhos
+
+
 def test_trust_is_earned_and_lost() -> None:
     trust = Trust(1.0, earned=True, bounds=True)
-    steps = []
-    for near in (0.8, 0.2, 0.2, 0.2, 0.7, 1.5, 0.1):
-        assert not trust.judge(near)
-        steps.append(trust.rho)
-    assert steps == pytest.approx([1, 1 / 3, 1 / 9, 0.1, 0.1, 0.3, 0.1])
-    assert trust.judge(2.5)
-    assert (trust.rho, trust.least) == pytest.approx((1.0, 0.3))  # where it failed it doesn't return to
-    for _ in range(4):
-        trust.judge(0.0)
-    assert trust.rho == pytest.approx(0.3)
-    assert trust.judge(float("nan"))
+    assert judge(trust, 0.8, 0.2, 0.2, 0.2, 0.7, 1.5, 0.1) == pytest.approx([1, 1 / 3, 1 / 9, 0.1, 0.1, 0.3, 0.1])
+    assert judge(trust, None) == pytest.approx([0.1])  # a batch that tells nothing
+    assert trust.judged(2.5) == Verdict(1.0, pytest.approx(0.3), outdated=True)  # where it failed it doesn't return to
+    assert judge(trust, 2.5, 0.0, 0.0, 0.0) == pytest.approx([1, 1 / 3, 0.3, 0.3])
+    assert judge(trust, 2.5, 2.5, 0.0, 0.0) == pytest.approx([1, 1, 1 / 3, 1 / 3])  # but it can always be earned again
+    fixed = Trust(0.2, earned=False, bounds=True)
+    assert judge(fixed, 0.0, 5.0) == [0.2, 0.2]
 
 
-def bounded(trust: Trust, length: float, plain: float) -> float | None:
+def bounded(trust: Trust, length: float, plain: float, base: torch.optim.Optimizer | None = None) -> float | None:
     """The length that U g has after the bound, for U g and g of these lengths; None if the step is the base's own."""
-    steered = trust.bound({"w": torch.tensor([0.0, length])}, {"w": torch.tensor([plain, 0.0])}, lambda values: values)
+    given = torch.tensor([0.0, length])
+    steered = trust.bound({"w": given}, length, lambda: plain, base)
+    assert given[1] == length  # not in place
     if steered is None:
         return None
     part = steered["w"]
@@ -133,6 +141,7 @@ def bounded(trust: Trust, length: float, plain: float) -> float | None:
 
 def test_a_step_is_bounded_by_the_one_that_u_was_fitted_in() -> None:
     trust = Trust(0.1, earned=True, bounds=True)
+    assert bounded(trust, 0.0, 0.0) == 0.0  # no yardstick
     assert bounded(trust, 4.0, 1.0) == 4.0
     assert trust.length == 4.0
     assert bounded(trust, 5.9, 1.0) == pytest.approx(5.9)
@@ -141,6 +150,23 @@ def test_a_step_is_bounded_by_the_one_that_u_was_fitted_in() -> None:
     assert bounded(trust, 13.0, 8.0) is None  # more than 3 times: g
     assert bounded(trust, 13.0, 14.0) == pytest.approx(13.0)  # a U that shortens stays
     assert bounded(trust, 5.0, 1.0) == pytest.approx(5.0)
+
+
+def test_a_rate_that_rises_by_hand_shortens_what_was_fitted_for_a_smaller_one() -> None:
+    base = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    trust = Trust(0.1, earned=True, bounds=True)
+    trust.accept(trust.judged(None), base)
+    assert bounded(trust, 4.0, 1.0, base) == 4.0
+    base.param_groups[0]["lr"] = 0.05
+    assert bounded(trust, 5.9, 1.0, base) == pytest.approx(5.9)
+    base.param_groups[0]["lr"] = 0.2
+    assert bounded(trust, 4.0, 1.0, base) == pytest.approx(3.0)  # 1.5 times half the length
+    assert bounded(trust, 6.1, 1.0, base) is None
+
+
+def test_norms_of_half_precision_are_taken_in_single() -> None:
+    assert norm_of([torch.full((4,), 60000.0, dtype=torch.float16), None]) == pytest.approx(120000, rel=1e-3)
+    assert norm_of([torch.full((4,), 1e100, dtype=torch.float64)]) == pytest.approx(2e100)
 
 
 def test_bases_that_normalise_have_the_curvature_along_the_gradient_for_unit() -> None:
@@ -184,15 +210,17 @@ def test_it_is_earned_with_the_default_solver_and_off_with_a_given_one() -> None
     assert "trust=1, earned" in repr(LLQR(base, net))
 
 
-def test_a_u_far_beyond_the_edge_leaves_nothing_behind() -> None:
+@pytest.mark.parametrize("warm_start", [False, True])
+def test_a_u_far_beyond_the_edge_leaves_nothing_behind(warm_start: bool) -> None:
     """Found at a refit: the new U is the fit alone, without the moving average, and ρ is 1 again."""
     torch.manual_seed(0)
     net = nn.Linear(3, 3).double()
     inputs, targets = torch.randn(12, 3).double(), torch.randint(3, (12,))
-    optimizer = LLQR(torch.optim.SGD(net.parameters(), lr=0.5), net, "ngd", "diagonal", ema=0.9)
+    optimizer = LLQR(torch.optim.SGD(net.parameters(), lr=0.5), net, "ngd", "diagonal", ema=0.9, warm_start=warm_start)
     cross_entropy(net(inputs), targets).backward()
     assert optimizer.refit(inputs)
     optimizer.preconditioner = optimizer.preconditioner.scaled(1e4)  # type: ignore[union-attr]
+    optimizer._refit.trust.length = 1.0  # type: ignore[union-attr]  # a step was taken with it
     assert optimizer.refit(inputs)
     assert optimizer.stats.trust == 1.0
     u = optimizer.preconditioner
@@ -213,6 +241,38 @@ def test_a_step_that_u_would_lengthen_beyond_measure_is_the_bases() -> None:
         taken.append(float((before - net.weight.detach())[0, 0] / 0.1))
     assert taken == pytest.approx([5.0, 5.0, 7.5, 4.0])  # U g, U g, 1.5 times the first, g
     assert optimizer.stats.unused == 1
+
+
+def test_what_says_nothing_changes_nothing() -> None:
+    """Refits by hand without a step between, and a refit on a batch without a gradient: ρ stays."""
+    torch.manual_seed(0)
+    net = nn.Linear(3, 3).double()
+    inputs, targets = torch.randn(12, 3).double(), torch.randint(3, (12,))
+    optimizer = LLQR(torch.optim.SGD(net.parameters(), lr=1e-3), net, "ngd", "diagonal", every=1000)
+    for _ in range(4):
+        cross_entropy(net(inputs), targets).backward()
+        assert optimizer.refit(inputs)
+        assert optimizer.stats.trust == 1.0
+    optimizer.step()
+    before = optimizer.preconditioner
+    for parameter in net.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.refit(inputs)
+    assert optimizer._refit.trust.rho == 1.0  # type: ignore[union-attr]
+    assert optimizer.preconditioner is not None
+    assert before is not None
+
+
+@pytest.mark.parametrize("trust", [{"rho": -1.0}, {"rho": float("nan")}, {"length": "long"}, {"other": 1.0}])
+def test_a_state_with_a_spoilt_trust_changes_nothing(trust: dict[str, object]) -> None:
+    net = nn.Linear(3, 2)
+    optimizer = LLQR(torch.optim.SGD(net.parameters(), lr=0.1), net)
+    state = optimizer.state_dict()
+    state["llqr"]["trust"] = trust
+    state["param_groups"][0]["lr"] = 0.7
+    with pytest.raises(LLQRError, match="the state's trust"):
+        optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] == 0.1
 
 
 def test_what_was_earned_is_saved() -> None:

@@ -36,21 +36,20 @@ from llqr.loop.refit import Batch, Refit, Source, check_callable, trainable
 from llqr.loop.schedule import Every, Schedule
 from llqr.loop.state import KEY, State, checked_state_dict
 from llqr.loop.stats import Stats
-from llqr.loop.trust import trust_of
+from llqr.loop.trust import norm_of, trust_of
 from llqr.naming import PerLayer
 from llqr.precision import no_autocast
 from llqr.preconditioner import Preconditioner
 from llqr.recorder import Selector
 from llqr.sites import uncompiled
 from llqr.solvers import Solver
-from llqr.solvers.totals import ALONE
+from llqr.steering import Steered
 from llqr.structures.assign import StructureSpec
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from llqr.distributed.sharing import Shared
-    from llqr.steering import Steered
 
 
 UNCHANGED = "U stays as it was"
@@ -290,7 +289,8 @@ class LLQR(Optimizer):
                 used = blocks.current(parameters, names, self.preconditioner)
                 start = used if self.warm_start else None
                 known = None if self.preconditioner is None else used
-                u, fault, outdated = self._refit(self.base, parameters, source, start, known)
+                u, fault, verdict = self._refit(self.base, parameters, source, start, known)
+                outdated = verdict is not None and verdict.outdated
                 if fault is None:
                     new = u if outdated else used.blend(u, self.ema)
                     new = new if source.division is None else source.division.kept(new)
@@ -300,14 +300,15 @@ class LLQR(Optimizer):
             self.stats.seconds += time.perf_counter() - begun
         if u.history:
             self.stats.objective_before, self.stats.objective_after = u.history[0], u.history[-1]
+        if self._refit.trust is not None and verdict is not None and (fault is None or outdated):
+            self._refit.trust.accept(verdict, self.base)
+            self.stats.trust = verdict.rho
         if fault is not None:
             if outdated:
-                self.preconditioner, self._division = None, None
+                self.preconditioner, self._division, self.stats.memory = None, None, 0
             return self._reject(fault, "U is the identity, for the old one was too long" if outdated else UNCHANGED)
         self.preconditioner, self._division = new, source.division
         self.stats.refits += 1
-        if (trust := self._refit.trust) is not None:
-            self.stats.trust, trust.length = trust.rho, None
         self.stats.memory = self.preconditioner.memory
         return True
 
@@ -332,33 +333,42 @@ class LLQR(Optimizer):
     ) -> Mapping[str, Tensor | None]:
         if self.preconditioner is None:
             return {}
-        with torch.no_grad(), no_autocast(gradients):
+        team = self._team if self._division is not None and self._team is not None and self._team.shard else None
+        with torch.no_grad(), no_autocast(gradients), nullcontext() if team is None else self._together():
             steered: Steered | Shared
-            if self._team is not None and self._division is not None and self._team.shard:
-                with self._together():
-                    steered = self._team.steer(self._division, self.preconditioner, parameters, gradients)
+            if team is not None and self._division is not None:
+                steered = team.steer(self._division, self.preconditioner, parameters, gradients)
             else:
                 steered = self.preconditioner.steer(gradients, reuse=True)
+            bounded = self._bounded(steered, gradients)
+            if bounded is None and team is not None and self._division is not None:
+                bounded = team.steer(self._division, None, parameters, gradients).gradients
         if steered.turned:
             self.stats.turned += len(steered.turned)
             self._warn("turned", f"U would have turned the gradient of {steered.turned[0]!r} around")
         if steered.nonfinite:
             self.stats.nonfinite += len(steered.nonfinite)
             self._warn("nonfinite", f"the gradient of {steered.nonfinite[0]!r} is not finite")
-        return self._bounded(steered, gradients)
+        return {} if bounded is None else bounded
 
-    def _bounded(self, steered: Steered | Shared, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor | None]:
-        """U g no longer than it may be; of a step that is better the base's own, what has no gradient anywhere."""
+    def _bounded(
+        self, steered: Steered | Shared, gradients: Mapping[str, Tensor]
+    ) -> Mapping[str, Tensor | None] | None:
+        """U g no longer than it may be, or None for a step that is better the base's own."""
         trust = self._refit.trust
         if trust is None or not trust.bounds:
             return steered.gradients
-        norms = ALONE.norms if self._team is None else self._team.norms
-        with torch.no_grad():
-            bounded = trust.bound(steered.gradients, gradients, norms, steered.length)
-        if bounded is not None:
-            return bounded
-        self.stats.unused += 1
-        return {name: part for name, part in steered.gradients.items() if part is None}
+        if not isinstance(steered, Steered) and self._division is not None:
+            lengths = [norm_of(steered.own_steered.values()), norm_of(steered.own.values())]
+            length, plain = self._division.ranks.norms(lengths)  # from the owners: the same for all
+            bounded = trust.bound(steered.gradients, length, lambda: plain, self.base)
+        else:
+            known = steered.gradients
+            found = steered.length if isinstance(steered, Steered) else None
+            length = norm_of(known.values()) if found is None else found
+            bounded = trust.bound(known, length, lambda: norm_of(map(gradients.get, known)), self.base)
+        self.stats.unused += bounded is None
+        return bounded
 
     def _reject(self, why: str, kept: str = UNCHANGED) -> bool:
         self.stats.rejected += 1

@@ -34,8 +34,10 @@ class Shared(NamedTuple):
     gradients: dict[str, Tensor | None]
     turned: list[str]
     nonfinite: list[str]
-    length: None = None
-    """That of all of it would have to be asked for."""
+    own: Mapping[str, Tensor]
+    """g of this rank's blocks, and"""
+    own_steered: Mapping[str, Tensor]
+    """U g of them."""
 
 
 class Sharing(ABC):
@@ -60,13 +62,14 @@ class Sharing(ABC):
     def _from_owners(self, steered: Mapping[str, Tensor], notes: dict[int, Tensor]) -> dict[str, Tensor]:
         """U g of all parameters, in the form in which the parameters are here. `notes` are overwritten by the owners' own."""
 
-    def steer(self, u: Preconditioner, gradients: Mapping[str, Tensor]) -> Shared:
-        """U g of all blocks; `u` are this rank's."""
+    def steer(self, u: Preconditioner | None, gradients: Mapping[str, Tensor]) -> Shared:
+        """U g of all blocks; `u` are this rank's, and without them it is g."""
         own = self.at_owner(gradients)
-        steered = u.steer(own, reuse=True)
+        steered = Steered(dict(own), [], []) if u is None else u.steer(own, reuse=True)
         notes = {owner: self._notes(owner, own, steered) for owner in self._names}
         values = self._from_owners(steered.gradients, notes)
-        shared = Shared({}, [], [])
+        known = steered.gradients
+        shared = Shared({}, [], [], {name: own[name] for name in known}, known)
         for owner, names in self._names.items():
             said = list(map(int, notes[owner].tolist()))
             for name, word in zip(names, said, strict=False):
@@ -96,13 +99,18 @@ class Replicated(Sharing):
 
     def _from_owners(self, steered: Mapping[str, Tensor], notes: dict[int, Tensor]) -> dict[str, Tensor]:
         values = {
-            name: steered[name].contiguous() if name in steered else torch.zeros_like(self._parameters[name])
+            name: steered[name].contiguous() if name in steered else self._zeros(name)
             for names in self._names.values()
             for name in names
         }
         held = {owner: [notes[owner], *(values[name] for name in names)] for owner, names in self._names.items()}
         self._ranks.share(held)
         return values
+
+    def _zeros(self, name: str) -> Tensor:
+        """In the layout of what is sent, whatever the parameter's."""
+        like = self._parameters[name]
+        return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
 
 
 class FullySharded(Sharing):

@@ -67,14 +67,14 @@ class Team:
             for name, g in gradients.items()
         }
 
-    def norms(self, values: list[float]) -> list[float]:
-        """Of what a step has, from those of what is here: parts, where parameters are sharded."""
-        return self.ranks.norms(values) if self._fsdp else values
-
     def steer(
-        self, division: Division, u: Preconditioner, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
+        self,
+        division: Division,
+        u: Preconditioner | None,
+        parameters: Mapping[str, Tensor],
+        gradients: Mapping[str, Tensor],
     ) -> Shared:
-        """U g with every rank's blocks."""
+        """U g with every rank's blocks; without `u`, the owners' g."""
         if self._sharing is None or not self._sharing.fits(division, parameters):
             self._sharing = (FullySharded if self._fsdp else Replicated)(division, parameters)
         return self._sharing.steer(u, gradients)

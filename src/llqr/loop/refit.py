@@ -21,7 +21,7 @@ from llqr.errors import LLQRError
 from llqr.loop.blocks import Blocks
 from llqr.loop.closures import Closure, loss_of_output, tensor_alone, whole_loss
 from llqr.loop.gradients import check_parameters
-from llqr.loop.trust import Trust, Trusted, trusted
+from llqr.loop.trust import Trust, Trusted, Verdict, trusted
 from llqr.naming import PerLayer
 from llqr.parts import Portion
 from llqr.precision import is_low, raised
@@ -65,8 +65,8 @@ class Fitted(NamedTuple):
 
     u: Preconditioner
     fault: str | None
-    outdated: bool = False
-    """The U in use has come far beyond the edge of stability, and is to leave nothing behind."""
+    verdict: Verdict | None = None
+    """On the U in use, where that is trusted as far as it has earned."""
 
 
 @dataclass
@@ -116,7 +116,7 @@ class Refit:
         terms = [
             (weight, term if is_dataclass(term) else type(term).__name__) for weight, term in self.divergence.terms()
         ]
-        return (self.steps, solver, self.trust and self.trust.as_dict(), self.damping, self.training, terms)
+        return (self.steps, solver, self.trust and self.trust.agreed(), self.damping, self.training, terms)
 
     def __call__(
         self,
@@ -127,12 +127,13 @@ class Refit:
         used: Preconditioner | None,
     ) -> Fitted:
         """U of the parameters that require a gradient, fitted from the identity or from `start`; `used` is the U in use."""
-        q, outdated = self.objective(base, parameters, source), False
-        if isinstance(q, Trusted) and self.trust is not None and self.trust.earned and used is not None:
-            outdated = self.trust.judge(q.edge(used))
-            q.trust = self.trust.rho
+        q, verdict = self.objective(base, parameters, source), None
+        if isinstance(q, Trusted) and self.trust is not None:
+            tried = self.trust.earned and used is not None and self.trust.length is not None  # a step was taken with it
+            verdict = self.trust.judged(q.edge(used) if tried and used is not None else None)
+            q.trust, start = verdict.rho, None if verdict.outdated else start
         u = fit(q, self.blocks.structures(parameters, list(q.gradient)), self.solver, self.steps, start)
-        return Fitted(u, _fault(q, u, start), outdated)
+        return Fitted(u, _fault(q, u, start), verdict)
 
     def objective(self, base: Optimizer, parameters: Mapping[str, Tensor], source: Source) -> Quadratic:
         """The quadratic model that J is of: the batch's, or with `trust` that of the base's step."""

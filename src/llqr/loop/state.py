@@ -8,7 +8,7 @@ from typing import Any
 
 from llqr.errors import LLQRError
 from llqr.loop.stats import Stats
-from llqr.loop.trust import Trust
+from llqr.loop.trust import Trust, check_saved
 from llqr.preconditioner import Preconditioner
 
 KEY = "llqr"
@@ -43,9 +43,8 @@ class State:
                 f"what the state has under {KEY!r} isn't what LLQR.state_dict() puts there: a 'step', a 'preconditioner' and "
                 "'stats'"
             )
-        trust = parts.get("trust")
         counts = Stats(**{f.name: stats[f.name] for f in fields(Stats) if f.name in stats})
-        return cls(step, u, counts, trust if isinstance(trust, Mapping) else {})
+        return cls(step, u, counts, check_saved(parts.get("trust")))
 
 
 def checked_state_dict(state: Any) -> dict[str, Any]:

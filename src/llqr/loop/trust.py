@@ -23,7 +23,7 @@ docs/findings.md has the measurements.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from llqr.errors import LLQRError
+from llqr.precision import is_low
 from llqr.preconditioner import Preconditioner
 from llqr.solvers import Quadratic, bend
 from llqr.solvers.totals import totals_of
@@ -45,8 +46,17 @@ INSIDE, OUTSIDE, FAR_OUTSIDE = 0.5, 1.0, 2.0
 LONGER, MUCH_LONGER = 1.5, 3.0
 """How long U g may become, and where U is left out, relative to the step that U was fitted in."""
 
-Norms = Callable[[list[float]], list[float]]
-"""From norms of the part that is here to those of all."""
+Steering = Mapping[str, Tensor | None]
+"""U g by parameter; None where there is no gradient."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a refit makes of the U in use: ρ for the fit, what it may come to, and whether U has to go."""
+
+    rho: float
+    least: float
+    outdated: bool = False
 
 
 @dataclass
@@ -62,54 +72,78 @@ class Trust:
     """What ρ may come to."""
     length: float | None = None
     """‖U g‖ in the step that U was fitted in; None until that step is taken."""
+    rate: float | None = None
+    """The learning rate that U was fitted for."""
 
-    def judge(self, edge: float) -> bool:
-        """Set ρ by how near the edge the U in use is on a new batch; whether it is so far outside that it has to go."""
-        if not edge <= FAR_OUTSIDE:
-            self.rho, self.least = CAUTIOUS, min(CAUTIOUS, FACTOR * self.rho)
-            return True
+    def judged(self, edge: float | None) -> Verdict:
+        """By how near the edge the U in use is on a new batch; None says nothing about it."""
+        if edge is None or not self.earned:
+            return Verdict(self.rho, self.least)
+        if edge > FAR_OUTSIDE:
+            return Verdict(CAUTIOUS, min(CAUTIOUS / FACTOR, max(self.least, FACTOR * self.rho)), outdated=True)
         if edge > OUTSIDE:
-            self.rho = min(CAUTIOUS, FACTOR * self.rho)
-        elif edge < INSIDE:
-            self.rho = max(self.least, self.rho / FACTOR)
-        return False
+            return Verdict(min(CAUTIOUS, FACTOR * self.rho), self.least)
+        if edge < INSIDE:
+            return Verdict(max(self.least, self.rho / FACTOR), self.least)
+        return Verdict(self.rho, self.least)
+
+    def accept(self, verdict: Verdict, base: Optimizer) -> None:
+        """U was fitted with this ρ, for the base as it is now."""
+        self.rho, self.least = verdict.rho, verdict.least
+        self.length, self.rate = None, _largest_rate(base)
 
     def bound(
-        self,
-        steered: Mapping[str, Tensor | None],
-        gradients: Mapping[str, Tensor],
-        norms: Norms,
-        length: float | None = None,
-    ) -> Mapping[str, Tensor | None] | None:
-        """U g as it may be, or None where the step is better the base's own; tensors are changed in place."""
-        parts = [part for part in steered.values() if part is not None]
-        if length is None:
-            (length,) = norms([_norm(parts)])
+        self, steered: Steering, length: float, plain: Callable[[], float], base: Optimizer | None = None
+    ) -> Steering | None:
+        """U g as it may be, given ‖U g‖ and ‖g‖, or None where the step is better the base's own.
+
+        A rate that has risen since the fit, and that no schedule had told of, makes the same U g a longer step.
+        """
+        if self.length is None and 0 < length < math.inf:
+            self.length = length
         if self.length is None:
-            self.length = length if math.isfinite(length) else None
-        if self.length is None or not LONGER * self.length < length < math.inf:
             return steered
-        own = [gradients[name] for name, part in steered.items() if part is not None and name in gradients]
-        (plain,) = norms([_norm(own)])
-        if length > MUCH_LONGER * self.length and plain < length:
+        now = None if base is None else _largest_rate(base)
+        fitted = self.length * (min(1.0, self.rate / now) if self.rate and now else 1.0)
+        if not LONGER * fitted < length < math.inf:
+            return steered
+        own = plain()
+        if length > MUCH_LONGER * fitted and own < length:
             return None
-        allowed = max(plain, LONGER * self.length)
-        if allowed < length:
-            for part in parts:
-                part.mul_(allowed / length)
-        return steered
+        factor = max(own, LONGER * fitted) / length
+        # not in place: what a structure leaves alone is the gradient itself
+        return steered if factor >= 1 else {n: None if part is None else factor * part for n, part in steered.items()}
 
     def __str__(self) -> str:
         return f"{self.rho:g}, earned" if self.earned else f"{self.rho:g}"
 
+    def agreed(self) -> tuple[float, float]:
+        """What ranks have to have in common; the length is a sum, and may differ in its last digit."""
+        return self.rho, self.least
+
     def as_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if name in ("rho", "least", "length")}
+        return {name: value for name, value in asdict(self).items() if name in SAVED}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from what another had earned; a fixed ρ stays."""
-        self.length = state.get("length")
+        self.length, self.rate = state.get("length"), state.get("rate")
         if self.earned:
-            self.rho, self.least = float(state.get("rho", CAUTIOUS)), float(state.get("least", BOLD))
+            self.rho, self.least = state.get("rho", CAUTIOUS), state.get("least", BOLD)
+
+
+SAVED = ("rho", "least", "length", "rate")
+
+
+def check_saved(state: Any) -> dict[str, Any]:
+    """What a state has of it; a state from before there was any has nothing."""
+    found = dict(state) if isinstance(state, Mapping) else {}
+    for name, value in found.items():
+        number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+        if name not in SAVED or not (number or (value is None and name in ("length", "rate"))):
+            raise LLQRError(
+                f"the state's trust has {name!r} = {value!r}; it should have positive numbers for {', '.join(SAVED)}"
+            )
+    return found
 
 
 def trust_of(base: Optimizer, trust: float | None, default_solver: bool) -> Trust | None:
@@ -141,12 +175,15 @@ class Trusted:
         square = sum(float((v * v).sum()) for v in direction.values())
         return self._curved(direction) + self.trust * square
 
-    def edge(self, u: Preconditioner) -> float:
-        """How near the edge of stability the base's steps by U g are: η ε·Hε / (-g·ε), 1 at the edge."""
-        step = u.apply(dict(self.gradient))
+    def edge(self, u: Preconditioner) -> float | None:
+        """How near the edge of stability the base's steps by U g are: η ε·Hε / (-g·ε), 1 at the edge.
+
+        None where that can't be told: no gradient, no curvature, or more of it than can be represented.
+        """
+        step = {**self.gradient, **u.steer(dict(self.gradient)).gradients}
         along = sum(float((g * step[name]).sum()) for name, g in self.gradient.items())
         along, curved = self.totals.sums([along, self._curved(step)])
-        return abs(curved) / along if along > 0 else math.inf
+        return abs(curved) / along if along > 0 and 0 < abs(curved) < math.inf else None
 
     def _curved(self, direction: Mapping[str, Tensor]) -> float:
         return bend(self._model, {name: self._roots[name] * v for name, v in direction.items()})
@@ -177,10 +214,18 @@ def _rate(group: Mapping[str, Any]) -> float:
 
     lr is the largest that a schedule tells of: a U fitted during a warm-up has to serve what comes after it.
     """
-    lr = max(float(group[name]) for name in ("lr", "initial_lr", "max_lr") if group.get(name) is not None)
     momentum = float(group["momentum"])
     look_ahead = 1 + 2 * momentum if group["nesterov"] else 1.0
-    return lr * (1 - float(group["dampening"]) * (momentum > 0)) * look_ahead / (2 * (1 + momentum))
+    share = max(0.0, 1 - float(group["dampening"]) * (momentum > 0))
+    return _told_rate(group) * share * look_ahead / (2 * (1 + momentum))
+
+
+def _told_rate(group: Mapping[str, Any]) -> float:
+    return max(float(group[name]) for name in ("lr", "initial_lr", "max_lr") if group.get(name) is not None)
+
+
+def _largest_rate(base: Optimizer) -> float:
+    return max(map(_told_rate, base.param_groups))
 
 
 def _inverse_curvature(model: Quadratic) -> float:
@@ -189,6 +234,10 @@ def _inverse_curvature(model: Quadratic) -> float:
     return square / abs(curved) if curved else 1.0
 
 
-def _norm(tensors: list[Tensor]) -> float:
-    local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
-    return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(local)))) if local else 0.0
+def norm_of(tensors: Iterable[Tensor | None]) -> float:
+    """Of all of them as one vector; of a sharded one, its part that is here."""
+    local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors if tensor is not None]
+    if not local:
+        return 0.0
+    norms = torch._foreach_norm(local, dtype=torch.float32 if any(map(is_low, local)) else None)
+    return float(torch.linalg.vector_norm(torch.stack(norms)))
