@@ -372,3 +372,39 @@ def test_bench_report_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     refused = CliRunner().invoke(app, arguments)
     assert refused.exit_code == 1
     assert "there is no Chromium here" in refused.output
+
+
+def test_the_report_of_the_runs_that_were_made(running: Browser, tmp_path: Path) -> None:
+    """Of results/experiments.json: all experiments are drawn, runs hidden and zoomed, the theme changed; wide and narrow."""
+    results = Path(__file__).parent.parent / "results" / "experiments.json"
+    runs = json.loads(results.read_text(encoding="utf-8"))["runs"]
+    output = tmp_path / "report.html"
+    write_report([results], output)
+    running.resize(1280, 900)
+    running.media()
+    running.complaints.clear()
+    running.open(output)
+    running.run("localStorage.clear()")
+    running.open(output)
+    for number, preset in enumerate(sorted({run["preset"] for run in runs})):
+        own = running.run(f"document.querySelector('#experiment-{number}').textContent")
+        assert preset in own
+        methods = {run["method"] for run in runs if run["preset"] == preset}
+        box(running, f"#experiment-{number} canvas")  # charts are drawn when they are seen
+        assert chart(running, f"#experiment-{number} .panel[data-kind=curves]")["drawn"] == str(len(methods))
+    before, drawn = ink(running), int(chart(running)["drawn"])
+    click(running, "#experiment-0 li:nth-child(1) input")
+    assert chart(running)["drawn"] == str(drawn - 1)
+    click(running, "#experiment-0 [data-zoom=in]")
+    assert (ink(running) != before).any()
+    pictures = []
+    for theme, width in (("light", 1280), ("dark", 1280), ("light", 390)):
+        click(running, f"[data-theme-choice={theme}]")
+        running.resize(width, 900, mobile=width < 500)
+        running.painted()
+        assert running.run("document.documentElement.scrollWidth") <= width
+        picture = tmp_path / f"{theme}-{width}.png"
+        running.screenshot(picture)
+        pictures.append(np.asarray(Image.open(picture).convert("L")).astype(int))
+    assert pictures[0].mean() > 128 > pictures[1].mean()
+    assert running.complaints == []
