@@ -27,6 +27,8 @@ class Faulty(Structure):
     def identity(self, shape: Any, like: Tensor, count: int = 1) -> dict[str, Tensor]:
         if self.fault == "count":
             return {"d": like.new_ones(shape)}
+        if self.fault == "tensor":
+            return like.new_ones(count, *shape)  # type: ignore[return-value]
         if self.fault == "like":
             return {"d": torch.ones(count, *shape)}
         return {"d": like.new_ones(count, *shape) * (2 if self.fault == "identity" else 1)}
@@ -35,9 +37,10 @@ class Faulty(Structure):
         return (tensors["d"] * x).flatten() if self.fault == "shape" else tensors["d"] * x
 
     def linearize(self, tensors: Any, x: Tensor) -> Any:
-        if self.fault != "pullback":
+        if self.fault not in ("pullback", "sign"):
             return super().linearize(tensors, x)
-        return type("Wrong", (), {"value": lambda _: x, "pullback": lambda _, cotangent: cotangent * x})()
+        wrong = {"pullback": lambda _, cotangent: cotangent * x, "sign": lambda _, cotangent: {"d": -cotangent * x}}
+        return type("Wrong", (), {"value": lambda _: x, "pullback": wrong[self.fault]})()
 
     def degree(self, shape: Any) -> int:
         return 1
@@ -52,6 +55,8 @@ FAULTS = {
     "shape": "U x has the shape of x",
     "identity": "doesn't give x back",
     "pullback": "returns a dict with a gradient for each",
+    "sign": "isn't the gradient of",
+    "tensor": "returns a dict of tensors by name",
 }
 
 
@@ -60,7 +65,7 @@ def test_faults_of_own_structures_are_told(fault: str) -> None:
     with pytest.raises(LLQRError, match=rf"of Faulty\(fault='{fault}'\).*{FAULTS[fault]}"):
         fit(random_model(), Faulty(fault), steps=2)
     model = network()
-    if fault != "identity":  # what a shape tells is told before the first step
+    if fault not in ("identity", "sign"):  # what a shape tells is told before the first step
         with pytest.raises(LLQRError, match=FAULTS[fault]):
             LLQR(sgd(model), model, structure=Faulty(fault))
     fit(random_model(), Faulty("none"), steps=2)
@@ -84,3 +89,28 @@ def test_faults_of_own_divergences_and_solvers_are_told() -> None:
 
     with pytest.raises(LLQRError, match=r"solve\(\) of Nothing\(\) returned NoneType"):
         fit(random_model(), "diagonal", Nothing(), steps=2)
+
+
+class Squares(OutputTerm):
+    """Half the mean square, with a product of its own."""
+
+    needs_loss = False
+
+    def __init__(self, product: Callable[[Tensor], Tensor]) -> None:
+        self.product = product
+
+    def psi(self, output: Tensor, base: BasePoint) -> Tensor:
+        return 0.5 * (output - base.output).square().mean()
+
+    def hessian_product(self, tangent: Tensor, base: BasePoint) -> Tensor:
+        return self.product(tangent)
+
+
+def test_a_product_that_isnt_psis_is_told() -> None:
+    """W v = v/n for a mean of n numbers."""
+    model, (inputs, targets) = network(), batch(0)
+    loss = nn.CrossEntropyLoss()
+    QuadraticModel.build(model, inputs, targets, loss, Squares(lambda v: v / v.numel()))
+    for wrong in (lambda v: 5 * v / v.numel(), lambda v: v.sum()):
+        with pytest.raises(LLQRError, match="isn't the second derivative of its psi"):
+            QuadraticModel.build(model, inputs, targets, loss, Squares(wrong))

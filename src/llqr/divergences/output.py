@@ -61,6 +61,8 @@ class OutputTerm(Divergence):
             raise LLQRError(
                 f"psi() of {self!r} returns one number, a tensor without dimensions such as a mean(); this is {shape}"
             )
+        if type(self).hessian_product is not OutputTerm.hessian_product:
+            self._check_product(base)
         if not self.flat:
             return
         size = float(point.square().mean().sqrt()) or 1.0
@@ -77,6 +79,18 @@ class OutputTerm(Divergence):
             raise LLQRError(
                 f"the gradient of {self!r} isn't zero at the output that it is expanded around: set flat = False, for Hessian "
                 "products; or, if it is meant to be a divergence, take away from psi() what is linear in the output"
+            )
+
+    def _check_product(self, base: BasePoint) -> None:
+        """Raise where a product that is written out isn't that of ψ_N."""
+        tangent = torch.linspace(-40, 40, base.output.numel()).sin().to(base.output).reshape(base.output.shape)
+        given, expected = self.hessian_product(tangent, base), OutputTerm.hessian_product(self, tangent, base)
+        if given.shape != expected.shape or not torch.allclose(
+            given, expected, rtol=1e-2, atol=1e-3 * float(expected.abs().max())
+        ):
+            raise LLQRError(
+                f"hessian_product() of {self!r} isn't the second derivative of its psi(): leave it out, and it is found by "
+                "differentiating psi() twice"
             )
 
 

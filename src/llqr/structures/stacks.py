@@ -214,10 +214,30 @@ def _check_own(structure: Structure, tensors: dict[str, Tensor], x: Tensor) -> N
     pulled = structure.linearize(tensors, x).pullback(x)
     if not isinstance(pulled, dict) or {name: tuple(part.shape) for name, part in pulled.items()} != wanted:
         raise LLQRError(f"pullback() of {structure!r} returns a dict with a gradient for each of {wanted}")
+    if not x.is_meta and not _pulls_back(structure, tensors, x, pulled):
+        raise LLQRError(
+            f"pullback() of {structure!r} isn't the gradient of ⟨cotangent, apply(tensors, x)⟩ by the tensors, for shape "
+            f"{shape}: leave it out, and it is found by differentiating apply()"
+        )
     if not x.is_meta and not torch.allclose(y, x, rtol=1e-3, atol=1e-3):
         raise LLQRError(
             f"apply() of {structure!r} with the tensors of identity() doesn't give x back for shape {shape}"
         )
+
+
+def _pulls_back(structure: Structure, tensors: dict[str, Tensor], x: Tensor, pulled: Mapping[str, Tensor]) -> bool:
+    """Whether what was pulled back from x is what autograd finds."""
+    free = {name: tensor.detach().clone().requires_grad_() for name, tensor in tensors.items()}
+    with torch.enable_grad():
+        value = torch.sum(x * structure.apply(free, x))
+    if not value.requires_grad:
+        return True
+    found = torch.autograd.grad(value, list(free.values()), allow_unused=True)
+    expected = [torch.zeros_like(t) if part is None else part for t, part in zip(free.values(), found, strict=True)]
+    return all(
+        torch.allclose(pulled[name], part, rtol=1e-2, atol=1e-3 * (1 + float(part.abs().max())))
+        for name, part in zip(free, expected, strict=True)
+    )
 
 
 def _seen(structure: Structure, shapes: Sequence[torch.Size]) -> tuple[int, ...]:
