@@ -275,6 +275,40 @@ def test_a_state_with_a_spoilt_trust_changes_nothing(trust: dict[str, object]) -
     assert optimizer.param_groups[0]["lr"] == 0.1
 
 
+class Plain(torch.optim.Optimizer):
+    """An optimizer without a learning rate in its groups."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter -= 0.01 * parameter.grad
+
+
+@pytest.mark.parametrize("kind", ["no rate", "a rate of 0"])
+def test_bases_that_tell_of_no_rate_are_refitted_and_resumed(kind: str) -> None:
+    torch.manual_seed(0)
+    net = nn.Linear(3, 3)
+    inputs, targets = torch.randn(12, 3), torch.randint(3, (12,))
+
+    def wrapped() -> LLQR:
+        base = Plain(net.parameters()) if kind == "no rate" else torch.optim.SGD(net.parameters(), lr=0.0)
+        return LLQR(base, net, "ngd", "diagonal", every=2)
+
+    optimizer = wrapped()
+    for _ in range(4):
+        optimizer.zero_grad()
+        cross_entropy(net(inputs), targets).backward()
+        optimizer.step()
+    assert optimizer.stats.refits == 2
+    other = wrapped()
+    other.load_state_dict(optimizer.state_dict())
+    assert other._refit.trust == optimizer._refit.trust
+
+
 def test_what_was_earned_is_saved() -> None:
     torch.manual_seed(0)
     net = nn.Linear(3, 3)

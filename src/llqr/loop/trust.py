@@ -90,7 +90,7 @@ class Trust:
     def accept(self, verdict: Verdict, base: Optimizer) -> None:
         """U was fitted with this ρ, for the base as it is now."""
         self.rho, self.least = verdict.rho, verdict.least
-        self.length, self.rate = None, _largest_rate(base)
+        self.length, self.rate = None, _largest_rate(base) or None
 
     def bound(
         self, steered: Steering, length: float, plain: Callable[[], float], base: Optimizer | None = None
@@ -221,7 +221,9 @@ def _rate(group: Mapping[str, Any]) -> float:
 
 
 def _told_rate(group: Mapping[str, Any]) -> float:
-    return max(float(group[name]) for name in ("lr", "initial_lr", "max_lr") if group.get(name) is not None)
+    """The largest that the group tells of; optimizers without a rate tell of none."""
+    names = ("lr", "initial_lr", "max_lr")
+    return max((float(group[name]) for name in names if group.get(name) is not None), default=0.0)
 
 
 def _largest_rate(base: Optimizer) -> float:
