@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -71,6 +72,32 @@ def missing() -> tuple[list[float], int]:
     return [float(p.detach().sum()) for p in optimizer.model.parameters()], optimizer.stats.unused
 
 
+def shortened() -> list[list[float]]:
+    """Parameters after a step that is made as long as g, each way; U g is 1.2 g, and g twice as long as when U was fitted."""
+    found = []
+    for sharded, shard in ((False, False), (False, True), (True, None)):
+        called, optimizer, inputs, targets = small(sharded, shard=shard)
+        for number, scale in enumerate((1.0, 1.0, 2.0)):
+            optimizer.zero_grad()
+            (scale * cross_entropy(called(inputs), targets)).backward()
+            optimizer.step()
+            if number == 0:
+                assert optimizer.preconditioner is not None
+                for block in optimizer.preconditioner.blocks.values():
+                    for tensor in block.values():
+                        tensor.fill_(1.2)
+                assert optimizer._refit.trust is not None
+                optimizer._refit.trust.length = None
+        assert optimizer.stats.unused == 0
+        found.append([float(full(p).sum()) for p in optimizer.model.parameters()])
+    return found
+
+
+def full(parameter: torch.Tensor) -> torch.Tensor:
+    whole: torch.Tensor = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    return whole.detach()
+
+
 def raising() -> str:
     """What each rank hears when one of them fails while the length is taken."""
     called, optimizer, inputs, targets = small(True)
@@ -98,6 +125,12 @@ def test_the_bases_own_step_is_of_the_owners_gradients(tmp_path: Path) -> None:
     first, second = on_ranks(2, tmp_path, missing)
     assert first == second
     assert first[1] == 1
+
+
+def test_sharded_steps_are_as_long_as_those_of_ranks_that_hold_all_of_u(tmp_path: Path) -> None:
+    for replicated, divided, sharded in on_ranks(2, tmp_path, shortened):
+        assert divided == pytest.approx(replicated, rel=1e-12)
+        assert sharded == pytest.approx(replicated, rel=1e-12)
 
 
 def test_a_rank_that_fails_at_the_length_isnt_waited_for(tmp_path: Path) -> None:
