@@ -179,3 +179,42 @@ def test_the_papers_decays_are_the_defaults() -> None:
         assert LLQR(base, model, divergence).ema == ema
     assert LLQR(base, model, KL() + Newton(), ema=None).ema == 0.9
     assert LLQR(base, model, ema=0.0).ema == 0.0
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_sample_is_the_curvature_of_every_so_many_th_example(structure: str) -> None:
+    """J(U) = g·ε + ½ ε·Hε with g of the whole batch and H of the sample: what a refit_batch of these examples gives."""
+    trained = []
+    for share in (1 / 3, None):
+        model, shown = network(), list[Tensor]()
+        settings: dict[str, Any] = {"refit_batch": lambda s=shown: (s[-1][::3], None)}
+        if share is not None:
+            settings = {"sample": share}
+        optimizer = LLQR(BASES["sgdm"](model.parameters()), model, structure=structure, every=2, steps=3, **settings)
+        for k in range(6):
+            shown.append(batch(k)[0])
+            closure_of(model, optimizer, batch(k))()
+            optimizer.step()
+        assert optimizer.stats.refits == 3
+        trained.append(parameters_of(model))
+    assert distance(*trained) < 1e-12
+
+
+def test_a_sample_takes_a_part_of_what_has_examples() -> None:
+    seen = []
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            seen.append((len(x), len(mask)))
+            return torch.as_tensor(self.layer(x) * mask.mean())
+
+    model = Masked()
+    optimizer = LLQR(BASES["sgdm"](model.parameters()), model, sample=0.25, shared=["mask"])
+    model(x=torch.randn(10, 4), mask=torch.ones(10)).logsumexp(1).sum().backward()
+    optimizer.step()
+    assert optimizer.stats.refits == 1
+    assert {(10, 10), (3, 10)} == set(seen)

@@ -88,6 +88,7 @@ class Refit:
     training: bool | None
     trust: Trust | None
     shared: Collection[str | int]
+    sample: float = 1.0
 
     def __post_init__(self) -> None:
         self.solver = checked_solver(self.solver, self.steps)
@@ -101,6 +102,12 @@ class Refit:
         terms = [term for _, term in self.divergence.terms()]
         self._needs_loss = any(isinstance(term, OutputTerm) and term.needs_loss for term in terms)
         self._loss_alone = all(isinstance(term, (Newton, L2)) for term in terms)
+        self.sample = checked_sample(self.sample)
+        if self.sample < 1 and self._needs_loss:
+            raise LLQRError(
+                f"sample={self.sample:g} is for divergences that need no loss, and {self.divergence!r} needs it: give a "
+                "refit_batch that returns fewer examples"
+            )
 
     def check(self, parameters: Mapping[str, Tensor]) -> None:
         """Raise now for what a refit would raise for: structures, metrics and dampings that fit no part of the model."""
@@ -116,7 +123,7 @@ class Refit:
         terms = [
             (weight, term if is_dataclass(term) else type(term).__name__) for weight, term in self.divergence.terms()
         ]
-        return (self.steps, solver, self.trust and self.trust.agreed(), self.damping, self.training, terms)
+        return (self.steps, solver, self.trust and self.trust.agreed(), self.damping, self.training, self.sample, terms)
 
     def __call__(
         self,
@@ -174,7 +181,8 @@ class Refit:
                 "keywords, as in model(**batch)"
             )
         if not self._needs_loss:
-            return self._build(only, source.division, inputs, gradient=gradient)
+            looked_at = self._sampled(inputs) if source.batch is None else inputs
+            return self._build(only, source.division, looked_at, gradient=gradient)
         if source.closure is None or source.batch is not None:
             raise LLQRError(self._loss_wanted())
         if self.output is not None:
@@ -184,6 +192,11 @@ class Refit:
             )
         loss = loss_of_output(self.called, source.closure)
         return self._build(only, source.division, inputs, None, loss, gradient, output=tensor_alone)
+
+    def _sampled(self, inputs: Inputs) -> Inputs:
+        """The examples whose curvature is looked at, taken evenly from the batch: it may be sorted."""
+        stride = round(1 / self.sample)
+        return inputs if stride == 1 else Batched(inputs, self.shared).rows(slice(None, None, stride))
 
     def _build(
         self,
@@ -247,6 +260,14 @@ class Refit:
             f"{self.divergence!r} needs the loss: call optimizer.step(closure) with a closure that evaluates it, takes it "
             "backward and returns it; or give LLQR a loss_fn and a refit_batch that returns (inputs, targets)"
         )
+
+
+def checked_sample(sample: float) -> float:
+    if isinstance(sample, bool) or not isinstance(sample, (int, float)) or not 0 < sample <= 1:
+        raise LLQRError(
+            f"sample is the share of a batch's examples, above 0 and at most 1 (0.25: every fourth), not {sample!r}"
+        )
+    return float(sample)
 
 
 def check_callable(name: str, value: object) -> None:

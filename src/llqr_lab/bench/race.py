@@ -8,7 +8,7 @@ race that was stopped goes on, and one with more optimizers or seeds repeats not
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -39,32 +39,42 @@ class Race:
         self._course, self._scale, self._runs, self._perform = course, scale, runs, perform
 
     def results(self, entry: Entry, rates: Sequence[float], seeds: Sequence[int]) -> list[Result]:
-        """Of each rate with each seed, made now if they aren't there."""
-        wanted = [self._configuration(entry, rate, seed) for rate in rates for seed in seeds]
-        self._perform(wanted)
+        """Of each rate with each seed, as far as they have been run."""
         found = []
-        for config, _ in wanted:
+        for config, _ in self._wanted(entry, rates, seeds):
             folder = folder_of(self._runs, config)
             if folder.done:
                 found.append({**folder.read_result(), "lr": config.base.lr, "curve": curve(folder.read_metrics())})
         return found
 
-    def best(self, entry: Entry, seed: int) -> tuple[float | None, list[Result]]:
-        """The rate with the best end, and the runs that say so."""
-        rates = list(entry.rates)
-        found = self.results(entry, rates, [seed])
-        for _ in range(WIDEST):
-            best = self._first(found)
-            if best is None or min(rates) < best < max(rates):
-                break
-            rates.append(best / WIDEN if best == min(rates) else best * WIDEN)
-            found += self.results(entry, rates[-1:], [seed])
-        return self._first(found), found
+    def run(self, wanted: Mapping[Entry, Sequence[float]], seeds: Sequence[int]) -> None:
+        """Make the runs that aren't there, all at once: no core waits for another's optimizer."""
+        self._perform([each for entry, rates in wanted.items() for each in self._wanted(entry, rates, seeds)])
+
+    def grids(self, entries: Sequence[Entry], seed: int) -> dict[str, tuple[float | None, list[Result]]]:
+        """Everybody's rate with the best end, and the runs that say so."""
+        found: dict[str, tuple[float | None, list[Result]]] = {entry.name: (None, []) for entry in entries}
+        coming: dict[Entry, Sequence[float]] = {entry: entry.rates for entry in entries}
+        for _ in range(1 + WIDEST):
+            self.run(coming, [seed])
+            wider: dict[Entry, Sequence[float]] = {}
+            for entry, rates in coming.items():
+                results = found[entry.name][1] + self.results(entry, rates, [seed])
+                best = self._first(results)
+                found[entry.name] = best, results
+                tried = {*entry.rates, *(each["lr"] for each in results)}
+                if best is not None and best in (min(tried), max(tried)):
+                    wider[entry] = [_rounded(best / WIDEN if best == min(tried) else best * WIDEN)]
+            coming = wider
+        return found
 
     def _first(self, results: list[Result]) -> float | None:
         ends = {each["lr"]: end(each, self._course) for each in results}
         best = min(ends, key=lambda lr: ends[lr], default=None)
         return None if best is None or ends[best] == math.inf else best
+
+    def _wanted(self, entry: Entry, rates: Sequence[float], seeds: Sequence[int]) -> Wanted:
+        return [self._configuration(entry, rate, seed) for rate in rates for seed in seeds]
 
     def _configuration(self, entry: Entry, rate: float, seed: int) -> tuple[Config, dict[str, Any]]:
         shorter = self._course.cpu if self._scale == "cpu" else {}
@@ -102,12 +112,10 @@ def main(
     command = f"llqr bench race {' '.join(names)} --scale {scale} --seeds {','.join(map(str, seeds))}{some}"
     for name in names:
         race = Race(COURSES[name], scale, runs, perform)
-        grids = {entry.name: race.best(entry, seeds[0]) for entry in chosen}
-        finals = {
-            entry.name: race.results(entry, [grids[entry.name][0]], seeds)  # type: ignore[list-item]
-            for entry in chosen
-            if grids[entry.name][0] is not None
-        }
+        grids = race.grids(chosen, seeds[0])
+        best = {entry: [rate] for entry in chosen if (rate := grids[entry.name][0]) is not None}
+        race.run(best, seeds)
+        finals = {entry.name: race.results(entry, rates, seeds) for entry, rates in best.items()}
         rows += summary(name, COURSES[name], grids, finals)
         write_json(output, {**provenance(command, seeds[0]), "scale": scale, "seeds": list(seeds), "rows": rows})
     draw(rows, figure)
@@ -182,6 +190,11 @@ def _place(result: Result, course: Course, target: float) -> tuple[float, float]
 def _middle(values: Sequence[float | None]) -> float | None:
     known = [each for each in values if each is not None]
     return median(known) if known and len(known) == len(values) else None
+
+
+def _rounded(rate: float) -> float:
+    """To two digits: three times 0.3 is 0.9, and a folder's name says so."""
+    return float(f"{rate:.2g}")
 
 
 def _number(value: float) -> float | None:

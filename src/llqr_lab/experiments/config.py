@@ -75,6 +75,8 @@ class Wrapper:
     warm_start: bool = False
     chunk_size: int = 0
     """Examples at a time in a refit; 0 is all."""
+    sample: float = 1.0
+    """The share of a batch's examples whose curvature a refit looks at."""
     solver: Inner = field(default_factory=Inner)
 
 
@@ -102,6 +104,8 @@ class Config:
     """The length of the run, in epochs or in steps."""
     evaluate_every: int = 0
     """Steps between evaluations; 0 is an epoch's."""
+    record_every: int = 0
+    """Steps between records of the training loss alone, which cost nothing; 0 is with the evaluations only."""
     label_smoothing: float = 0.0
     clip_norm: float = 0.0
     """The largest norm of the gradient; 0 is none."""
@@ -244,7 +248,7 @@ CHOICES = {
     "llqr.divergence": ("ngd", "newton", "gauss-newton"),
     "llqr.structure": ("scalar", "diagonal", "kfac", "ekfac", "dense"),
 }
-POSITIVE = ("batch", "base.lr", "llqr.every", "llqr.steps", "llqr.solver.lr", "diagnostics.products")
+POSITIVE = ("batch", "base.lr", "llqr.every", "llqr.steps", "llqr.solver.lr", "llqr.sample", "diagnostics.products")
 NEEDED: tuple[tuple[str, str, tuple[str, ...], Any], ...] = (
     ("base.beta2", "base.name", ("adamw", "muon", "singd"), 0.999),
     ("base.momentum", "base.name", ("sgdm", "adamw", "singd"), 0.9),
@@ -279,6 +283,8 @@ def _check(config: Config) -> None:
     for name in FRACTIONS:
         if name in settings and not 0 <= settings[name] < 1:
             raise ConfigError(f"'{name}' should be at least 0 and below 1, and is {settings[name]}")
+    if settings.get("llqr.sample", 1.0) > 1:
+        raise ConfigError(f"'llqr.sample' is a share of the batch, at most 1, and is {settings['llqr.sample']}")
     if (config.epochs > 0) == (config.steps > 0):
         raise ConfigError("the length of the run should be set by one of 'epochs' and 'steps'")
     for name, where, kinds, default in NEEDED:

@@ -74,8 +74,9 @@ def train(
                     run.model.train()
                     monitor(run.step, *batch)
                 run.advance(batch)
-                if run.step % run.evaluate_every == 0 or run.step == run.steps or run.diverged:
-                    metrics, times = run.measure()
+                evaluated = run.step % run.evaluate_every == 0 or run.step == run.steps or run.diverged
+                if evaluated or (config.record_every and run.step % config.record_every == 0):
+                    metrics, times = run.measure(evaluated)
                     folder.append(metrics, times)
                     board.add(metrics, times)
                 report(run.step, run.steps, run.shown())
@@ -198,9 +199,8 @@ class Run:
             prepare=clipped,
         )
 
-    def measure(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Metrics of the steps since the last time and of the model now, and the seconds so far."""
-        self.model.eval()
+    def measure(self, evaluated: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Metrics of the steps since the last time, of the model now if it is `evaluated`, and the seconds so far."""
         metrics: dict[str, Any] = {
             "step": self.step,
             "epoch": self.step / self.task.train.steps_per_epoch,
@@ -208,8 +208,8 @@ class Run:
             "train_loss": _finite(self._losses / self._counted),
             "train_accuracy": self._right / max(1, self._seen),
         }
-        with torch.no_grad(), self.timed("evaluation_seconds"):
-            metrics |= {name: _finite(value) for name, value in self.task.evaluate(self.model, self.device).items()}
+        if evaluated:
+            metrics |= self._evaluation()
         times = {"seconds": self.seconds}
         if isinstance(self.optimizer, LLQR):
             stats = self.optimizer.stats
@@ -217,10 +217,15 @@ class Run:
             metrics |= {"objective": None if stats.objective_after is None else _finite(stats.objective_after)}
             times["refit_wall_seconds"] = stats.seconds
         times |= self.spent
-        self.over = self.diverged or self.task.over(metrics)
+        self.over = self.diverged or (evaluated and self.task.over(metrics))
         self.latest = metrics
         self._begin_interval()
         return metrics, times
+
+    def _evaluation(self) -> dict[str, float | None]:
+        self.model.eval()
+        with torch.no_grad(), self.timed("evaluation_seconds"):
+            return {name: _finite(value) for name, value in self.task.evaluate(self.model, self.device).items()}
 
     def shown(self) -> dict[str, Any]:
         """For the progress bar."""

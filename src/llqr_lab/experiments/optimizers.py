@@ -36,6 +36,7 @@ def optimizer(
         damping=wrapper.damping,
         chunk_size=wrapper.chunk_size or None,
         warm_start=wrapper.warm_start,
+        sample=wrapper.sample,
         weights=weights,
     )
 

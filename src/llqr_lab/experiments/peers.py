@@ -80,11 +80,17 @@ def shampoo(base: Base, model: nn.Module) -> Optimizer:
 
 
 def singd(base: Base, model: nn.Module) -> Optimizer:
-    """For linear layers and convolutions."""
+    """For linear layers and convolutions. Losses of sequences are means over their positions too, which it wants to be told."""
     kind = _imported("singd.optim.optimizer", "SINGD")
     known = [module for module in model.modules() if isinstance(module, kind.SUPPORTED_MODULES)]
     inside = list(dict.fromkeys(p for module in known for p in module.parameters()))
-    settings = {"weight_decay": base.weight_decay, "T": PRECONDITION_EVERY, "normalize_lr_cov": True}
+    sequences = any(isinstance(module, nn.Embedding) for module in model.modules())
+    settings = {
+        "weight_decay": base.weight_decay,
+        "T": PRECONDITION_EVERY,
+        "normalize_lr_cov": True,
+        "loss_average": "batch+sequence" if sequences else "batch",
+    }
     chosen = kind(model, params=inside, lr=base.lr, momentum=base.momentum, **settings)
     return Several([chosen, *_rest(base, model, inside)], resumable=False)
 

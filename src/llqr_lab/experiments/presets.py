@@ -28,6 +28,7 @@ SCALE_FREE: dict[str, Any] = {
     "every": 50,
     "steps": 3,
     "ema": 0.5,
+    "sample": 0.25,
     "solver": {"name": "scale-free"},
 }
 """What was found for short runs (docs/findings.md); it takes no inner learning rate."""

@@ -13,7 +13,7 @@ STEPS_OF_SGD = (0.03, 0.1, 0.3)
 STEPS_OF_ADAM = (1e-3, 3e-3, 1e-2)
 WIDEN = 3.0
 """The factor between rates; where the best is the first or the last of a grid, one more is tried beyond it, and so on."""
-WIDEST = 3
+WIDEST = 2
 """How often."""
 
 
@@ -51,17 +51,32 @@ class Course:
     preset: str
     changes: Mapping[str, Any] = field(default_factory=dict)
     cpu: Mapping[str, Any] = field(default_factory=dict)
-    """What is changed at the scale `cpu` only, so that a race takes an hour or two."""
+    """What is changed at the scale `cpu` only, so that a race takes some hours."""
     reached: str = "train_loss"
     """What is to be reached: the training loss of the plain bases, or the test accuracy at which a task says it is over."""
 
 
 PLAIN = {"base.weight_decay": 0.0}
 COURSES = {
-    "fashion-mlp": Course("fashion-mlp"),
-    "fashion-convnet": Course("fashion-convnet", cpu={"epochs": 2}),
-    "cifar10": Course("cifar10-resnet18-sgdm", PLAIN, {"epochs": 2, "evaluate_every": 26}),
-    "shakespeare": Course("shakespeare-gpt-sgdm", cpu={"steps": 800, "evaluate_every": 25}),
-    "modular-addition": Course("grokking-add", cpu={"steps": 800}, reached="test_accuracy"),
-    "multi30k": Course("multi30k-transformer-adamw", PLAIN, {"epochs": 1, "evaluate_every": 27}),
+    "fashion-mlp": Course("fashion-mlp", cpu={"evaluate_every": 0, "record_every": 39}),
+    "fashion-convnet": Course("fashion-convnet", cpu={"epochs": 2, "evaluate_every": 0, "record_every": 39}),
+    "cifar10": Course(
+        "cifar10-resnet18-sgdm",
+        PLAIN,
+        {"batch": 32, "epochs": 0, "steps": 300, "evaluate_every": 300, "record_every": 20},
+    ),
+    "shakespeare": Course("shakespeare-gpt-sgdm", cpu={"steps": 800, "evaluate_every": 400, "record_every": 25}),
+    "modular-addition": Course("grokking-add", cpu={"steps": 600, "evaluate_every": 25}, reached="test_accuracy"),
+    "multi30k": Course(
+        "multi30k-transformer-adamw",
+        PLAIN,
+        {
+            "batch": 1024,
+            "epochs": 0,
+            "steps": 250,
+            "schedule.warmup": 60,
+            "evaluate_every": 250,
+            "record_every": 25,
+        },
+    ),
 }
