@@ -82,8 +82,8 @@ class LLQR(Optimizer):
             0: the paper's objective. None: with the default solver earned from 1 down to 0.1 around SGD, and 0.1 around other
             bases; 0 with a solver that is given.
         shared: the inputs that `chunk_size` and `sample` don't cut, as for `QuadraticModel`.
-        sample: the share of the step's examples whose curvature a refit looks at; the gradient is that of all of them. With 0.25
-            a refit costs little more than a quarter, and U has been as good wherever that was measured (docs/findings.md).
+        sample: the share of the step's examples whose curvature a refit looks at; the gradient is that of all of them. With
+            0.25 a refit costs little more than a quarter, and U was as good wherever that was measured (docs/findings.md).
         process_group: the ranks that train this model together, each on its own batches; a refit is about all of them. None:
             the group of the model's DistributedDataParallel or `fully_shard`, or else the default group if there is one. (To
             train apart from the others give a group of one.)
