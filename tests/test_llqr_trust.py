@@ -11,9 +11,10 @@ from torch.nn.functional import cross_entropy
 
 from llqr import LLQR, QuadraticModel
 from llqr.errors import LLQRError
-from llqr.loop.trust import Trust, Trusted, Verdict, norm_of, trusted
+from llqr.loop.trust import Trust, Trusted, Verdict, check_saved, norm_of, trusted
 from llqr.preconditioner import Preconditioner
 from llqr.solvers import SGDM, ScaleFree
+from llqr.solvers.totals import totals_of
 from llqr.structures import Dense
 from standins import DenseModel, random_model
 
@@ -125,6 +126,48 @@ def test_trust_is_earned_and_lost() -> None:
     assert judge(trust, 2.5, 2.5, 0.0, 0.0) == pytest.approx([1, 1, 1 / 3, 1 / 3])  # but it can always be earned again
     fixed = Trust(0.2, earned=False, bounds=True)
     assert judge(fixed, 0.0, 5.0) == [0.2, 0.2]
+
+
+@pytest.mark.parametrize("edge", [0.1, 0.7, 1.5, None])
+def test_trust_is_lost_where_many_steps_had_to_be_bounded(edge: float | None) -> None:
+    trust = Trust(0.1, earned=True, bounds=True)
+    assert trust.judged(edge, 0.26) == Verdict(pytest.approx(0.3), 0.1)
+    assert trust.judged(edge, 0.25).rho == (pytest.approx(0.3) if edge == 1.5 else 0.1)
+    assert trust.judged(2.5, 0.26).outdated
+    assert Trust(0.5, earned=True, bounds=True).judged(edge, 1.0).rho == 1.0
+    assert Trust(0.1, earned=False, bounds=True).judged(edge, 1.0).rho == 0.1
+
+
+def test_bounded_steps_are_counted_from_fit_to_fit() -> None:
+    trust = Trust(0.1, earned=True, bounds=True)
+    alone = totals_of(random_model())
+    assert trust.restless(alone) == 0.0
+    for length, plain in [(0.0, 0.0), (1.0, 1.0), (1.4, 1.0), (2.0, 1.0), (4.0, 1.0), (2.0, 2.0)]:
+        bounded(trust, length, plain)
+    assert (trust.steps, trust.bounded) == (5, 2)  # not the step without a yardstick, nor the one that is as long as g
+    assert trust.restless(alone) == 0.4
+    other = Trust(1.0, earned=True, bounds=True)
+    other.load(check_saved(trust.as_dict()))
+    assert other == trust
+    judge(trust, 0.7)
+    assert trust.restless(alone) == 0.0
+
+
+def test_a_restless_u_is_trusted_less_at_the_next_refit() -> None:
+    """Gradients that double from step to step: at the refit ρ goes up, though by the curvature it would go down."""
+    rhos = []
+    for growth in (1.0, 2.0):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3)
+        optimizer = LLQR(torch.optim.SGD(model.parameters(), lr=1e-3), model, structure="scalar", every=4, steps=2)
+        x = torch.randn(16, 4)
+        for k in range(9):
+            optimizer.zero_grad()
+            (growth**k * cross_entropy(model(x), torch.arange(16) % 3)).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        assert optimizer.stats.refits == 3
+        rhos.append(optimizer.stats.trust)
+    assert rhos == pytest.approx([1 / 9, 1.0])
 
 
 def bounded(trust: Trust, length: float, plain: float, base: torch.optim.Optimizer | None = None) -> float | None:

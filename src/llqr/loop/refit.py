@@ -137,7 +137,8 @@ class Refit:
         q, verdict = self.objective(base, parameters, source), None
         if isinstance(q, Trusted) and self.trust is not None:
             tried = self.trust.earned and used is not None and self.trust.length is not None  # a step was taken with it
-            verdict = self.trust.judged(q.edge(used) if tried and used is not None else None)
+            edge = q.edge(used) if tried and used is not None else None
+            verdict = self.trust.judged(edge, self.trust.restless(q.totals) if tried else 0.0)
             q.trust, start = verdict.rho, None if verdict.outdated else start
         u = fit(q, self.blocks.structures(parameters, list(q.gradient)), self.solver, self.steps, start)
         return Fitted(u, _fault(q, u, start), verdict)

@@ -16,7 +16,8 @@ lengthens none by more than 1/ρ. Bases that normalise their steps (Adam, Muon) 
 divided by 3, down to 0.1; outside, multiplied; far outside, U begins anew at ρ = 1, and ρ may not become that small again.
 
 Between refits U g is *bounded*: it is made no longer than 1.5 times what it was in the step that U was fitted in (or than g),
-and where it would be more than three times that, something has changed that U doesn't know: the step is the base's own.
+and where it would be more than three times that, something has changed that U doesn't know: the step is the base's own. Where
+more than a quarter of the steps since the last refit had to be bounded, the gradients grow under U, and ρ is multiplied too.
 docs/findings.md has the measurements.
 """
 
@@ -35,7 +36,7 @@ from llqr.errors import LLQRError
 from llqr.precision import is_low
 from llqr.preconditioner import Preconditioner
 from llqr.solvers import Quadratic, bend
-from llqr.solvers.totals import totals_of
+from llqr.solvers.totals import Totals, totals_of
 
 CAUTIOUS, BOLD = 1.0, 0.1
 """ρ at the start, and where U has proved itself."""
@@ -45,6 +46,8 @@ INSIDE, OUTSIDE, FAR_OUTSIDE = 0.5, 1.0, 2.0
 """How near the edge a U has come."""
 LONGER, MUCH_LONGER = 1.5, 3.0
 """How long U g may become, and where U is left out, relative to the step that U was fitted in."""
+RESTLESS = 0.25
+"""The share of steps that had to be bounded, beyond which U is trusted less."""
 
 Steering = Mapping[str, Tensor | None]
 """U g by parameter; None where there is no gradient."""
@@ -74,23 +77,33 @@ class Trust:
     """‖U g‖ in the step that U was fitted in; None until that step is taken."""
     rate: float | None = None
     """The learning rate that U was fitted for."""
+    steps: int = 0
+    bounded: int = 0
+    """Since that fit: steps that were looked at, and those of them that were bounded."""
 
-    def judged(self, edge: float | None) -> Verdict:
-        """By how near the edge the U in use is on a new batch; None says nothing about it."""
-        if edge is None or not self.earned:
+    def judged(self, edge: float | None, restless: float = 0.0) -> Verdict:
+        """By how near the edge the U in use is on a new batch (None says nothing), and by the share of its steps that were
+        bounded."""
+        if not self.earned:
             return Verdict(self.rho, self.least)
-        if edge > FAR_OUTSIDE:
+        if edge is not None and edge > FAR_OUTSIDE:
             return Verdict(CAUTIOUS, min(CAUTIOUS / FACTOR, max(self.least, FACTOR * self.rho)), outdated=True)
-        if edge > OUTSIDE:
+        if restless > RESTLESS or (edge is not None and edge > OUTSIDE):
             return Verdict(min(CAUTIOUS, FACTOR * self.rho), self.least)
-        if edge < INSIDE:
+        if edge is not None and edge < INSIDE:
             return Verdict(max(self.least, self.rho / FACTOR), self.least)
         return Verdict(self.rho, self.least)
+
+    def restless(self, totals: Totals) -> float:
+        """The share of the steps since the last fit that had to be bounded: for all ranks the same."""
+        steps, bounded = totals.sums([float(self.steps), float(self.bounded)])
+        return bounded / steps if steps else 0.0
 
     def accept(self, verdict: Verdict, base: Optimizer) -> None:
         """U was fitted with this ρ, for the base as it is now."""
         self.rho, self.least = verdict.rho, verdict.least
         self.length, self.rate = None, _largest_rate(base) or None
+        self.steps = self.bounded = 0
 
     def bound(
         self, steered: Steering, length: float, plain: Callable[[], float], base: Optimizer | None = None
@@ -103,16 +116,20 @@ class Trust:
             self.length = length
         if self.length is None:
             return steered
+        self.steps += 1
         now = None if base is None else _largest_rate(base)
         fitted = self.length * (min(1.0, self.rate / now) if self.rate and now else 1.0)
         if not LONGER * fitted < length < math.inf:
             return steered
         own = plain()
-        if length > MUCH_LONGER * fitted and own < length:
-            return None
         factor = max(own, LONGER * fitted) / length
+        if factor >= 1:
+            return steered
+        self.bounded += 1
+        if length > MUCH_LONGER * fitted:
+            return None
         # not in place: what a structure leaves alone is the gradient itself
-        return steered if factor >= 1 else {n: None if part is None else factor * part for n, part in steered.items()}
+        return {n: None if part is None else factor * part for n, part in steered.items()}
 
     def __str__(self) -> str:
         return f"{self.rho:g}, earned" if self.earned else f"{self.rho:g}"
@@ -127,18 +144,21 @@ class Trust:
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from what another had earned; a fixed ρ stays."""
         self.length, self.rate = state.get("length"), state.get("rate")
+        self.steps, self.bounded = state.get("steps", 0), state.get("bounded", 0)
         if self.earned:
             self.rho, self.least = state.get("rho", CAUTIOUS), state.get("least", BOLD)
 
 
-SAVED = ("rho", "least", "length", "rate")
+COUNTS = ("steps", "bounded")
+SAVED = ("rho", "least", "length", "rate", *COUNTS)
 
 
 def check_saved(state: Any) -> dict[str, Any]:
     """What a state has of it; a state from before there was any has nothing."""
     found = dict(state) if isinstance(state, Mapping) else {}
     for name, value in found.items():
-        number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+        least = -1 if name in COUNTS and isinstance(value, int) else 0
+        number = isinstance(value, (int, float)) and not isinstance(value, bool) and least < value < math.inf
         if name not in SAVED or not (number or (value is None and name in ("length", "rate"))):
             raise LLQRError(
                 f"the state's trust has {name!r} = {value!r}; it should have positive numbers for {', '.join(SAVED)}"
