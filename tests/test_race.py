@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from llqr import LLQR
-from llqr_lab.bench.race import Race, main, summary
+from llqr_lab.bench.race import Race, blow_ups, main, summary
+from llqr_lab.data.folder import DataError
+from llqr_lab.experiments.collect import value
 from llqr_lab.experiments.command import folder_of
 from llqr_lab.experiments.config import Base, Config, ConfigError
 from llqr_lab.experiments.folder import RunError
@@ -21,6 +23,7 @@ from llqr_lab.experiments.optimizers import optimizer
 from llqr_lab.experiments.peers import PEERS, Several, muon
 from llqr_lab.experiments.presets import resolve
 from llqr_lab.race.entries import COURSES, ENTRIES, Course, Entry
+from llqr_lab.tasks.named import task_of
 from small_lab import batch, small
 
 pytestmark = pytest.mark.filterwarnings("ignore:U would have turned the gradient")
@@ -124,6 +127,17 @@ def test_everybody_is_timed_to_what_the_plain_bases_end_at() -> None:
     assert rows["LLQR on SGDM"]["score"] == 1.5
 
 
+def test_llqr_that_diverges_where_its_base_does_not_is_told() -> None:
+    dead = {"diverged": True}
+    finals = {"SGDM": [result([3, 2, 1.0], 1.0)], "LLQR on SGDM": [result([3, 2, 1.0], 1.0)]}
+    grids = {
+        "SGDM": (0.1, [*finals["SGDM"], result([3, 3, 3], 1.0, 0.4), result([3, 3, 3], 1.0, 0.9, **dead)]),
+        "LLQR on SGDM": (0.1, [*finals["SGDM"], *(result([3, 3, 3], 1.0, lr, **dead) for lr in (0.4, 0.9, 2.7))]),
+    }
+    rows = summary("some", COURSES["shakespeare"], grids, finals)
+    assert blow_ups(rows) == ["some, LLQR on SGDM at 0.4"]
+
+
 def test_a_task_that_ends_by_itself_is_timed_to_its_end() -> None:
     course = COURSES["modular-addition"]
     finals = {"AdamW": [result([1, 1, 1], 1.0, steps_to_target=s, seconds_to_target=s / 10) for s in (500, 300, 400)]}
@@ -220,3 +234,26 @@ def test_a_peer_that_is_not_there_says_how_to_get_it(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("llqr_lab.experiments.peers.importlib.import_module", missing)
     with pytest.raises(ConfigError, match=r"llqr\[peers\]"):
         PEERS["soap"](Base("soap", lr=1e-3), small("gpt"))
+
+
+def test_a_translation_that_is_not_decoded_is_judged_by_its_validation_loss(tmp_path: Path) -> None:
+    config = resolve("multi30k-transformer-adamw", "smoke", "base", 0, {"data.beam": 0})
+    result = train(config, folder_of(tmp_path, config), None, torch.device("cpu"))
+    assert result["score"] == "valid_loss"
+    assert "bleu" not in result
+    assert value(result) == result["last"]["valid_loss"]
+    with pytest.raises(DataError, match="beam"):
+        task_of(config.changed({"data.beam": -1}), None)
+
+
+def test_losses_are_recorded_between_evaluations(tmp_path: Path) -> None:
+    """The means of the steps since the last record, the same as where each is evaluated."""
+    lines = {}
+    for changes in ({"record_every": 1, "evaluate_every": 4}, {"evaluate_every": 1}):
+        config = resolve("shakespeare-gpt-sgdm", "smoke", "base", 0, changes)
+        folder = folder_of(tmp_path, config)
+        train(config, folder, None, torch.device("cpu"))
+        lines[changes["evaluate_every"]] = folder.read_metrics()
+    assert ["test_loss" in line for line in lines[4]] == [False, False, False, True]
+    assert [line["train_loss"] for line in lines[4]] == [line["train_loss"] for line in lines[1]]
+    assert lines[4][-1]["test_loss"] == lines[1][-1]["test_loss"]

@@ -23,7 +23,7 @@ from llqr_lab.experiments.config import Config
 from llqr_lab.experiments.presets import resolve
 from llqr_lab.experiments.sweep import sweep
 from llqr_lab.figures.race import draw
-from llqr_lab.race.entries import COURSES, ENTRIES, WIDEN, WIDEST, Course, Entry
+from llqr_lab.race.entries import BEYOND, COURSES, ENTRIES, WIDEN, WIDEST, Course, Entry
 from llqr_lab.results import provenance, write_json
 
 Row = dict[str, Any]
@@ -116,12 +116,37 @@ def main(
         best = {entry: [rate] for entry in chosen if (rate := grids[entry.name][0]) is not None}
         race.run(best, seeds)
         finals = {entry.name: race.results(entry, rates, seeds) for entry, rates in best.items()}
+        beyond = _beyond(best)
+        race.run(beyond, seeds[:1])
+        for entry, rates in beyond.items():
+            grids[entry.name][1].extend(race.results(entry, rates, seeds[:1]))
         rows += summary(name, COURSES[name], grids, finals)
         write_json(output, {**provenance(command, seeds[0]), "scale": scale, "seeds": list(seeds), "rows": rows})
     draw(rows, figure)
     for name in names:
         report([row for row in rows if row["task"] == name], console)
+    for each in blow_ups(rows):
+        console.print(f"{each} diverged, and its base didn't", style="red", highlight=False)
     console.print(f"Wrote {output} and {figure}", highlight=False, soft_wrap=True)
+
+
+def _beyond(best: Mapping[Entry, Sequence[float]]) -> dict[Entry, list[float]]:
+    """Much more than the best rate of a base, for it and for LLQR around it."""
+    bases = {entry.base: rates for entry, rates in best.items() if entry.method == "base"}
+    wrapped = {entry.base for entry in best if entry.method != "base"}
+    return {entry: [_rounded(BEYOND * bases[entry.base][0])] for entry in best if entry.base in wrapped & set(bases)}
+
+
+def blow_ups(rows: Sequence[Row]) -> list[str]:
+    """Where LLQR diverged at a rate at which its base didn't."""
+    found = []
+    for row in rows:
+        bases = [
+            each for each in rows if row["optimizer"] == f"LLQR on {each['optimizer']}" and each["task"] == row["task"]
+        ]
+        finite = {rate for base in bases for rate in base["tried"] if rate not in base["diverged"]}
+        found += [f"{row['task']}, {row['optimizer']} at {rate}" for rate in row["diverged"] if rate in finite]
+    return found
 
 
 def summary(
@@ -141,6 +166,7 @@ def summary(
                 "optimizer": name,
                 "lr": rate,
                 "tried": {f"{each['lr']:g}": _number(end(each, course)) for each in tried},
+                "diverged": [f"{each['lr']:g}" for each in tried if each["diverged"]],
                 "seeds": len(results),
                 "targets": {label: _reached(results, course, target) for label, target in targets.items()},
                 "train_loss": _middle([each["last"]["train_loss"] for each in results]),

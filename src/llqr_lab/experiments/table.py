@@ -18,10 +18,11 @@ UNITS = {"test_accuracy": 100.0}
 NAMES = {
     "test_accuracy": "test accuracy, %",
     "test_loss": "test loss",
+    "valid_loss": "validation loss",
     "bleu": "BLEU",
     "steps_to_target": "steps to 95%",
 }
-LOWER_IS_BETTER = ("test_loss", "steps_to_target")
+LOWER_IS_BETTER = ("test_loss", "valid_loss", "steps_to_target")
 
 
 def show(results: list[Result], console: Console) -> None:

@@ -15,6 +15,8 @@ WIDEN = 3.0
 """The factor between rates; where the best is the first or the last of a grid, one more is tried beyond it, and so on."""
 WIDEST = 2
 """How often."""
+BEYOND = 4.0
+"""How many times its base's best rate LLQR is tried at, and its base too, to see whether it stays finite where its base does."""
 
 
 @dataclass(frozen=True)
@@ -63,20 +65,20 @@ COURSES = {
     "cifar10": Course(
         "cifar10-resnet18-sgdm",
         PLAIN,
-        {"batch": 32, "epochs": 0, "steps": 300, "evaluate_every": 300, "record_every": 20},
+        {"batch": 32, "epochs": 0, "steps": 200, "evaluate_every": 200, "record_every": 10},
     ),
     "shakespeare": Course("shakespeare-gpt-sgdm", cpu={"steps": 800, "evaluate_every": 400, "record_every": 25}),
     "modular-addition": Course("grokking-add", cpu={"steps": 600, "evaluate_every": 25}, reached="test_accuracy"),
     "multi30k": Course(
         "multi30k-transformer-adamw",
-        PLAIN,
+        {**PLAIN, "data.beam": 0},
         {
             "batch": 1024,
             "epochs": 0,
-            "steps": 250,
-            "schedule.warmup": 60,
-            "evaluate_every": 250,
-            "record_every": 25,
+            "steps": 200,
+            "schedule.warmup": 50,
+            "evaluate_every": 200,
+            "record_every": 10,
         },
     ),
 }

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from llqr_lab.data.folder import DataError
 from llqr_lab.data.named import WHOLE, corpus
 from llqr_lab.data.tokens import PAD
 from llqr_lab.data.translation import TranslationBatches, all_batches, real_tokens
@@ -30,8 +31,13 @@ class Translating(Task):
         folder: Path | None,
         name: str,
         bpe: int = 10_000,
+        beam: int = BEAM,
         label_smoothing: float = 0.0,
     ) -> None:
+        """`beam`: of the translations at the end; 0 is none of them, and the validation loss is the score."""
+        if beam < 0:
+            raise DataError(f"data.beam is a number of translations kept at a time, or 0 for none, not {beam}")
+        self.beam, self.score = beam, "bleu" if beam else "valid_loss"
         self.data = corpus(name, folder, bpe)
         self.model = {**model, "source_words": len(self.data.source), "target_words": len(self.data.target)}
         self.examples = len(self.data.train.source) + self.data.empty + self.data.cleaned
@@ -58,6 +64,8 @@ class Translating(Task):
 
     def finals(self, model: nn.Module, device: torch.device) -> dict[str, Any]:
         """BLEU on the test set."""
-        numbers = translate(cast(Translator, model), self.data.test.source, BEAM, device=device)
+        if not self.beam:
+            return {}
+        numbers = translate(cast(Translator, model), self.data.test.source, self.beam, device=device)
         score = bleu([self.data.text(each) for each in numbers], self.data.test.references, self.data.lowercase)
         return {"bleu": score.score, "bleu_signature": score.signature}
