@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -36,7 +35,8 @@ from llqr.loop.refit import Batch, Refit, Source, check_callable, trainable
 from llqr.loop.schedule import Every, Schedule
 from llqr.loop.state import KEY, State, checked_state_dict
 from llqr.loop.stats import Stats
-from llqr.loop.trust import norm_of, trust_of
+from llqr.loop.trust import bounded_steps, trust_of
+from llqr.loop.wrapping import Wrapping
 from llqr.naming import PerLayer
 from llqr.precision import no_autocast
 from llqr.preconditioner import Preconditioner
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 UNCHANGED = "U stays as it was"
 
 
-class LLQR(Optimizer):
+class LLQR(Wrapping):
     """A torch optimizer whose gradients are preconditioned by a learned inverse curvature U.
 
     Args:
@@ -123,7 +123,7 @@ class LLQR(Optimizer):
         inside = unwrapped(plain)
         self._team, self._group, self._shard = team_of(plain, process_group, shard), process_group, shard
         self._standing = standing(inside.parameters())
-        self.base, self.model, self._called = base, uncompiled(inside), model if inside is plain else inside
+        self.model, self._called = uncompiled(inside), model if inside is plain else inside
         parameters = stepped_parameters(base, self.model)
         kind = resolve(divergence)
         self.ema = checked_ema((0.95 if kind.flat else 0.9) if ema is None else ema)
@@ -154,47 +154,14 @@ class LLQR(Optimizer):
         self._division: Division | None = None
         self.stats = Stats()
         self._schedule = Schedule(every)
-        self._begin()
+        super().__init__(base)
 
     def _begin(self) -> None:
-        """What isn't saved: torch's own hooks, the hook on the model, and what was warned of."""
-        for hooks in ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre"):
-            setattr(self, f"_optimizer_{hooks}_hooks", OrderedDict())
-        self._optimizer_load_state_dict_post_hooks = OrderedDict()
-        self._patch_step_function()
-        self._warned: set[str] = set()
+        """With the hook on the model, which isn't saved either."""
+        super()._begin()
         self._stepped = Stepped(self.base, self.model)
         self._hook = InputHook(self._schedule if self.refit_batch is None else None)
         self._unhook = weakref.finalize(self, self._hook.attach(self._called).remove)
-
-    # --- what belongs to the base ---
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.base.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.base.param_groups = groups
-
-    @property
-    def state(self) -> defaultdict[Tensor, Any]:
-        return self.base.state
-
-    @state.setter
-    def state(self, state: defaultdict[Tensor, Any]) -> None:
-        self.base.state = state
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        return self.base.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        self.base.defaults = defaults
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.base.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """To the base. U is the identity for the new parameters until the next refit."""
@@ -346,7 +313,8 @@ class LLQR(Optimizer):
                 steered = team.steer(self._division, self.preconditioner, parameters, gradients)
             else:
                 steered = self.preconditioner.steer(gradients, reuse=True)
-            bounded = self._bounded(steered, gradients)
+            bounded = bounded_steps(self._refit.trust, self.base, steered, gradients, self._division)
+            self.stats.unused += bounded is None
             if bounded is None and team is not None and self._division is not None:
                 bounded = team.steer(self._division, None, parameters, gradients).gradients
         if steered.turned:
@@ -357,36 +325,10 @@ class LLQR(Optimizer):
             self._warn("nonfinite", f"the gradient of {steered.nonfinite[0]!r} is not finite")
         return {} if bounded is None else bounded
 
-    def _bounded(
-        self, steered: Steered | Shared, gradients: Mapping[str, Tensor]
-    ) -> Mapping[str, Tensor | None] | None:
-        """U g no longer than it may be, or None for a step that is better the base's own."""
-        trust = self._refit.trust
-        if trust is None or not trust.bounds:
-            return steered.gradients
-        if not isinstance(steered, Steered) and self._division is not None:
-            lengths = [norm_of(steered.own_steered.values()), norm_of(steered.own.values())]
-            length, plain = self._division.ranks.norms(lengths)  # from the owners: the same for all
-            bounded = trust.bound(steered.gradients, length, lambda: plain, self.base)
-        else:
-            known = steered.gradients
-            found = steered.length if isinstance(steered, Steered) else None
-            length = norm_of(known.values()) if found is None else found
-            bounded = trust.bound(known, length, lambda: norm_of(map(gradients.get, known)), self.base)
-        self.stats.unused += bounded is None
-        return bounded
-
     def _reject(self, why: str, kept: str = UNCHANGED) -> bool:
         self.stats.rejected += 1
         self._warn("rejected", f"a refit was rejected, and {kept}: {why}")
         return False
-
-    def _warn(self, kind: str, message: str) -> None:
-        if kind not in self._warned:
-            self._warned.add(kind)
-            warnings.warn(
-                f"{message} (counted in optimizer.stats.{kind}; said once)", LLQRWarning, stacklevel=callers_level()
-            )
 
     def close(self) -> None:
         """Take the hook off the model. U stays and is applied; refits need a batch or a closure from then on."""
@@ -477,20 +419,13 @@ class LLQR(Optimizer):
         return {"preconditioner": u, "base": base, "total": u + base}
 
     def __repr__(self) -> str:
-        refit, stats = self._refit, self.stats
-        settings = [
-            f"divergence={refit.divergence!r}",
-            f"structure={refit.blocks.structure!r}",
-            f"every={self._schedule.every!r}, steps={refit.steps}, solver={refit.solver!r}",
-            f"ema={self.ema}, damping={refit.damping!r}, chunk_size={refit.chunk_size}, warm_start={self.warm_start}",
-            f"sample={refit.sample:g}, training={refit.training}, trust={0 if refit.trust is None else refit.trust}",
+        own = [
+            f"every={self._schedule.every!r}, ema={self.ema}, warm_start={self.warm_start}",
+            *self._refit.described(),
         ]
-        counts = [
-            f"at step {self._schedule.step}: {stats.refits} refits ({stats.seconds:.1f} s), {stats.rejected} rejected, "
-            f"{stats.turned} blocks turned, U of {stats.memory / 2**20:.1f} MiB"
-        ]
+        done = f"at step {self._schedule.step}: {self.stats}"
         base = repr(self.base).replace("\n", "\n  ")
-        return "LLQR(\n  " + ",\n  ".join([*settings, *counts, f"base={base}"]) + "\n)"
+        return "LLQR(\n  " + ",\n  ".join([*own, done, f"base={base}"]) + "\n)"
 
 
 def _evaluated(closure: Closure) -> Any:

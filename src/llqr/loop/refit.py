@@ -125,6 +125,15 @@ class Refit:
         ]
         return (self.steps, solver, self.trust and self.trust.agreed(), self.damping, self.training, self.sample, terms)
 
+    def described(self) -> list[str]:
+        """Its settings, as one would write them."""
+        return [
+            f"divergence={self.divergence!r}",
+            f"structure={self.blocks.structure!r}",
+            f"steps={self.steps}, solver={self.solver!r}, damping={self.damping!r}, trust={self.trust or 0}",
+            f"chunk_size={self.chunk_size}, sample={self.sample:g}, training={self.training}",
+        ]
+
     def __call__(
         self,
         base: Optimizer,

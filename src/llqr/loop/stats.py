@@ -30,6 +30,12 @@ class Stats:
     memory: int = 0
     """Bytes of U."""
 
+    def __str__(self) -> str:
+        return (
+            f"{self.refits} refits ({self.seconds:.1f} s), {self.rejected} rejected, {self.turned} blocks turned, U of "
+            f"{self.memory / 2**20:.1f} MiB"
+        )
+
     def as_logs(self, prefix: str = "llqr/") -> dict[str, float]:
         """What a logger takes: numbers by name, without those that there aren't yet."""
         return {f"{prefix}{name}": float(value) for name, value in asdict(self).items() if value is not None}

@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -37,6 +37,11 @@ from llqr.precision import is_low
 from llqr.preconditioner import Preconditioner
 from llqr.solvers import Quadratic, bend
 from llqr.solvers.totals import Totals, totals_of
+from llqr.steering import Steered
+
+if TYPE_CHECKING:
+    from llqr.distributed.division import Division
+    from llqr.distributed.sharing import Shared
 
 CAUTIOUS, BOLD = 1.0, 0.1
 """ρ at the start, and where U has proved itself."""
@@ -164,6 +169,26 @@ def check_saved(state: Any) -> dict[str, Any]:
                 f"the state's trust has {name!r} = {value!r}; it should have positive numbers for {', '.join(SAVED)}"
             )
     return found
+
+
+def bounded_steps(
+    trust: Trust | None,
+    base: Optimizer,
+    steered: Steered | Shared,
+    gradients: Mapping[str, Tensor],
+    division: Division | None,
+) -> Steering | None:
+    """U g no longer than it may be, or None for a step that is better the base's own."""
+    if trust is None or not trust.bounds:
+        return steered.gradients
+    if not isinstance(steered, Steered) and division is not None:
+        lengths = [norm_of(steered.own_steered.values()), norm_of(steered.own.values())]
+        length, plain = division.ranks.norms(lengths)  # from the owners: the same for all
+        return trust.bound(steered.gradients, length, lambda: plain, base)
+    known = steered.gradients
+    found = steered.length if isinstance(steered, Steered) else None
+    length = norm_of(known.values()) if found is None else found
+    return trust.bound(known, length, lambda: norm_of(map(gradients.get, known)), base)
 
 
 def trust_of(base: Optimizer, trust: float | None, default_solver: bool) -> Trust | None:

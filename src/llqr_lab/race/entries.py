@@ -16,7 +16,7 @@ WIDEN = 3.0
 WIDEST = 2
 """How often."""
 BEYOND = 4.0
-"""How many times its base's best rate LLQR is tried at, and its base too, to see whether it stays finite where its base does."""
+"""Times the best rate of a base, at which it and LLQR around it are tried too: does LLQR stay finite where its base does?"""
 
 
 @dataclass(frozen=True)
