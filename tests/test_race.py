@@ -84,8 +84,8 @@ class Made(Race):
     ("ends", "best", "tried"),
     [
         (lambda rate: abs(math.log(rate / 3e-3)), 3e-3, 3),
-        (lambda rate: abs(math.log(rate / 0.03)), 0.03, 5),
-        (lambda rate: abs(math.log(rate / 1e-9)), 1e-3 / 9, 5),  # it ends somewhere
+        (lambda rate: abs(math.log(rate / 0.03)), 0.03, 4),
+        (lambda rate: abs(math.log(rate / 1e-9)), 1e-3 / 3, 4),  # it ends somewhere
         (lambda rate: math.inf if rate > 5e-3 else -rate, 3e-3, 3),
         (lambda rate: math.inf, None, 3),
     ],

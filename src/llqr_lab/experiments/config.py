@@ -77,6 +77,10 @@ class Wrapper:
     """Examples at a time in a refit; 0 is all."""
     sample: float = 1.0
     """The share of a batch's examples whose curvature a refit looks at."""
+    max_dim: int = 8192
+    """The longest side of a matrix that K-FAC and E-KFAC have a full factor for."""
+    trust: float | None = None
+    """As LLQR's; not set, it is the library's own."""
     solver: Inner = field(default_factory=Inner)
 
 
@@ -248,12 +252,22 @@ CHOICES = {
     "llqr.divergence": ("ngd", "newton", "gauss-newton"),
     "llqr.structure": ("scalar", "diagonal", "kfac", "ekfac", "dense"),
 }
-POSITIVE = ("batch", "base.lr", "llqr.every", "llqr.steps", "llqr.solver.lr", "llqr.sample", "diagnostics.products")
+POSITIVE = (
+    "batch",
+    "base.lr",
+    "llqr.every",
+    "llqr.steps",
+    "llqr.solver.lr",
+    "llqr.sample",
+    "llqr.max_dim",
+    "diagnostics.products",
+)
 NEEDED: tuple[tuple[str, str, tuple[str, ...], Any], ...] = (
     ("base.beta2", "base.name", ("adamw", "muon", "singd"), 0.999),
     ("base.momentum", "base.name", ("sgdm", "adamw", "singd"), 0.9),
     ("schedule.milestones", "schedule.name", ("piecewise",), []),
     ("llqr.reduction", "llqr.divergence", ("ngd",), "sum"),
+    ("llqr.max_dim", "llqr.structure", ("kfac", "ekfac"), 8192),
     ("llqr.solver.lr", "llqr.solver.name", ("sgdm", "adam"), 0.005),
     ("llqr.solver.momentum", "llqr.solver.name", ("sgdm",), 0.9),
     ("llqr.solver.clip", "llqr.solver.name", ("sgdm",), 0.0),

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from llqr import LLQR
 from llqr.divergences import KL, Divergence
 from llqr.solvers import SGDM, Adam, ConjugateGradient, Solver
+from llqr.structures import EigenKronecker, Kronecker, Structure
 from llqr_lab.experiments.config import Base, Inner, Schedule, Wrapper
 from llqr_lab.experiments.peers import PEERS
 
@@ -28,7 +29,7 @@ def optimizer(
         alone,
         model,
         divergence=_divergence(wrapper),
-        structure=wrapper.structure,
+        structure=_structure(wrapper),
         every=wrapper.every,
         steps=wrapper.steps,
         solver=_solver(wrapper.solver),
@@ -37,6 +38,7 @@ def optimizer(
         chunk_size=wrapper.chunk_size or None,
         warm_start=wrapper.warm_start,
         sample=wrapper.sample,
+        trust=wrapper.trust,
         weights=weights,
     )
 
@@ -54,6 +56,12 @@ def _divergence(wrapper: Wrapper) -> str | Divergence:
     if wrapper.divergence != "ngd":
         return wrapper.divergence
     return KL(reduction=cast(Literal["mean", "sum"], wrapper.reduction))
+
+
+def _structure(wrapper: Wrapper) -> str | Structure:
+    kinds = {"kfac": Kronecker, "ekfac": EigenKronecker}
+    kind = kinds.get(wrapper.structure)
+    return wrapper.structure if kind is None else kind(max_dim=wrapper.max_dim)
 
 
 def _solver(inner: Inner) -> Solver | None:

@@ -32,6 +32,8 @@ SCALE_FREE: dict[str, Any] = {
     "solver": {"name": "scale-free"},
 }
 """What was found for short runs (docs/findings.md); it takes no inner learning rate."""
+LARGEST_FACTOR = 1024
+"""With that solver: a factor over the words of a vocabulary costs more than the rest of the step."""
 
 NAMES = {"sgdm": "SGDM", "adamw": "AdamW"}
 
@@ -353,7 +355,8 @@ def _wrapper(preset: Preset, scale: str, method: str) -> dict[str, Any] | None:
     if preset.settings["task"] == "grokking" and structure == "diagonal":
         own["solver"]["lr"] = 0.01
     if solver:
-        own |= {**SCALE_FREE, **({"reduction": "mean"} if divergence == "ngd" else {})}
+        own |= {**SCALE_FREE, **({"reduction": "mean"} if divergence == "ngd" else {"sample": 1.0})}
+        own |= {"max_dim": LARGEST_FACTOR} if structure in ("kfac", "ekfac") else {}
     if scale == "smoke":
         own |= {"every": 2, "steps": 2, "chunk_size": min(8, own.get("chunk_size", 0))}
     return {"structure": structure, "divergence": divergence, **own}

@@ -13,7 +13,7 @@ STEPS_OF_SGD = (0.03, 0.1, 0.3)
 STEPS_OF_ADAM = (1e-3, 3e-3, 1e-2)
 WIDEN = 3.0
 """The factor between rates; where the best is the first or the last of a grid, one more is tried beyond it, and so on."""
-WIDEST = 2
+WIDEST = 1
 """How often."""
 BEYOND = 4.0
 """Times the best rate of a base, at which it and LLQR around it are tried too: does LLQR stay finite where its base does?"""
@@ -65,19 +65,19 @@ COURSES = {
     "cifar10": Course(
         "cifar10-resnet18-sgdm",
         PLAIN,
-        {"batch": 32, "epochs": 0, "steps": 200, "evaluate_every": 200, "record_every": 10},
+        {"batch": 32, "epochs": 0, "steps": 150, "evaluate_every": 150, "record_every": 10},
     ),
-    "shakespeare": Course("shakespeare-gpt-sgdm", cpu={"steps": 800, "evaluate_every": 400, "record_every": 25}),
-    "modular-addition": Course("grokking-add", cpu={"steps": 600, "evaluate_every": 25}, reached="test_accuracy"),
+    "shakespeare": Course("shakespeare-gpt-sgdm", cpu={"steps": 600, "evaluate_every": 600, "record_every": 20}),
+    "modular-addition": Course("grokking-add", cpu={"steps": 500, "evaluate_every": 25}, reached="test_accuracy"),
     "multi30k": Course(
         "multi30k-transformer-adamw",
         {**PLAIN, "data.beam": 0},
         {
             "batch": 1024,
             "epochs": 0,
-            "steps": 200,
+            "steps": 150,
             "schedule.warmup": 50,
-            "evaluate_every": 200,
+            "evaluate_every": 150,
             "record_every": 10,
         },
     ),
