@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 from llqr import LLQR
+from llqr_lab.bench.ideas import main as ideas_main
 from llqr_lab.bench.race import Race, blow_ups, main, summary
 from llqr_lab.data.folder import DataError
 from llqr_lab.experiments.collect import value
@@ -23,6 +25,7 @@ from llqr_lab.experiments.optimizers import optimizer
 from llqr_lab.experiments.peers import PEERS, Several, muon
 from llqr_lab.experiments.presets import resolve
 from llqr_lab.race.entries import COURSES, ENTRIES, Course, Entry
+from llqr_lab.race.ideas import BASELINE, IDEAS, Idea
 from llqr_lab.tasks.named import task_of
 from small_lab import batch, small
 
@@ -257,3 +260,32 @@ def test_losses_are_recorded_between_evaluations(tmp_path: Path) -> None:
     assert ["test_loss" in line for line in lines[4]] == [False, False, False, True]
     assert [line["train_loss"] for line in lines[4]] == [line["train_loss"] for line in lines[1]]
     assert lines[4][-1]["test_loss"] == lines[1][-1]["test_loss"]
+
+
+def test_ideas_are_run_at_the_rate_of_the_baseline_with_one_thing_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    perform = in_this_process(tmp_path)
+    monkeypatch.setattr("llqr_lab.bench.ideas.sweep", lambda wanted, *rest: perform(wanted))
+    monkeypatch.setattr(
+        "llqr_lab.bench.ideas.IDEAS", [idea for idea in IDEAS if idea.name in ("K-FAC", "1 inner step")]
+    )
+    output = tmp_path / "ideas.json"
+    ideas_main(["shakespeare"], "smoke", [0, 1], tmp_path, None, 1, output)
+    rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
+    assert [row["idea"] for row in rows] == ["SGDM", "LLQR on SGDM", "K-FAC", "1 inner step"]
+    assert len({row["lr"] for row in rows[1:]}) == 1
+    assert len({row["train_loss"] for row in rows}) == 4
+    for row in rows:
+        assert (row["seeds"], row["diverged"]) == (2, 0)
+        assert row["least"] <= row["train_loss"] <= row["most"]
+    assert rows[0]["time"] == 1.0
+
+
+@pytest.mark.parametrize("idea", IDEAS, ids=lambda idea: idea.name)
+def test_an_idea_changes_something(idea: Idea) -> None:
+    configs = [
+        resolve("shakespeare-gpt-sgdm", "cpu", entry.method, 0, entry.changes(0.1)) for entry in (idea.entry, BASELINE)
+    ]
+    assert configs[0].llqr != configs[1].llqr
+    assert configs[0].base == configs[1].base

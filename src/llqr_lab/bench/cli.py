@@ -181,6 +181,34 @@ def bench_race(
         main(tasks or list(COURSES), chosen, scale, numbers(seeds), runs, data, at_a_time, output, figure)
 
 
+@bench.command("ideas")
+def bench_ideas(
+    tasks: Annotated[list[str] | None, typer.Argument(help="Tasks of the race; else two of them.")] = None,
+    scale: Annotated[str, typer.Option(help="paper, cpu or smoke.")] = "cpu",
+    seeds: Annotated[str, typer.Option(help="Such as 0-2; learning rates are chosen with the first.")] = "0-2",
+    runs: Annotated[Path, typer.Option(help="The folder of runs; what is there isn't repeated.")] = Path("runs"),
+    data: Data = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time; else one a core.")] = None,
+    output: Annotated[Path, typer.Option(callback=writable_file, help="The JSON file to write.")] = Path(
+        "results/ideas.json"
+    ),
+) -> None:
+    """LLQR as it races on SGDM, and the same with one thing changed: structure, solver, sample, schedule, trust."""
+    from llqr_lab.experiments.cli import numbers, told
+    from llqr_lab.experiments.config import ConfigError
+    from llqr_lab.race.entries import COURSES
+    from llqr_lab.race.ideas import TASKS
+    from llqr_lab.suggest import suggestion
+
+    with told():
+        for name in tasks or []:
+            if name not in COURSES or COURSES[name].reached != "train_loss":
+                raise ConfigError(f"there is no task '{name}' with a training loss to reach{suggestion(name, COURSES)}")
+        from llqr_lab.bench.ideas import main
+
+        main(tasks or list(TASKS), scale, numbers(seeds), runs, data, jobs or os.cpu_count() or 1, output)
+
+
 @bench.command("target")
 def bench_target(
     suite: Annotated[str, typer.Argument(help="What to compare: solvers, or modes (of a refit).")] = "solvers",

@@ -191,7 +191,7 @@ def _targets(course: Course, finals: dict[str, list[Result]]) -> dict[str, float
 
 def _reached(results: list[Result], course: Course, target: float) -> Row:
     """How many seeds got there, the target, and the medians of steps and seconds if all did."""
-    places = [place for each in results if (place := _place(each, course, target)) is not None]
+    places = [found for each in results if (found := place(each, course, target)) is not None]
     everybody = bool(results) and len(places) == len(results)
     return {
         "loss": target if course.reached == "train_loss" else None,
@@ -201,7 +201,7 @@ def _reached(results: list[Result], course: Course, target: float) -> Row:
     }
 
 
-def _place(result: Result, course: Course, target: float) -> tuple[float, float] | None:
+def place(result: Result, course: Course, target: float) -> tuple[float, float] | None:
     """The step and the seconds at which a run was there for the first time."""
     if course.reached == "test_accuracy":
         steps = result.get("steps_to_target")

@@ -27,10 +27,12 @@ class Entry:
     base: str
     rates: tuple[float, ...]
     method: str = "base"
+    settings: tuple[tuple[str, Any], ...] = ()
+    """What else is changed, by dotted names."""
 
     def changes(self, rate: float) -> dict[str, Any]:
         averaging = {"base.beta2": 0.99} if self.base in ("adamw", "muon", "singd") else {}
-        return {"base.name": self.base, "base.lr": rate, **averaging}
+        return {"base.name": self.base, "base.lr": rate, **averaging, **dict(self.settings)}
 
 
 ENTRIES = (

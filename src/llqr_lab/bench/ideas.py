@@ -1,0 +1,101 @@
+"""`llqr bench ideas`: LLQR as it races on SGDM against the same with one thing changed, over several seeds.
+
+The base and the baseline find their learning rates as in `llqr bench race`, whose runs these are; every idea is run at the
+baseline's rate. What is shown is the training loss at the end, and when the base's own was reached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from llqr_lab.bench.race import Race, Wanted, place
+from llqr_lab.experiments.collect import Result
+from llqr_lab.experiments.sweep import sweep
+from llqr_lab.race.entries import COURSES, Entry
+from llqr_lab.race.ideas import BASE, BASELINE, IDEAS
+from llqr_lab.results import provenance, write_json
+
+Row = dict[str, Any]
+
+
+def main(
+    tasks: Sequence[str], scale: str, seeds: Sequence[int], runs: Path, data: Path | None, jobs: int, output: Path
+) -> None:
+    console = Console()
+    rows: list[Row] = []
+    command = f"llqr bench ideas {' '.join(tasks)} --scale {scale} --seeds {','.join(map(str, seeds))}"
+    for task in tasks:
+
+        def perform(wanted: Wanted) -> None:
+            sweep(wanted, runs, data, jobs, "auto", console)
+
+        rows += compared(task, Race(COURSES[task], scale, runs, perform), seeds)
+        write_json(output, {**provenance(command, seeds[0]), "scale": scale, "seeds": list(seeds), "rows": rows})
+        report([row for row in rows if row["task"] == task], console)
+    console.print(f"Wrote {output}", highlight=False, soft_wrap=True)
+
+
+def compared(task: str, race: Race, seeds: Sequence[int]) -> list[Row]:
+    """The base, the baseline, then each idea at the baseline's rate."""
+    grids = race.grids([BASE, BASELINE], seeds[0])
+    rates = {name: rate for name, (rate, _) in grids.items() if rate is not None}
+    if len(rates) < len(grids):
+        return []
+    runners: dict[Entry, Sequence[float]] = {BASE: [rates[BASE.name]], BASELINE: [rates[BASELINE.name]]}
+    runners |= {idea.entry: [rates[BASELINE.name]] for idea in IDEAS}
+    race.run(runners, seeds)
+    results = {entry.name: race.results(entry, at, seeds) for entry, at in runners.items()}
+    target = median(each["last"]["train_loss"] for each in results[BASE.name])
+    return [
+        _row(task, entry.name, at[0], results[entry.name], results[BASE.name], target) for entry, at in runners.items()
+    ]
+
+
+def _row(task: str, name: str, rate: float, results: list[Result], bases: list[Result], target: float) -> Row:
+    ends = [each["last"]["train_loss"] for each in results if not each["diverged"]]
+    places = [found for each in results if (found := place(each, COURSES[task], target)) is not None]
+    everybody = bool(results) and len(places) == len(results)
+    return {
+        "task": task,
+        "idea": name,
+        "lr": rate,
+        "seeds": len(results),
+        "diverged": len(results) - len(ends),
+        "train_loss": mean(ends) if ends else None,
+        "least": min(ends, default=None),
+        "most": max(ends, default=None),
+        "time": median(_step_seconds(each) for each in results) / median(map(_step_seconds, bases))
+        if results
+        else None,
+        "target": target,
+        "steps": median(step for step, _ in places) if everybody else None,
+        "seconds": median(seconds for _, seconds in places) if everybody else None,
+    }
+
+
+def _step_seconds(result: Result) -> float:
+    return float(result["seconds"]) / int(result["steps"])
+
+
+def report(rows: list[Row], console: Console) -> None:
+    if not rows:
+        console.print("At no rate of the grid did both the base and LLQR come to their end", style="red")
+        return
+    headers = ("", "rate", "training loss (least, most)", f"to {rows[0]['target']:.4g}: steps, seconds", "time a step")
+    table = Table(title=rows[0]["task"], title_justify="left", box=box.SIMPLE_HEAD)
+    for header in headers:
+        table.add_column(header, justify="right" if header else "left")
+    for row in rows:
+        loss = "–" if row["train_loss"] is None else f"{row['train_loss']:.4f} ({row['least']:.4f}, {row['most']:.4f})"
+        dead = f", {row['diverged']} of {row['seeds']} diverged" if row["diverged"] else ""
+        there = "–" if row["steps"] is None else f"{row['steps']:.0f}, {row['seconds']:.1f}"
+        time = "–" if row["time"] is None else f"×{row['time']:.2f}"
+        table.add_row(row["idea"], f"{row['lr']:g}", loss + dead, there, time)
+    console.print(table)
