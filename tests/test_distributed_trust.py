@@ -107,7 +107,7 @@ def raising() -> str:
         if step == 0:
             optimizer.step()
     if dist.get_rank() == 1:
-        with mock.patch("llqr.optimizer.norm_of", side_effect=MemoryError("no room")), pytest.raises(MemoryError):
+        with mock.patch("llqr.loop.trust.norm_of", side_effect=MemoryError("no room")), pytest.raises(MemoryError):
             optimizer.step()
         return "raised"
     with pytest.raises(LLQRError) as told:

@@ -218,3 +218,14 @@ def test_a_sample_takes_a_part_of_what_has_examples() -> None:
     optimizer.step()
     assert optimizer.stats.refits == 1
     assert {(10, 10), (3, 10)} == set(seen)
+
+
+def test_the_defaults_are_those_of_the_base_and_of_the_solver() -> None:
+    model = network()
+    for base, structure in (("sgdm", "scalar"), ("adamw", "kfac")):
+        inner = BASES[base](model.parameters())
+        assert f"structure='{structure}'" in repr(LLQR(inner, model))
+        assert "structure='ekfac'" in repr(LLQR(inner, model, structure="ekfac"))
+        for solver, steps in ((None, 5), (SGDM(LR, MOMENTUM), 25)):
+            assert f"steps={steps}," in repr(LLQR(inner, model, solver=solver))
+            assert "steps=3," in repr(LLQR(inner, model, solver=solver, steps=3))

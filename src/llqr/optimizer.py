@@ -30,7 +30,7 @@ from llqr.loop.blocks import Blocks
 from llqr.loop.closures import Closure, checked_loss
 from llqr.loop.gradients import Stepped, gradients_of, replaced, stepped_parameters
 from llqr.loop.inputs import InputHook
-from llqr.loop.options import check_base, checked_batch, checked_ema
+from llqr.loop.options import check_base, checked_batch, checked_ema, default_steps, default_structure
 from llqr.loop.refit import Batch, Refit, Source, check_callable, trainable
 from llqr.loop.schedule import Every, Schedule
 from llqr.loop.state import KEY, State, checked_state_dict
@@ -65,8 +65,10 @@ class LLQR(Wrapping):
             it, the wrapper that the loop calls; the names of parameters are those without it.
         divergence: what a step is measured by: "ngd", "newton", "gauss-newton", "renyi", "reverse-kl", or an object.
         structure: of U: "scalar", "diagonal", "kfac", "ekfac", "dense", an object, or a mapping from name patterns to these.
+            None: "scalar" around SGD, where it was as good as any and costs nothing (docs/benchmarks.md), and "kfac" around
+            bases that normalise their steps, which take no notice of one number a tensor.
         every: steps between refits, or a function of the step's number that tells whether it begins with a refit.
-        steps: inner steps of a refit.
+        steps: inner steps of a refit; None is 5 with the default solver and the paper's 25 with another.
         solver: the inner solver; None is `ScaleFree()` with `trust`. The paper's is `SGDM(lr=0.005, momentum=0.9)`.
         ema: β; None is the paper's, 0.95, and 0.9 for divergences that aren't flat (Newton).
         damping: added to the curvature's diagonal, as for `QuadraticModel`.
@@ -96,9 +98,9 @@ class LLQR(Wrapping):
         base: Optimizer,
         model: nn.Module,
         divergence: str | Divergence = "ngd",
-        structure: StructureSpec = "ekfac",
+        structure: StructureSpec | None = None,
         every: Every = 500,
-        steps: int = 25,
+        steps: int | None = None,
         solver: Solver | None = None,
         ema: float | None = None,
         damping: PerLayer = 0.0,
@@ -133,9 +135,9 @@ class LLQR(Wrapping):
             self.model,
             self._called,
             kind,
-            Blocks(structure),
+            Blocks(default_structure(base) if structure is None else structure),
             solver,
-            steps,
+            default_steps(solver) if steps is None else steps,
             damping,
             chunk_size,
             loss_fn,

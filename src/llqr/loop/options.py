@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from llqr.errors import LLQRError
 from llqr.loop.refit import Batch
+from llqr.solvers import Solver
 
 
 def check_base(base: Optimizer, model: nn.Module) -> None:
@@ -30,6 +31,16 @@ def check_base(base: Optimizer, model: nn.Module) -> None:
         )
     if not isinstance(model, nn.Module):
         raise LLQRError(f"the second argument is the model, an nn.Module; got {type(model).__name__}")
+
+
+def default_structure(base: Optimizer) -> str:
+    """One number a tensor, unless the base would undo it by normalising its steps."""
+    return "scalar" if isinstance(base, torch.optim.SGD) else "kfac"
+
+
+def default_steps(solver: Solver | None) -> int:
+    """The default solver takes whole steps along conjugate directions: few will do. The paper's takes 25 small ones."""
+    return 5 if solver is None else 25
 
 
 def checked_ema(ema: float) -> float:

@@ -2,7 +2,7 @@
 
 A refit comes every n steps, so that an epoch takes (t + r/n) / b times as long, where b is a step of the base alone, t one with
 LLQR between refits, and r what a refit adds. All three are timed in turns on the preset's own network, batches and settings; n
-is the preset's, whatever the size of the data set at hand.
+is the preset's or the one that is set, whatever the size of the data set at hand.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def main(
     torch.set_num_threads(threads or torch.get_num_threads())
     torch.set_flush_denormal(True)
     names = ("base", *(each for each in methods if each != "base"))
-    periods = {name: _period(preset, scale, name, seed) for name in names}
-    task = task_of(resolve(preset, scale, "base", seed, changes), data)
+    periods = {name: _period(preset, scale, name, seed, changes) for name in names}
+    task = task_of(resolve(preset, scale, "base", seed, _own("base", changes)), data)
     runs = {name: _run(task, preset, scale, name, seed, changes) for name in names}
     steps: dict[str, list[float]] = {name: [] for name in names}
     refits: dict[str, list[float]] = {name: [] for name in names}
@@ -76,14 +76,19 @@ def main(
     console.print(f"Wrote {output}", highlight=False, soft_wrap=True)
 
 
-def _period(preset: str, scale: str, method: str, seed: int) -> int | None:
-    wrapper = resolve(preset, scale, method, seed).llqr
+def _own(method: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """LLQR's settings aren't the base's."""
+    return {name: value for name, value in changes.items() if method != "base" or not name.startswith("llqr.")}
+
+
+def _period(preset: str, scale: str, method: str, seed: int, changes: dict[str, Any]) -> int | None:
+    wrapper = resolve(preset, scale, method, seed, _own(method, changes)).llqr
     return wrapper.every if wrapper else None
 
 
 def _run(task: Task, preset: str, scale: str, method: str, seed: int, changes: dict[str, Any]) -> Run:
     often = {} if method == "base" else {"llqr.every": ROUND}
-    return Run(resolve(preset, scale, method, seed, {**changes, **often}), task, torch.device("cpu"))
+    return Run(resolve(preset, scale, method, seed, {**_own(method, changes), **often}), task, torch.device("cpu"))
 
 
 def _seconds(run: Run, task: Task, step: int) -> float:
