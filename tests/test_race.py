@@ -14,7 +14,7 @@ from torch import nn
 
 from llqr import LLQR
 from llqr_lab.bench.ideas import main as ideas_main
-from llqr_lab.bench.race import Race, blow_ups, main, summary
+from llqr_lab.bench.race import Race, main, summary
 from llqr_lab.data.folder import DataError
 from llqr_lab.experiments.collect import value
 from llqr_lab.experiments.command import folder_of
@@ -26,6 +26,7 @@ from llqr_lab.experiments.peers import PEERS, Several, muon
 from llqr_lab.experiments.presets import resolve
 from llqr_lab.race.entries import COURSES, ENTRIES, Course, Entry
 from llqr_lab.race.ideas import BASELINE, IDEAS, Idea
+from llqr_lab.race.page import blow_ups, body, duels
 from llqr_lab.tasks.named import task_of
 from small_lab import batch, small
 
@@ -124,10 +125,28 @@ def test_everybody_is_timed_to_what_the_plain_bases_end_at() -> None:
     }
     grids = {name: (0.1, results[:1]) for name, results in finals.items()}
     rows = {row["optimizer"]: row for row in summary("some", COURSES["shakespeare"], grids, finals)}
-    assert rows["SGDM"]["targets"]["SGDM"] == {"loss": 1.1, "reached": 2, "steps": None, "seconds": None}
-    assert rows["LLQR on SGDM"]["targets"]["SGDM"] == {"loss": 1.1, "reached": 3, "steps": 20, "seconds": 3.0}
+    assert rows["SGDM"]["targets"]["SGDM"] == {"loss": 1.2, "reached": 3, "steps": 30, "seconds": 3.0}
+    assert rows["LLQR on SGDM"]["targets"]["SGDM"] == {"loss": 1.2, "reached": 3, "steps": 20, "seconds": 3.0}
     assert rows["SOAP"]["targets"]["SGDM"]["reached"] == 0
     assert rows["LLQR on SGDM"]["score"] == 1.5
+
+
+def test_the_page_says_who_was_faster() -> None:
+    finals = {
+        "SGDM": [result([3, 2, 1.0], 1.0), result([3, 2, 1.2], 1.0)],
+        "SOAP": [result([1.1, 1.0, 1.0], 1.5), result([1.1, 1.0, 1.0], 1.5)],
+        "LLQR on SGDM": [result([3, 1.1, 0.5], 1.2), result([3, 1.0, 0.5], 1.2)],
+        "Muon": [result([3, 3, 0.9], 1.0), result([3, 3, 2], 1.0)],
+    }
+    grids = {name: (0.1, results[:1]) for name, results in finals.items()}
+    rows = summary("some", COURSES["shakespeare"], grids, finals)
+    header, line = duels(rows)
+    assert line == ["some", "SGDM", "1.2", "0.1: 30, 3.0", "0.1: 20, 2.4", "**×0.80**", "SOAP"]
+    assert len(header) == len(line)
+    text = body(rows)
+    assert "| Muon | 0.1 | 1.4500 | 2.45 | – (1 of 2 seeds) |" in text
+    assert "At 1 of the 1 rates" in text
+    assert "moved every parameter" in text
 
 
 def test_llqr_that_diverges_where_its_base_does_not_is_told() -> None:

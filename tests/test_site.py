@@ -13,6 +13,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from llqr_lab import pages
 from llqr_lab.experiments import reproduction
 from llqr_lab.experiments.collect import collected
 from llqr_lab.experiments.folder import RunError
@@ -133,7 +134,8 @@ def test_reproduction_is_of_the_present_results() -> None:
     """It is what `llqr table results/experiments.json --page docs/reproduction.md` writes, for every preset."""
     page = ROOT / "docs" / "reproduction.md"
     results = collected(ROOT / "results" / "experiments.json")
-    assert text_of(page) == reproduction.filled(text_of(page), results, page), "write it again"
+    made = pages.filled(text_of(page), reproduction.COMMAND, reproduction.body(results), page)
+    assert text_of(page) == made, "write it again"
     for name in PRESETS:
         assert f"\n### {name}\n" in text_of(page)
     section = text_of(page).partition("### cifar100-vgg16bn-sgdm")[2].partition("###")[0]

@@ -159,6 +159,9 @@ def bench_race(
     figure: Annotated[Path, typer.Option(callback=writable_picture, help="The figure to write.")] = Path(
         "docs/figures/race.png"
     ),
+    page: Annotated[
+        Path | None, typer.Option(help="Write the tables into this page too, between its marks: docs/benchmarks.md.")
+    ] = None,
 ) -> None:
     """Optimizers side by side: SGDM, AdamW, Muon, SOAP, Shampoo, SINGD, and LLQR on three of them, each at its best rate."""
     from llqr_lab.experiments.cli import numbers, told
@@ -178,7 +181,7 @@ def bench_race(
         from llqr_lab.bench.race import main
 
         at_a_time = jobs or os.cpu_count() or 1
-        main(tasks or list(COURSES), chosen, scale, numbers(seeds), runs, data, at_a_time, output, figure)
+        main(tasks or list(COURSES), chosen, scale, numbers(seeds), runs, data, at_a_time, output, figure, page)
 
 
 @bench.command("ideas")

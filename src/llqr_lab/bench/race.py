@@ -17,6 +17,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from llqr_lab import pages
 from llqr_lab.experiments.collect import Result, curve, value
 from llqr_lab.experiments.command import folder_of
 from llqr_lab.experiments.config import Config
@@ -24,12 +25,12 @@ from llqr_lab.experiments.presets import resolve
 from llqr_lab.experiments.sweep import sweep
 from llqr_lab.figures.race import draw
 from llqr_lab.race.entries import BEYOND, COURSES, ENTRIES, WIDEN, WIDEST, Course, Entry
+from llqr_lab.race.page import COMMAND, Row, blow_ups, body, reached, shown
 from llqr_lab.results import provenance, write_json
 
-Row = dict[str, Any]
 Wanted = list[tuple[Config, dict[str, Any]]]
-TARGETS = ("SGDM", "AdamW")
-"""What these end at, at their best rates, is what everybody is timed to."""
+TARGETS = ("SGDM", "AdamW", "Muon")
+"""What these come to with every seed, at their best rates, is what everybody is timed to."""
 
 
 class Race:
@@ -100,6 +101,7 @@ def main(
     jobs: int,
     output: Path,
     figure: Path,
+    page: Path | None = None,
 ) -> None:
     console = Console()
     chosen = [entry for entry in ENTRIES if not entries or entry.name in entries]
@@ -123,6 +125,8 @@ def main(
         rows += summary(name, COURSES[name], grids, finals)
         write_json(output, {**provenance(command, seeds[0]), "scale": scale, "seeds": list(seeds), "rows": rows})
     draw(rows, figure)
+    if page is not None:
+        pages.write(page, COMMAND, body(rows))
     for name in names:
         report([row for row in rows if row["task"] == name], console)
     for each in blow_ups(rows):
@@ -135,18 +139,6 @@ def _beyond(best: Mapping[Entry, Sequence[float]]) -> dict[Entry, list[float]]:
     bases = {entry.base: rates for entry, rates in best.items() if entry.method == "base"}
     wrapped = {entry.base for entry in best if entry.method != "base"}
     return {entry: [_rounded(BEYOND * bases[entry.base][0])] for entry in best if entry.base in wrapped & set(bases)}
-
-
-def blow_ups(rows: Sequence[Row]) -> list[str]:
-    """Where LLQR diverged at a rate at which its base didn't."""
-    found = []
-    for row in rows:
-        bases = [
-            each for each in rows if row["optimizer"] == f"LLQR on {each['optimizer']}" and each["task"] == row["task"]
-        ]
-        finite = {rate for base in bases for rate in base["tried"] if rate not in base["diverged"]}
-        found += [f"{row['task']}, {row['optimizer']} at {rate}" for rate in row["diverged"] if rate in finite]
-    return found
 
 
 def summary(
@@ -185,8 +177,8 @@ def summary(
 def _targets(course: Course, finals: dict[str, list[Result]]) -> dict[str, float]:
     if course.reached == "test_accuracy":
         return {"the end": 0.0}
-    ends = {name: _middle([each["last"]["train_loss"] for each in finals.get(name, [])]) for name in TARGETS}
-    return {name: found for name, found in ends.items() if found is not None}
+    ends = {name: [each["last"]["train_loss"] for each in finals.get(name, [])] for name in TARGETS}
+    return {name: max(found) for name, found in ends.items() if found and None not in found}
 
 
 def _reached(results: list[Result], course: Course, target: float) -> Row:
@@ -237,20 +229,10 @@ def report(rows: list[Row], console: Console) -> None:
     for header in ("optimizer", "rate", *(f"to {goal}: steps, seconds" for goal in goals), "train loss", "score", "MB"):
         table.add_column(header, justify="left" if header == "optimizer" else "right")
     for row in rows:
-        times = [_time(row["targets"][label], row["seeds"]) for label in labels]
-        cells = [_shown(row["lr"], "{:g}"), *times, _shown(row["train_loss"], "{:.4g}"), _shown(row["score"], "{:.4g}")]
-        table.add_row(row["optimizer"], *cells, _shown(row["peak_bytes"] and row["peak_bytes"] / 1e6, "{:.0f}"))
+        times = [reached(row["targets"][label], row["seeds"]) for label in labels]
+        cells = [shown(row["lr"], "{:g}"), *times, shown(row["train_loss"], "{:.4g}"), shown(row["score"], "{:.4g}")]
+        table.add_row(row["optimizer"], *cells, shown(row["peak_bytes"] and row["peak_bytes"] / 1e6, "{:.0f}"))
     console.print(table)
     for row in rows:
         if row["unmoved"]:
             console.print(f"{row['optimizer']} never moved {', '.join(row['unmoved'])}", style="red")
-
-
-def _time(reached: Row, seeds: int) -> str:
-    if reached["steps"] is None:
-        return f"– ({reached['reached']}/{seeds})"
-    return f"{reached['steps']:.0f}, {reached['seconds']:.1f}"
-
-
-def _shown(number: float | None, form: str) -> str:
-    return "–" if number is None else form.format(number)

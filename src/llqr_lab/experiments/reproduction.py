@@ -4,29 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from llqr_lab import pages
 from llqr_lab.experiments.collect import Result, summary
-from llqr_lab.experiments.folder import RunError
 from llqr_lab.experiments.paper import RESULTS
 from llqr_lab.experiments.presets import PRESETS, Preset
 from llqr_lab.experiments.table import NAMES, UNITS, cells, grouped, methods_of, ours, scores, shown, verdict
-from llqr_lab.results import write_text
 
-BEGIN, END = "<!-- written by llqr table --page: what is below is overwritten -->", "<!-- the end of it -->"
+COMMAND = "llqr table --page"
 PAPER_SEEDS, CPU_SEEDS = "0-4", "0-2"
 
 
 def write(page: Path, results: list[Result]) -> None:
     """Put the results of all presets between the marks of a page."""
-    text = page.read_text(encoding="utf-8") if page.is_file() else f"{BEGIN}\n{END}\n"
-    write_text(page, filled(text, results, page))
-
-
-def filled(text: str, results: list[Result], page: Path) -> str:
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise RunError(f"'{page}' has no place for results: two lines, '{BEGIN}' and '{END}'")
-    return f"{before}{BEGIN}\n\n{body(results)}\n{END}{after}"
+    pages.write(page, COMMAND, body(results))
 
 
 def body(results: list[Result]) -> str:
@@ -49,7 +39,7 @@ def _overview(found: dict[str, list[list[Result]]]) -> str:
         paper = f"{reported['base'].score:.2f} → {max(entry.score for entry in wrapped):.2f}" if wrapped else "–"
         here = "; ".join(_change(group) for group in found.get(name, [])) or "not run"
         rows.append([f"[{name}](#{name})", paper, here])
-    return _table([["preset", "the paper: base → best with LLQR", "here: base → each with LLQR"], *rows])
+    return pages.table([["preset", "the paper: base → best with LLQR", "here: base → each with LLQR"], *rows])
 
 
 def _change(group: list[Result]) -> str:
@@ -74,12 +64,12 @@ def _section(name: str, preset: Preset, groups: list[list[Result]]) -> str:
         how = "" if group[0]["scale"] == "paper" else ", not comparable with the paper"
         said = verdict(group)
         lines += [f"At `--scale {group[0]['scale']}`{how}: {ours(group)}. {said[:1].upper()}{said[1:]}".strip(), ""]
-        lines.append(_table([[cell.replace("\n", " ") for cell in row] for row in cells(name, group)]))
+        lines.append(pages.table([[cell.replace("\n", " ") for cell in row] for row in cells(name, group)]))
     run = {each["method"] for group in groups for each in group}
     reported = {method: entry for method, entry in RESULTS.get(name, {}).items() if method not in run}
     if reported:
         rows = [[m, f"{r.score:.2f} ± {r.error:.2f}", f"×{r.time:.3g}"] for m, r in reported.items()]
-        lines.append(_table([["method, not run by us", "the paper's", "time, × base"], *rows]))
+        lines.append(pages.table([["method, not run by us", "the paper's", "time, × base"], *rows]))
     return "\n".join(lines)
 
 
@@ -103,8 +93,3 @@ def _numbers(seeds: tuple[int, ...]) -> str:
     if len(seeds) > 1 and list(seeds) == list(range(seeds[0], seeds[-1] + 1)):
         return f"{seeds[0]}-{seeds[-1]}"
     return ",".join(map(str, seeds))
-
-
-def _table(rows: list[list[str]]) -> str:
-    head, *body = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([head, "| " + " | ".join("---" for _ in rows[0]) + " |", *body, ""])

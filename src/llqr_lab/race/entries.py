@@ -67,7 +67,7 @@ COURSES = {
     "cifar10": Course(
         "cifar10-resnet18-sgdm",
         PLAIN,
-        {"batch": 32, "epochs": 0, "steps": 120, "evaluate_every": 120, "record_every": 10},
+        {"batch": 32, "epochs": 0, "steps": 100, "evaluate_every": 100, "record_every": 10},
     ),
     "shakespeare": Course("shakespeare-gpt-sgdm", cpu={"steps": 600, "evaluate_every": 600, "record_every": 20}),
     "modular-addition": Course("grokking-add", cpu={"steps": 500, "evaluate_every": 25}, reached="test_accuracy"),
@@ -77,9 +77,9 @@ COURSES = {
         {
             "batch": 1024,
             "epochs": 0,
-            "steps": 120,
-            "schedule.warmup": 40,
-            "evaluate_every": 120,
+            "steps": 100,
+            "schedule.warmup": 30,
+            "evaluate_every": 100,
             "record_every": 10,
         },
     ),

@@ -1,0 +1,155 @@
+"""docs/benchmarks.md: the race as tables. `llqr bench race --page` writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llqr_lab.pages import table
+
+COMMAND = "llqr bench race --page"
+Row = dict[str, Any]
+SCORES = {
+    "test_accuracy": "test accuracy",
+    "test_loss": "test loss",
+    "valid_loss": "validation loss",
+    "steps_to_target": "steps to 95%",
+}
+THE_END = "the end"
+"""The target of tasks that say themselves when they are over."""
+
+
+def body(rows: Sequence[Row]) -> str:
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    parts = ["### LLQR against its own base\n", table(duels(rows)), *_sentences(rows)]
+    for task in tasks:
+        parts += [f"### {task}\n", table(everybody([row for row in rows if row["task"] == task]))]
+    parts += ["### The rates that were tried\n", _about_rates(), table(tried(rows))]
+    return "\n".join(parts)
+
+
+def duels(rows: Sequence[Row]) -> list[list[str]]:
+    """A line for each task and base: when it and LLQR around it came to what the base comes to, and who else was faster."""
+    header = [
+        "task",
+        "base",
+        "to",
+        "base: rate, steps, seconds",
+        "LLQR: rate, steps, seconds",
+        "time",
+        "faster than LLQR",
+    ]
+    lines = []
+    for base, wrapped in pairs(rows):
+        label = _label(base)
+        goal, own, other = (row["targets"].get(label) for row in (base, base, wrapped))
+        if goal is None or own is None or other is None:
+            continue
+        ratio = other["seconds"] / own["seconds"] if other["seconds"] and own["seconds"] else None
+        peers = [row for row in rows if row["task"] == base["task"] and row is not wrapped]
+        faster = [
+            row["optimizer"]
+            for row in peers
+            if (seconds := row["targets"][label]["seconds"]) and seconds < (other["seconds"] or float("inf"))
+        ]
+        lines.append(
+            [
+                base["task"],
+                base["optimizer"],
+                "95% on the test set" if goal["loss"] is None else f"{goal['loss']:.4g}",
+                f"{shown(base['lr'], '{:g}')}: {reached(own, base['seeds'])}",
+                f"{shown(wrapped['lr'], '{:g}')}: {reached(other, wrapped['seeds'])}",
+                shown(ratio, "**×{:.2f}**" if ratio and ratio < 1 else "×{:.2f}"),
+                ", ".join(faster) or "nobody",
+            ]
+        )
+    return [header, *lines]
+
+
+def everybody(rows: Sequence[Row]) -> list[list[str]]:
+    """Of one task, a line an optimizer."""
+    labels = list(rows[0]["targets"])
+    goals = [rows[0]["targets"][label]["loss"] for label in labels]
+    score = next((row["score_name"] for row in rows if row["score_name"]), "")
+    names = [label if goal is None else f"{label}'s {goal:.4g}" for label, goal in zip(labels, goals, strict=True)]
+    header = [
+        "optimizer",
+        "rate",
+        "training loss",
+        SCORES.get(score, score),
+        *(f"to {name}: steps, seconds" for name in names),
+    ]
+    header += ["seconds", "MB"]
+    lines = []
+    for row in rows:
+        times = [reached(row["targets"][label], row["seeds"]) for label in labels]
+        ends = [shown(row["lr"], "{:g}"), shown(row["train_loss"], "{:.4f}"), shown(row["score"], "{:.4g}")]
+        rest = [shown(row["seconds"], "{:.1f}"), shown(row["peak_bytes"] and row["peak_bytes"] / 1e6, "{:.0f}")]
+        lines.append([row["optimizer"], *ends, *times, *rest])
+    return [header, *lines]
+
+
+def tried(rows: Sequence[Row]) -> list[list[str]]:
+    """How each run of the grids ended."""
+    lines = []
+    for row in rows:
+        ends = [
+            f"{rate}: {'diverged' if rate in row['diverged'] else '–' if end is None else f'{end:.4g}'}"
+            for rate, end in sorted(row["tried"].items(), key=lambda each: float(each[0]))
+        ]
+        lines.append([row["task"], row["optimizer"], "; ".join(ends)])
+    return [["task", "optimizer", "rate: training loss at the end (modular addition: steps)"], *lines]
+
+
+def blow_ups(rows: Sequence[Row]) -> list[str]:
+    """Where LLQR diverged at a rate at which its base didn't."""
+    found = []
+    for base, wrapped in pairs(rows):
+        finite = {rate for rate in base["tried"] if rate not in base["diverged"]}
+        found += [f"{base['task']}, {wrapped['optimizer']} at {rate}" for rate in wrapped["diverged"] if rate in finite]
+    return found
+
+
+def pairs(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
+    """Each base with LLQR around it, task by task."""
+    known = {(row["task"], row["optimizer"]): row for row in rows}
+    wrapped = ((row, known.get((row["task"], f"LLQR on {row['optimizer']}"))) for row in rows)
+    return [(base, other) for base, other in wrapped if other is not None]
+
+
+def _label(base: Row) -> str:
+    return THE_END if THE_END in base["targets"] else base["optimizer"]
+
+
+def _sentences(rows: Sequence[Row]) -> list[str]:
+    common = [
+        rate
+        for base, wrapped in pairs(rows)
+        for rate in wrapped["tried"]
+        if rate in base["tried"] and rate not in base["diverged"]
+    ]
+    broken = blow_ups(rows)
+    said = (
+        f"At {len(common) - len(broken)} of the {len(common)} rates at which a base stayed finite and LLQR around it was tried, up "
+        "to four times the base's best, LLQR stayed finite too."
+    )
+    lines = [said + "".join(f" Not so: {each}." for each in broken)]
+    still = [f"{row['optimizer']} on {row['task']} ({', '.join(row['unmoved'])})" for row in rows if row["unmoved"]]
+    lines.append(
+        "Every optimizer moved every parameter." if not still else f"Parameters that never moved: {'; '.join(still)}."
+    )
+    return [f"{line}\n" for line in lines]
+
+
+def _about_rates() -> str:
+    return "With the first seed. A dash is a run of modular addition that didn't get there.\n"
+
+
+def reached(target: Row, seeds: int) -> str:
+    if target["steps"] is None:
+        return f"– ({target['reached']} of {seeds} seeds)"
+    return f"{target['steps']:.0f}, {target['seconds']:.1f}"
+
+
+def shown(number: float | None, form: str) -> str:
+    return "–" if number is None else form.format(number)
