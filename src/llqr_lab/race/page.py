@@ -130,8 +130,8 @@ def _sentences(rows: Sequence[Row]) -> list[str]:
     ]
     broken = blow_ups(rows)
     said = (
-        f"At {len(common) - len(broken)} of the {len(common)} rates at which a base stayed finite and LLQR around it was tried, up "
-        "to four times the base's best, LLQR stayed finite too."
+        f"At {len(common) - len(broken)} of the {len(common)} rates at which a base stayed finite and LLQR around it was tried, "
+        "up to four times the base's best, LLQR stayed finite too."
     )
     lines = [said + "".join(f" Not so: {each}." for each in broken)]
     still = [f"{row['optimizer']} on {row['task']} ({', '.join(row['unmoved'])})" for row in rows if row["unmoved"]]
