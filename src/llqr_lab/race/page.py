@@ -130,7 +130,7 @@ def _sentences(rows: Sequence[Row]) -> list[str]:
     ]
     broken = blow_ups(rows)
     said = (
-        f"At {len(common) - len(broken)} of the {len(common)} rates at which a base stayed finite, and at which LLQR was tried, "
+        f"At {len(common) - len(broken)} of the {len(common)} rates at which a base stayed finite and LLQR was tried, "
         "up to four times the base's best, LLQR stayed finite too."
     )
     lines = [said + "".join(f" Not so: {each}." for each in broken)]
