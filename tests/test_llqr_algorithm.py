@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from llqr import LLQR
 from llqr.divergences import KL, Divergence, Newton
+from llqr.errors import LLQRError
 from llqr.solvers import SGDM
 from loops import STRUCTURES, batch, closure_of, network, parameters_of
 
@@ -217,7 +218,49 @@ def test_a_sample_takes_a_part_of_what_has_examples() -> None:
     model(x=torch.randn(10, 4), mask=torch.ones(10)).logsumexp(1).sum().backward()
     optimizer.step()
     assert optimizer.stats.refits == 1
-    assert {(10, 10), (3, 10)} == set(seen)
+    assert {(10, 10), (3, 10)} <= set(seen)
+    assert {mask for _, mask in seen} == {10}
+
+
+@pytest.mark.parametrize(("share", "rows"), [(0.9, 9), (0.6, 6), (0.5, 5), (0.3, 3), (0.01, 1), (1.0, 10)])
+def test_a_sample_has_its_share_of_the_rows(share: float, rows: int) -> None:
+    model, seen = nn.Linear(4, 3), list[int]()
+    optimizer = LLQR(BASES["sgdm"](model.parameters()), model, sample=share, every=2)
+    for k in range(3):
+        if k == 2:  # at the first refit it is seen whether examples can be taken out
+            model.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+        optimizer.zero_grad()
+        model(torch.randn(10, 4)).logsumexp(1).sum().backward()
+        optimizer.step()
+    assert optimizer.stats.refits == 2
+    assert set(seen) == {10, rows}
+
+
+def test_samples_that_cannot_be_taken_are_refused() -> None:
+    """Time steps for examples, batch statistics, and sums over the batch."""
+
+    class Sequence(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.norm = nn.LSTM(4, 3), nn.BatchNorm1d(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.as_tensor(self.layer(x)[0])
+
+    class Normed(Sequence):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.as_tensor(self.norm(super().forward(x).sum(1)))
+
+    for model, options, message in (
+        (Sequence(), {}, "depends on the other examples"),
+        (Normed(), {"training": True}, "statistics of the batch"),
+    ):
+        optimizer = LLQR(BASES["sgdm"](model.parameters()), model, sample=0.25, **options)
+        model(torch.randn(12, 5, 4)).logsumexp(-1).sum().backward()
+        with pytest.raises(LLQRError, match=message):
+            optimizer.step()
+    with pytest.raises(LLQRError, match='reduction="mean"'):
+        LLQR(BASES["sgdm"](model.parameters()), model, KL(reduction="sum"), sample=0.25)
 
 
 def test_the_defaults_are_those_of_the_base_and_of_the_solver() -> None:

@@ -153,6 +153,16 @@ def test_bounded_steps_are_counted_from_fit_to_fit() -> None:
     assert trust.restless(alone) == 0.0
 
 
+@pytest.mark.parametrize(
+    "state",
+    [{"steps": 2.5}, {"steps": -1}, {"steps": True}, {"steps": 10**400}, {"steps": 1, "bounded": 2}, {"bounded": 1}],
+    ids=str,
+)
+def test_counts_that_cannot_be_are_refused(state: dict[str, Any]) -> None:
+    with pytest.raises(LLQRError, match="trust has"):
+        check_saved({"rho": 0.1, "least": 0.1, **state})
+
+
 def test_a_restless_u_is_trusted_less_at_the_next_refit() -> None:
     """Gradients that double from step to step: at the refit ρ goes up, though by the curvature it would go down."""
     rhos = []

@@ -14,7 +14,7 @@ from torch import nn
 
 from llqr import LLQR
 from llqr_lab.bench.ideas import main as ideas_main
-from llqr_lab.bench.race import Race, main, summary
+from llqr_lab.bench.race import Race, _beyond, common_end, main, summary
 from llqr_lab.data.folder import DataError
 from llqr_lab.experiments.collect import value
 from llqr_lab.experiments.command import folder_of
@@ -124,7 +124,9 @@ def test_everybody_is_timed_to_what_the_plain_bases_end_at() -> None:
         "SOAP": [result([3, 3, 3], 1.0)] * 3,
     }
     grids = {name: (0.1, results[:1]) for name, results in finals.items()}
-    rows = {row["optimizer"]: row for row in summary("some", COURSES["shakespeare"], grids, finals)}
+    rows = {
+        row["optimizer"]: row for row in summary("some", COURSES["shakespeare"], grids, finals, len(finals["SGDM"]))
+    }
     assert rows["SGDM"]["targets"]["SGDM"] == {"loss": 1.2, "reached": 3, "steps": 30, "seconds": 3.0}
     assert rows["LLQR on SGDM"]["targets"]["SGDM"] == {"loss": 1.2, "reached": 3, "steps": 20, "seconds": 3.0}
     assert rows["SOAP"]["targets"]["SGDM"]["reached"] == 0
@@ -139,7 +141,7 @@ def test_the_page_says_who_was_faster() -> None:
         "Muon": [result([3, 3, 0.9], 1.0), result([3, 3, 2], 1.0)],
     }
     grids = {name: (0.1, results[:1]) for name, results in finals.items()}
-    rows = summary("some", COURSES["shakespeare"], grids, finals)
+    rows = summary("some", COURSES["shakespeare"], grids, finals, len(finals["SGDM"]))
     header, line = duels(rows)
     assert line == ["some", "SGDM", "1.2", "0.1: 30, 3.0", "0.1: 20, 2.4", "**×0.80**", "SOAP"]
     assert len(header) == len(line)
@@ -156,14 +158,14 @@ def test_llqr_that_diverges_where_its_base_does_not_is_told() -> None:
         "SGDM": (0.1, [*finals["SGDM"], result([3, 3, 3], 1.0, 0.4), result([3, 3, 3], 1.0, 0.9, **dead)]),
         "LLQR on SGDM": (0.1, [*finals["SGDM"], *(result([3, 3, 3], 1.0, lr, **dead) for lr in (0.4, 0.9, 2.7))]),
     }
-    rows = summary("some", COURSES["shakespeare"], grids, finals)
+    rows = summary("some", COURSES["shakespeare"], grids, finals, len(finals["SGDM"]))
     assert blow_ups(rows) == ["some, LLQR on SGDM at 0.4"]
 
 
 def test_a_task_that_ends_by_itself_is_timed_to_its_end() -> None:
     course = COURSES["modular-addition"]
     finals = {"AdamW": [result([1, 1, 1], 1.0, steps_to_target=s, seconds_to_target=s / 10) for s in (500, 300, 400)]}
-    (row,) = summary("some", course, {"AdamW": (0.1, finals["AdamW"][:1])}, finals)
+    (row,) = summary("some", course, {"AdamW": (0.1, finals["AdamW"][:1])}, finals, 3)
     assert row["targets"]["the end"] == {"loss": None, "reached": 3, "steps": 400, "seconds": 40}
     assert row["tried"] == {"0.1": 500.0}
 
@@ -308,3 +310,75 @@ def test_an_idea_changes_something(idea: Idea) -> None:
     ]
     assert configs[0].llqr != configs[1].llqr
     assert configs[0].base == configs[1].base
+
+
+def test_a_run_that_diverges_or_comes_to_no_end_counts_for_nothing() -> None:
+    """With two of three seeds there, or one that was there and diverged, there is no time; and both are told."""
+    bases = [result([3, 2, 1.0], 1.0)] * 3
+    blown = result([0.5, 0.4, 9], 1.0, diverged=True)
+    for results in ([result([0.5, 0.4, 0.3], 1.0)] * 2, [result([0.5, 0.4, 0.3], 1.0)] * 2 + [blown]):
+        finals = {"SGDM": bases, "LLQR on SGDM": results}
+        rows = summary("some", COURSES["shakespeare"], {n: (0.1, r[:1]) for n, r in finals.items()}, finals, 3)
+        assert duels(rows)[1][4:6] == ["0.1: – (2 of 3 seeds)", "–"]
+        assert blow_ups(rows) == (["some, LLQR on SGDM at 0.1"] if len(results) == 3 else [])
+    finals = {"SGDM": [*bases[:2], blown], "LLQR on SGDM": bases}
+    rows = summary("some", COURSES["shakespeare"], {n: (0.1, r[:1]) for n, r in finals.items()}, finals, 3)
+    assert duels(rows)[1][3] == "diverged with 1 of 3 seeds"
+    assert common_end(finals["SGDM"]) is None
+    assert common_end([]) is None
+
+
+def test_llqr_is_tried_at_four_times_the_best_rate_of_its_base() -> None:
+    entries = {entry.name: entry for entry in ENTRIES}
+    best = {entries["SGDM"]: [0.1], entries["LLQR on SGDM"]: [0.03], entries["AdamW"]: [0.01], entries["SOAP"]: [0.01]}
+    assert _beyond(best) == {entries["SGDM"]: [0.4], entries["LLQR on SGDM"]: [0.4]}
+
+
+@pytest.mark.parametrize("what", ["a folder", "no marks", "nowhere"])
+def test_a_page_that_cannot_be_written_is_told_before_the_first_run(what: str, tmp_path: Path) -> None:
+    page = {"a folder": tmp_path, "no marks": tmp_path / "page.md", "nowhere": tmp_path / "no" / "page.md"}[what]
+    if what == "no marks":
+        page.write_text("words", encoding="utf-8")
+    output = tmp_path / "race.json"
+    with pytest.raises(RunError, match=r"page|folder"):
+        main(["shakespeare"], ["SGDM"], "smoke", [0], tmp_path, None, 1, output, tmp_path / "race.png", page)
+    assert not output.exists()
+
+
+def test_the_page_is_not_written_where_runs_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = tmp_path / "page.md"
+    arguments = (["shakespeare"], ["SGDM", "LLQR on SGDM"], "smoke", [0], tmp_path, None, 1, tmp_path / "race.json")
+    monkeypatch.setattr("llqr_lab.bench.race.sweep", lambda wanted, *rest: False)
+    with pytest.raises(RunError, match="came to no end"):
+        main(*arguments, tmp_path / "race.png", page)
+    assert not page.exists()
+    perform = in_this_process(tmp_path)
+    monkeypatch.setattr("llqr_lab.bench.race.sweep", lambda wanted, *rest: perform(wanted))
+    main(*arguments, tmp_path / "race.png", page)
+    assert "| shakespeare | SGDM |" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("preset", "average"),
+    [("grokking-add", "batch"), ("shakespeare-gpt-sgdm", "batch+sequence"), ("fashion-convnet", "batch")],
+)
+def test_singd_is_told_what_the_loss_is_a_mean_over(preset: str, average: str) -> None:
+    if not installed("singd"):
+        pytest.skip("singd isn't installed (llqr[peers])")
+    config = resolve(preset, "smoke", "base", 0, {"base.name": "singd"})
+    made = optimizer(config.base, None, task_of(config, None).network())
+    assert isinstance(made, Several)
+    assert {group["loss_average"] for group in made.parts[0].param_groups} == {average}
+
+
+def test_settings_of_llqr_reach_it() -> None:
+    settings = {"llqr.sample": 0.5, "llqr.trust": 0.25, "llqr.max_dim": 17, "llqr.steps": 2}
+    config = resolve("shakespeare-gpt-sgdm", "smoke", "kfac-ngd-scalefree", 0, settings)
+    made = repr(optimizer(config.base, config.llqr, task_of(config, None).network()))
+    for shown in ("sample=0.5", "trust=0.25", "max_dim=17", "steps=2"):
+        assert shown in made
+
+
+def test_a_run_of_modular_arithmetic_may_record_between_evaluations(tmp_path: Path) -> None:
+    config = resolve("grokking-add", "smoke", "base", 0, {"record_every": 1, "evaluate_every": 2})
+    assert train(config, folder_of(tmp_path, config), None, torch.device("cpu"))["steps_to_target"] is None

@@ -83,7 +83,7 @@ def pieces(
         yield Piece(batch.inputs, targets, weights, 1.0, 1.0, count)
         return
     check_chunk_size(size)
-    _refuse_coupled(model, training)
+    refuse_coupled(model, training)
     if weights is not None and weights.shape[:1] != (count,):
         raise LLQRError(
             f"the weights have shape {tuple(weights.shape)}, and the batch {count} examples: their first dimension is that of "
@@ -195,16 +195,21 @@ def _rows(value: Any, rows: Rows, count: int) -> Any:
         return value[rows] if _is_cut(value, count) else value
     if isinstance(value, Mapping):
         return {name: _rows(inner, rows, count) for name, inner in value.items()}
-    return type(value)(_rows(inner, rows, count) for inner in value) if isinstance(value, (tuple, list)) else value
+    if not isinstance(value, (tuple, list)):
+        return value
+    parts = [_rows(inner, rows, count) for inner in value]
+    return (
+        type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    )  # a namedtuple takes them one by one
 
 
-def _refuse_coupled(model: nn.Module, training: bool | None) -> None:
+def refuse_coupled(model: nn.Module, training: bool | None) -> None:
     for name, module in model.named_modules():
         batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
         if not (module.training if training is None else training) and not (batch_norm and module.running_mean is None):
             continue
         if batch_norm:
             raise LLQRError(
-                f"{name!r} normalises with the statistics of the batch, which a chunk doesn't know: give the batch whole, or "
-                "use running statistics (training=False, or model.eval())"
+                f"{name!r} normalises with the statistics of the batch, which a part of it doesn't know: give the batch whole, "
+                "or use running statistics (training=False, or model.eval())"
             )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from llqr import sites
 from llqr.checks import Inputs, Loss, check_finite, check_model
-from llqr.chunks import Batch, check_independence, check_losses, pieces
+from llqr.chunks import Batch, check_independence, check_losses, pieces, refuse_coupled
 from llqr.divergences import Divergence, Newton, OutputTerm, Term, resolve
 from llqr.errors import LLQRError, unknown
 from llqr.naming import PerLayer
@@ -56,6 +56,7 @@ class QuadraticModel:
         only: Collection[str] | None = None,
         closure: Callable[[], Tensor] | None = None,
         portion: Portion | None = None,
+        sampled_from: Inputs | None = None,
     ) -> QuadraticModel:
         """Build the model of one step.
 
@@ -77,6 +78,7 @@ class QuadraticModel:
                 `model(inputs)`, and `inputs` may be ().
             portion: how much this batch counts, where it is a part of a larger one: the quadratic models of the parts add up to
                 that of the whole then, but for the diagonal.
+            sampled_from: the batch that `inputs` are some examples of, to see whether they can be taken out of it.
         """
         terms = list(resolve(divergence).terms())
         if closure is not None:
@@ -98,6 +100,10 @@ class QuadraticModel:
         cut = pieces(model, batch, targets, weights, chunk_size, training, bool(places))
         parts = [Part(problem, piece, keep=chunk_size is None) for piece in cut]
         with no_autocast(parameters):
+            if sampled_from is not None:
+                refuse_coupled(model, training)
+                whole = Batch(sampled_from, shared)
+                check_independence(lambda rows: problem.values(rows)[0], whole, batch.count, lambda: recorder.coarse)
             if chunk_size is not None:
                 check_independence(lambda rows: problem.values(rows)[0], batch, chunk_size, lambda: recorder.coarse)
             slope = _total(part.gradient() for part in parts) if gradient is None else _given(gradient, parameters)

@@ -21,6 +21,14 @@ def write(page: Path, command: str, body: str) -> None:
     write_text(page, filled(text, command, body, page))
 
 
+def check(page: Path, command: str) -> None:
+    """Raise before the work is done for what `write` would raise for after it."""
+    if page.is_dir() or not page.absolute().parent.is_dir():
+        raise RunError(f"'{page}' can't be written: it is a folder, or its own folder isn't there")
+    if page.is_file():
+        filled(page.read_text(encoding="utf-8"), command, "", page)
+
+
 def filled(text: str, command: str, body: str, page: Path) -> str:
     before, mark, rest = text.partition(begin(command))
     _, end, after = rest.partition(END)

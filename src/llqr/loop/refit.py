@@ -108,6 +108,12 @@ class Refit:
                 f"sample={self.sample:g} is for divergences that need no loss, and {self.divergence!r} needs it: give a "
                 "refit_batch that returns fewer examples"
             )
+        if self.sample < 1 and any(getattr(term, "reduction", "mean") == "sum" for term in terms):
+            raise LLQRError(
+                f"sample={self.sample:g} is for curvatures that are means over examples, and {self.divergence!r} is a sum: "
+                'take reduction="mean"'
+            )
+        self._can_be_sampled = False
 
     def check(self, parameters: Mapping[str, Tensor]) -> None:
         """Raise now for what a refit would raise for: structures, metrics and dampings that fit no part of the model."""
@@ -191,8 +197,12 @@ class Refit:
                 "keywords, as in model(**batch)"
             )
         if not self._needs_loss:
-            looked_at = self._sampled(inputs) if source.batch is None else inputs
-            return self._build(only, source.division, looked_at, gradient=gradient)
+            if source.batch is not None or self.sample == 1:
+                return self._build(only, source.division, inputs, gradient=gradient)
+            whole = None if self._can_be_sampled else inputs
+            q = self._build(only, source.division, self._sampled(inputs), gradient=gradient, sampled_from=whole)
+            self._can_be_sampled = True
+            return q
         if source.closure is None or source.batch is not None:
             raise LLQRError(self._loss_wanted())
         if self.output is not None:
@@ -205,8 +215,8 @@ class Refit:
 
     def _sampled(self, inputs: Inputs) -> Inputs:
         """The examples whose curvature is looked at, taken evenly from the batch: it may be sorted."""
-        stride = round(1 / self.sample)
-        return inputs if stride == 1 else Batched(inputs, self.shared).rows(slice(None, None, stride))
+        batch = Batched(inputs, self.shared)
+        return batch.rows([int(place / self.sample) for place in range(math.ceil(round(batch.count * self.sample, 6)))])
 
     def _build(
         self,
@@ -218,6 +228,7 @@ class Refit:
         gradient: dict[str, Tensor] | None = None,
         closure: Callable[[], Tensor] | None = None,
         output: Selector | None = None,
+        sampled_from: Inputs | None = None,
     ) -> Quadratic:
         weights = None if self.weights is None or closure is not None else self.weights(inputs)
         by_closure = closure is not None or output is not None
@@ -236,6 +247,7 @@ class Refit:
             only=only,
             closure=closure,
             shared=self.shared,
+            sampled_from=sampled_from,
             portion=None if division is None else self._portion(division, None if by_closure else inputs, weights),
         )
         return q if division is None else Divided(q, division, joined=gradient is not None)

@@ -162,12 +162,18 @@ def check_saved(state: Any) -> dict[str, Any]:
     """What a state has of it; a state from before there was any has nothing."""
     found = dict(state) if isinstance(state, Mapping) else {}
     for name, value in found.items():
-        least = -1 if name in COUNTS and isinstance(value, int) else 0
-        number = isinstance(value, (int, float)) and not isinstance(value, bool) and least < value < math.inf
-        if name not in SAVED or not (number or (value is None and name in ("length", "rate"))):
+        if name in COUNTS:
+            right = type(value) is int and 0 <= value < 2**63
+        else:
+            number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+            right = name in SAVED and (number or (value is None and name in ("length", "rate")))
+        if not right:
             raise LLQRError(
-                f"the state's trust has {name!r} = {value!r}; it should have positive numbers for {', '.join(SAVED)}"
+                f"the state's trust has {name!r} = {value!r}; it should have positive numbers for {', '.join(SAVED)}, and the "
+                "last two may be 0"
             )
+    if found.get("bounded", 0) > found.get("steps", 0):
+        raise LLQRError(f"the state's trust has bounded {found['bounded']} of {found.get('steps', 0)} steps")
     return found
 
 

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from llqr_lab.experiments.cli import change
+from llqr_lab.experiments.config import ConfigError
 from llqr_lab.experiments.loop import Run
 from llqr_lab.experiments.paper import RESULTS
 from llqr_lab.experiments.presets import resolve
@@ -46,6 +47,8 @@ def main(
 ) -> None:
     """`settings` are changes of the preset's, as name=value."""
     changes = dict(map(change, settings))
+    if tuple(methods) == ("base",) and any(name.startswith("llqr.") for name in changes):
+        raise ConfigError("there is no LLQR among the methods: leave out its settings")
     torch.set_num_threads(threads or torch.get_num_threads())
     torch.set_flush_denormal(True)
     names = ("base", *(each for each in methods if each != "base"))

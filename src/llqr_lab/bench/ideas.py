@@ -15,8 +15,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from llqr_lab.bench.race import Race, Wanted, place
+from llqr_lab.bench.race import Race, Wanted, common_end, place
 from llqr_lab.experiments.collect import Result
+from llqr_lab.experiments.folder import RunError
 from llqr_lab.experiments.sweep import sweep
 from llqr_lab.race.entries import COURSES, Entry
 from llqr_lab.race.ideas import BASE, BASELINE, IDEAS
@@ -28,18 +29,20 @@ Row = dict[str, Any]
 def main(
     tasks: Sequence[str], scale: str, seeds: Sequence[int], runs: Path, data: Path | None, jobs: int, output: Path
 ) -> None:
-    console = Console()
+    console, failed = Console(), list[bool]()
     rows: list[Row] = []
+
+    def perform(wanted: Wanted) -> None:
+        failed.append(sweep(wanted, runs, data, jobs, "auto", console) is False)
+
     command = f"llqr bench ideas {' '.join(tasks)} --scale {scale} --seeds {','.join(map(str, seeds))}"
     for task in tasks:
-
-        def perform(wanted: Wanted) -> None:
-            sweep(wanted, runs, data, jobs, "auto", console)
-
         rows += compared(task, Race(COURSES[task], scale, runs, perform), seeds)
         write_json(output, {**provenance(command, seeds[0]), "scale": scale, "seeds": list(seeds), "rows": rows})
         report([row for row in rows if row["task"] == task], console)
     console.print(f"Wrote {output}", highlight=False, soft_wrap=True)
+    if any(failed):
+        raise RunError("some runs came to no end (above): the same command goes on with them")
 
 
 def compared(task: str, race: Race, seeds: Sequence[int]) -> list[Row]:
@@ -52,21 +55,26 @@ def compared(task: str, race: Race, seeds: Sequence[int]) -> list[Row]:
     runners |= {idea.entry: [rates[BASELINE.name]] for idea in IDEAS}
     race.run(runners, seeds)
     results = {entry.name: race.results(entry, at, seeds) for entry, at in runners.items()}
-    target = median(each["last"]["train_loss"] for each in results[BASE.name])
+    target = common_end(results[BASE.name])
+    if target is None:
+        return []
     return [
-        _row(task, entry.name, at[0], results[entry.name], results[BASE.name], target) for entry, at in runners.items()
+        _row(task, entry.name, at[0], results[entry.name], results[BASE.name], target, len(seeds))
+        for entry, at in runners.items()
     ]
 
 
-def _row(task: str, name: str, rate: float, results: list[Result], bases: list[Result], target: float) -> Row:
+def _row(
+    task: str, name: str, rate: float, results: list[Result], bases: list[Result], target: float, seeds: int
+) -> Row:
     ends = [each["last"]["train_loss"] for each in results if not each["diverged"]]
     places = [found for each in results if (found := place(each, COURSES[task], target)) is not None]
-    everybody = bool(results) and len(places) == len(results)
+    everybody = len(places) == seeds
     return {
         "task": task,
         "idea": name,
         "lr": rate,
-        "seeds": len(results),
+        "seeds": seeds,
         "diverged": len(results) - len(ends),
         "train_loss": mean(ends) if ends else None,
         "least": min(ends, default=None),
@@ -86,7 +94,7 @@ def _step_seconds(result: Result) -> float:
 
 def report(rows: list[Row], console: Console) -> None:
     if not rows:
-        console.print("At no rate of the grid did both the base and LLQR come to their end", style="red")
+        console.print("The base, or LLQR, came to its end at no rate of the grid, or diverged with a seed", style="red")
         return
     headers = ("", "rate", "training loss (least, most)", f"to {rows[0]['target']:.4g}: steps, seconds", "time a step")
     table = Table(title=rows[0]["task"], title_justify="left", box=box.SIMPLE_HEAD)

@@ -21,6 +21,7 @@ from llqr_lab import pages
 from llqr_lab.experiments.collect import Result, curve, value
 from llqr_lab.experiments.command import folder_of
 from llqr_lab.experiments.config import Config
+from llqr_lab.experiments.folder import RunError
 from llqr_lab.experiments.presets import resolve
 from llqr_lab.experiments.sweep import sweep
 from llqr_lab.figures.race import draw
@@ -103,11 +104,13 @@ def main(
     figure: Path,
     page: Path | None = None,
 ) -> None:
-    console = Console()
+    console, failed = Console(), list[bool]()
     chosen = [entry for entry in ENTRIES if not entries or entry.name in entries]
+    if page is not None:
+        pages.check(page, COMMAND)
 
     def perform(wanted: Wanted) -> None:
-        sweep(wanted, runs, data, jobs, "auto", console)
+        failed.append(sweep(wanted, runs, data, jobs, "auto", console) is False)
 
     rows: list[Row] = []
     some = f" --optimizers '{','.join(entries)}'" if entries else ""
@@ -122,16 +125,19 @@ def main(
         race.run(beyond, seeds[:1])
         for entry, rates in beyond.items():
             grids[entry.name][1].extend(race.results(entry, rates, seeds[:1]))
-        rows += summary(name, COURSES[name], grids, finals)
+        rows += summary(name, COURSES[name], grids, finals, len(seeds))
         write_json(output, {**provenance(command, seeds[0]), "scale": scale, "seeds": list(seeds), "rows": rows})
     draw(rows, figure)
-    if page is not None:
-        pages.write(page, COMMAND, body(rows))
     for name in names:
         report([row for row in rows if row["task"] == name], console)
     for each in blow_ups(rows):
         console.print(f"{each} diverged, and its base didn't", style="red", highlight=False)
     console.print(f"Wrote {output} and {figure}", highlight=False, soft_wrap=True)
+    if any(failed):
+        raise RunError("some runs came to no end (above): the same command goes on with them, and writes the page then")
+    if page is not None:
+        pages.write(page, COMMAND, body(rows))
+        console.print(f"Wrote {page}", highlight=False, soft_wrap=True)
 
 
 def _beyond(best: Mapping[Entry, Sequence[float]]) -> dict[Entry, list[float]]:
@@ -146,6 +152,7 @@ def summary(
     course: Course,
     grids: dict[str, tuple[float | None, list[Result]]],
     finals: dict[str, list[Result]],
+    seeds: int,
 ) -> list[Row]:
     """A row an optimizer: its rate, steps and seconds to each target (medians of the seeds), how it ended, and its memory."""
     targets = _targets(course, finals)
@@ -158,16 +165,17 @@ def summary(
                 "optimizer": name,
                 "lr": rate,
                 "tried": {f"{each['lr']:g}": _number(end(each, course)) for each in tried},
-                "diverged": [f"{each['lr']:g}" for each in tried if each["diverged"]],
-                "seeds": len(results),
-                "targets": {label: _reached(results, course, target) for label, target in targets.items()},
+                "diverged": sorted({f"{each['lr']:g}" for each in (*tried, *results) if each["diverged"]}),
+                "seeds": seeds,
+                "targets": {label: _reached(results, course, target, seeds) for label, target in targets.items()},
                 "train_loss": _middle([each["last"]["train_loss"] for each in results]),
+                "diverged_seeds": sum(each["diverged"] for each in results),
                 "score_name": results[0]["score"] if results else None,
                 "score": _middle([value(each) for each in results]),
                 "seconds": _middle([each["seconds"] for each in results]),
                 "steps": _middle([each["steps"] for each in results]),
                 "peak_bytes": _middle([each["peak_bytes"] for each in results]),
-                "unmoved": sorted({moved for each in results for moved in each["unmoved"]}),
+                "unmoved": sorted({moved for each in (*tried, *results) for moved in each["unmoved"]}),
                 "curve": results[0]["curve"] if results else None,
             }
         )
@@ -177,14 +185,20 @@ def summary(
 def _targets(course: Course, finals: dict[str, list[Result]]) -> dict[str, float]:
     if course.reached == "test_accuracy":
         return {"the end": 0.0}
-    ends = {name: [each["last"]["train_loss"] for each in finals.get(name, [])] for name in TARGETS}
-    return {name: max(found) for name, found in ends.items() if found and None not in found}
+    ends = {name: common_end(finals.get(name, [])) for name in TARGETS}
+    return {name: found for name, found in ends.items() if found is not None}
 
 
-def _reached(results: list[Result], course: Course, target: float) -> Row:
+def common_end(results: Sequence[Result]) -> float | None:
+    """The training loss that was come to with every seed; None where one diverged."""
+    ends = [None if each["diverged"] else each["last"]["train_loss"] for each in results]
+    return max(each for each in ends if each is not None) if ends and None not in ends else None
+
+
+def _reached(results: list[Result], course: Course, target: float, seeds: int) -> Row:
     """How many seeds got there, the target, and the medians of steps and seconds if all did."""
     places = [found for each in results if (found := place(each, course, target)) is not None]
-    everybody = bool(results) and len(places) == len(results)
+    everybody = len(places) == seeds
     return {
         "loss": target if course.reached == "train_loss" else None,
         "reached": len(places),
@@ -194,7 +208,9 @@ def _reached(results: list[Result], course: Course, target: float) -> Row:
 
 
 def place(result: Result, course: Course, target: float) -> tuple[float, float] | None:
-    """The step and the seconds at which a run was there for the first time."""
+    """The step and the seconds at which a run was there for the first time; None if it diverged in the end."""
+    if result["diverged"]:
+        return None
     if course.reached == "test_accuracy":
         steps = result.get("steps_to_target")
         return None if steps is None else (steps, result["seconds_to_target"])

@@ -299,6 +299,8 @@ def _check(config: Config) -> None:
             raise ConfigError(f"'{name}' should be at least 0 and below 1, and is {settings[name]}")
     if settings.get("llqr.sample", 1.0) > 1:
         raise ConfigError(f"'llqr.sample' is a share of the batch, at most 1, and is {settings['llqr.sample']}")
+    if settings.get("llqr.sample", 1.0) < 1 and settings.get("llqr.reduction") == "sum":
+        raise ConfigError("'llqr.sample' below 1 is for 'llqr.reduction' \"mean\": a sum is of the whole batch")
     if (config.epochs > 0) == (config.steps > 0):
         raise ConfigError("the length of the run should be set by one of 'epochs' and 'steps'")
     for name, where, kinds, default in NEEDED:

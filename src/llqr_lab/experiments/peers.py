@@ -84,7 +84,8 @@ def singd(base: Base, model: nn.Module) -> Optimizer:
     kind = _imported("singd.optim.optimizer", "SINGD")
     known = [module for module in model.modules() if isinstance(module, kind.SUPPORTED_MODULES)]
     inside = list(dict.fromkeys(p for module in known for p in module.parameters()))
-    sequences = any(isinstance(module, nn.Embedding) for module in model.modules())
+    tokens = any(isinstance(module, nn.Embedding) for module in model.modules())
+    sequences = tokens and not getattr(model, "one_output", False)
     settings = {
         "weight_decay": base.weight_decay,
         "T": PRECONDITION_EVERY,

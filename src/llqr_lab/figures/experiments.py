@@ -107,9 +107,10 @@ def _point(row: Result, step: float, along: str, name: str) -> tuple[float, floa
     """Where a run was at a step, and what it had measured last; None before its first evaluation and where it had diverged."""
     curve = row["curve"]
     last = bisect_right(curve["step"], step) - 1
-    if last < 0 or curve[name][last] is None or (row["diverged"] and last == len(curve["step"]) - 1):
+    measured = [value for value in curve[name][: last + 1] if value is not None]
+    if not measured or (row["diverged"] and last == len(curve["step"]) - 1):
         return None
-    return (step if along == "step" else curve[along][last]), curve[name][last]
+    return (step if along == "step" else curve[along][last]), measured[-1]
 
 
 def _title(results: list[Result]) -> str:

@@ -54,6 +54,9 @@ class GrokkingTransformer(CausalTransformer):
                 if parameter.dim() > 1:
                     nn.init.normal_(parameter, std=spread)
 
+    one_output = True
+    """For the whole sequence."""
+
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.norm(self.hidden(tokens)[:, -1]))  # type: ignore[no-any-return]
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from llqr_lab.pages import table
+from llqr_lab.race.entries import BEYOND
 
 COMMAND = "llqr bench race --page"
 Row = dict[str, Any]
@@ -44,6 +45,12 @@ def duels(rows: Sequence[Row]) -> list[list[str]]:
         label = _label(base)
         goal, own, other = (row["targets"].get(label) for row in (base, base, wrapped))
         if goal is None or own is None or other is None:
+            ends = (
+                f"diverged with {base['diverged_seeds']} of {base['seeds']} seeds"
+                if base["lr"]
+                else "diverged at every rate"
+            )
+            lines.append([base["task"], base["optimizer"], "–", ends, "–", "–", "–"])
             continue
         ratio = other["seconds"] / own["seconds"] if other["seconds"] and own["seconds"] else None
         peers = [row for row in rows if row["task"] == base["task"] and row is not wrapped]
@@ -105,9 +112,16 @@ def blow_ups(rows: Sequence[Row]) -> list[str]:
     """Where LLQR diverged at a rate at which its base didn't."""
     found = []
     for base, wrapped in pairs(rows):
-        finite = {rate for rate in base["tried"] if rate not in base["diverged"]}
-        found += [f"{base['task']}, {wrapped['optimizer']} at {rate}" for rate in wrapped["diverged"] if rate in finite]
+        broken = [rate for rate in compared(base, wrapped) if rate in wrapped["diverged"]]
+        found += [f"{base['task']}, {wrapped['optimizer']} at {rate}" for rate in broken]
     return found
+
+
+def compared(base: Row, wrapped: Row) -> list[str]:
+    """The rates up to four times the base's best at which the base stayed finite, and LLQR was tried."""
+    most = (1 + 1e-6) * BEYOND * (base["lr"] or 0.0)
+    finite = [rate for rate in base["tried"] if rate not in base["diverged"] and float(rate) <= most]
+    return [rate for rate in finite if rate in wrapped["tried"]]
 
 
 def pairs(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
@@ -122,12 +136,7 @@ def _label(base: Row) -> str:
 
 
 def _sentences(rows: Sequence[Row]) -> list[str]:
-    common = [
-        rate
-        for base, wrapped in pairs(rows)
-        for rate in wrapped["tried"]
-        if rate in base["tried"] and rate not in base["diverged"]
-    ]
+    common = [rate for base, wrapped in pairs(rows) for rate in compared(base, wrapped)]
     broken = blow_ups(rows)
     said = (
         f"At {len(common) - len(broken)} of the {len(common)} rates at which a base stayed finite and LLQR was tried, "
@@ -142,7 +151,10 @@ def _sentences(rows: Sequence[Row]) -> list[str]:
 
 
 def _about_rates() -> str:
-    return "With the first seed. A dash is a run of modular addition that didn't get there.\n"
+    return (
+        "With the first seed. A dash is a run of modular addition that didn't get there. At four times the best rate of a "
+        "base, it and LLQR around it were run for the sentence on finite runs above, after the best rates had been chosen.\n"
+    )
 
 
 def reached(target: Row, seeds: int) -> str:

@@ -43,7 +43,7 @@ class Grokking(Task):
     def summary(self, lines: list[dict[str, Any]]) -> dict[str, Any]:
         """When everything was learned by heart, and when it was understood."""
         learned = next((line for line in lines if line["train_accuracy"] >= LEARNED), None)
-        reached = next((line for line in lines if (line["test_accuracy"] or 0.0) >= TARGET), None)
+        reached = next((line for line in lines if (line.get("test_accuracy") or 0.0) >= TARGET), None)
         return {
             "steps_to_overfit": learned["step"] if learned else None,
             "steps_to_target": reached["step"] if reached else None,

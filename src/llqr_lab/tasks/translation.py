@@ -35,8 +35,8 @@ class Translating(Task):
         label_smoothing: float = 0.0,
     ) -> None:
         """`beam`: of the translations at the end; 0 is none of them, and the validation loss is the score."""
-        if beam < 0:
-            raise DataError(f"data.beam is a number of translations kept at a time, or 0 for none, not {beam}")
+        if type(beam) is not int or beam < 0:
+            raise DataError(f"data.beam is a number of translations kept at a time, or 0 for none, not {beam!r}")
         self.beam, self.score = beam, "bleu" if beam else "valid_loss"
         self.data = corpus(name, folder, bpe)
         self.model = {**model, "source_words": len(self.data.source), "target_words": len(self.data.target)}
