@@ -43,7 +43,7 @@ def test_memory_is_what_the_preconditioner_takes_and_costs_are_positive() -> Non
         assert cost.apply is not None
         assert cost.apply > 0
         assert cost.refit is not None
-        assert cost.refit > 25 * found.product
+        assert cost.refit > found.steps * found.product
     assert found.train_seconds > 0
 
 

@@ -117,8 +117,9 @@ def main(
     command = f"llqr bench race {' '.join(names)} --scale {scale} --seeds {','.join(map(str, seeds))}{some}"
     for name in names:
         race = Race(COURSES[name], scale, runs, perform)
-        grids = race.grids(chosen, seeds[0])
-        best = {entry: [rate] for entry in chosen if (rate := grids[entry.name][0]) is not None}
+        runners = [entry for entry in chosen if entry.base not in COURSES[name].without]
+        grids = race.grids(runners, seeds[0])
+        best = {entry: [rate] for entry in runners if (rate := grids[entry.name][0]) is not None}
         race.run(best, seeds)
         finals = {entry.name: race.results(entry, rates, seeds) for entry, rates in best.items()}
         beyond = _beyond(best)

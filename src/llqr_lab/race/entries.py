@@ -56,6 +56,8 @@ class Course:
     changes: Mapping[str, Any] = field(default_factory=dict)
     cpu: Mapping[str, Any] = field(default_factory=dict)
     """What is changed at the scale `cpu` only, so that a race takes some hours."""
+    without: tuple[str, ...] = ()
+    """Bases that can't run here: torch's Muon is for matrices, and a ResNet has none inside."""
     reached: str = "train_loss"
     """What is to be reached: the training loss of the plain bases, or the test accuracy at which a task says it is over."""
 
@@ -68,6 +70,7 @@ COURSES = {
         "cifar10-resnet18-sgdm",
         PLAIN,
         {"batch": 32, "epochs": 0, "steps": 100, "evaluate_every": 100, "record_every": 10},
+        without=("muon",),
     ),
     "shakespeare": Course("shakespeare-gpt-sgdm", cpu={"steps": 600, "evaluate_every": 600, "record_every": 20}),
     "modular-addition": Course("grokking-add", cpu={"steps": 500, "evaluate_every": 25}, reached="test_accuracy"),
