@@ -25,7 +25,7 @@ from llqr_lab.experiments.folder import RunError
 from llqr_lab.experiments.presets import resolve
 from llqr_lab.experiments.sweep import sweep
 from llqr_lab.figures.race import draw
-from llqr_lab.race.entries import BEYOND, COURSES, ENTRIES, WIDEN, WIDEST, Course, Entry
+from llqr_lab.race.entries import BEYOND, COURSES, WIDEN, WIDEST, Course, Entry
 from llqr_lab.race.page import COMMAND, Row, blow_ups, body, reached, shown
 from llqr_lab.results import provenance, write_json
 
@@ -105,7 +105,6 @@ def main(
     page: Path | None = None,
 ) -> None:
     console, failed = Console(), list[bool]()
-    chosen = [entry for entry in ENTRIES if not entries or entry.name in entries]
     if page is not None:
         pages.check(page, COMMAND)
 
@@ -117,7 +116,7 @@ def main(
     command = f"llqr bench race {' '.join(names)} --scale {scale} --seeds {','.join(map(str, seeds))}{some}"
     for name in names:
         race = Race(COURSES[name], scale, runs, perform)
-        runners = [entry for entry in chosen if entry.base not in COURSES[name].without]
+        runners = [entry for entry in COURSES[name].runners(scale) if not entries or entry.name in entries]
         grids = race.grids(runners, seeds[0])
         best = {entry: [rate] for entry in runners if (rate := grids[entry.name][0]) is not None}
         race.run(best, seeds)

@@ -58,13 +58,19 @@ class Course:
     """What is changed at the scale `cpu` only, so that a race takes some hours."""
     without: tuple[str, ...] = ()
     """Bases that can't run here: torch's Muon is for matrices, and a ResNet has none inside."""
+    too_slow: tuple[str, ...] = ()
+    """Bases that take hours here at the scale `cpu`: Muon's iteration is in bfloat16, which most processors only emulate."""
     reached: str = "train_loss"
     """What is to be reached: the training loss of the plain bases, or the test accuracy at which a task says it is over."""
+
+    def runners(self, scale: str) -> list[Entry]:
+        left_out = {*self.without, *(self.too_slow if scale == "cpu" else ())}
+        return [entry for entry in ENTRIES if entry.base not in left_out]
 
 
 PLAIN = {"base.weight_decay": 0.0}
 COURSES = {
-    "fashion-mlp": Course("fashion-mlp", cpu={"evaluate_every": 0, "record_every": 39}),
+    "fashion-mlp": Course("fashion-mlp", cpu={"evaluate_every": 0, "record_every": 39}, too_slow=("muon",)),
     "fashion-convnet": Course("fashion-convnet", cpu={"epochs": 2, "evaluate_every": 0, "record_every": 39}),
     "cifar10": Course(
         "cifar10-resnet18-sgdm",
@@ -73,7 +79,9 @@ COURSES = {
         without=("muon",),
     ),
     "shakespeare": Course("shakespeare-gpt-sgdm", cpu={"steps": 600, "evaluate_every": 600, "record_every": 20}),
-    "modular-addition": Course("grokking-add", cpu={"steps": 500, "evaluate_every": 25}, reached="test_accuracy"),
+    "modular-addition": Course(
+        "grokking-add", cpu={"steps": 500, "evaluate_every": 25}, too_slow=("muon",), reached="test_accuracy"
+    ),
     "multi30k": Course(
         "multi30k-transformer-adamw",
         {**PLAIN, "data.beam": 0},
@@ -85,5 +93,6 @@ COURSES = {
             "evaluate_every": 100,
             "record_every": 10,
         },
+        too_slow=("muon",),
     ),
 }
