@@ -117,6 +117,8 @@ def main(
     for name in names:
         race = Race(COURSES[name], scale, runs, perform)
         runners = [entry for entry in COURSES[name].runners(scale) if not entries or entry.name in entries]
+        if not runners:
+            console.print(f"{name} is without these optimizers at --scale {scale}", style="yellow", highlight=False)
         grids = race.grids(runners, seeds[0])
         best = {entry: [rate] for entry in runners if (rate := grids[entry.name][0]) is not None}
         race.run(best, seeds)
@@ -128,7 +130,7 @@ def main(
         rows += summary(name, COURSES[name], grids, finals, len(seeds))
         write_json(output, {**provenance(command, seeds[0]), "scale": scale, "seeds": list(seeds), "rows": rows})
     draw(rows, figure)
-    for name in names:
+    for name in dict.fromkeys(row["task"] for row in rows):
         report([row for row in rows if row["task"] == name], console)
     for each in blow_ups(rows):
         console.print(f"{each} diverged, and its base didn't", style="red", highlight=False)
