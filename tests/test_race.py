@@ -188,6 +188,16 @@ def test_the_command_writes_a_table_a_file_and_a_figure(tmp_path: Path, monkeypa
     assert output.read_text(encoding="utf-8") == first
 
 
+def test_muon_races_where_it_can() -> None:
+    names = {
+        scale: {name: {entry.base for entry in course.runners(scale)} for name, course in COURSES.items()}
+        for scale in ("cpu", "paper")
+    }
+    assert [course for course, bases in names["cpu"].items() if "muon" in bases] == ["fashion-convnet", "shakespeare"]
+    assert [course for course, bases in names["paper"].items() if "muon" not in bases] == ["cifar10"]
+    assert all(len(bases) >= 5 for bases in names["cpu"].values())
+
+
 @pytest.mark.parametrize("name", PEERS)
 def test_a_peer_goes_on_where_it_was_stopped_or_says_that_it_cannot(name: str) -> None:
     if not installed(name):
