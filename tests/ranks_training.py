@@ -149,7 +149,7 @@ def outcome(model: nn.Module, optimizer: LLQR) -> dict[str, Any]:
         "parameters": {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in parameters_of(model).items()},
         "u": {f"{key} {name}": t for key, block in u["blocks"].items() for name, t in block.items()},
         "objective": torch.tensor([stats.objective_before, stats.objective_after], dtype=torch.float64),
-        "counts": [stats.refits, stats.rejected, stats.turned, stats.nonfinite, stats.unused, stats.trust],
+        "counts": [stats.refits, stats.rejected, stats.turned, stats.nonfinite, stats.bounded, stats.trust],
         "bytes": optimizer.memory_usage()["preconditioner"],
     }
 

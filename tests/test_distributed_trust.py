@@ -49,7 +49,7 @@ def small(sharded: bool, **settings: Any) -> tuple[nn.Module, LLQR, torch.Tensor
 
 
 def missing() -> tuple[list[float], int]:
-    """A step that is the base's own, where one rank lacks a gradient that the owner of its block has."""
+    """A step that is made shorter, where one rank lacks a gradient that the owner of its block has."""
     called, optimizer, inputs, targets = small(False, shard=True)
 
     def step(scale: float, without: str | None = None) -> None:
@@ -69,7 +69,7 @@ def missing() -> tuple[list[float], int]:
     optimizer._refit.trust.length = None
     step(1.0)
     step(4.0, without="0.weight")
-    return [float(p.detach().sum()) for p in optimizer.model.parameters()], optimizer.stats.unused
+    return [float(p.detach().sum()) for p in optimizer.model.parameters()], optimizer.stats.bounded
 
 
 def shortened() -> list[list[float]]:
@@ -88,7 +88,7 @@ def shortened() -> list[list[float]]:
                         tensor.fill_(1.2)
                 assert optimizer._refit.trust is not None
                 optimizer._refit.trust.length = None
-        assert optimizer.stats.unused == 0
+        assert optimizer.stats.bounded == 1
         found.append([float(full(p).sum()) for p in optimizer.model.parameters()])
     return found
 
@@ -121,7 +121,7 @@ def test_the_layout_of_parameters_makes_no_difference(tmp_path: Path) -> None:
     assert first[1] == 3
 
 
-def test_the_bases_own_step_is_of_the_owners_gradients(tmp_path: Path) -> None:
+def test_a_step_is_as_long_as_the_owners_gradients_say(tmp_path: Path) -> None:
     first, second = on_ranks(2, tmp_path, missing)
     assert first == second
     assert first[1] == 1

@@ -180,13 +180,11 @@ def test_a_restless_u_is_trusted_less_at_the_next_refit() -> None:
     assert rhos == pytest.approx([1 / 9, 1.0])
 
 
-def bounded(trust: Trust, length: float, plain: float, base: torch.optim.Optimizer | None = None) -> float | None:
-    """The length that U g has after the bound, for U g and g of these lengths; None if the step is the base's own."""
+def bounded(trust: Trust, length: float, plain: float, base: torch.optim.Optimizer | None = None) -> float:
+    """The length that U g has after the bound, for U g and g of these lengths."""
     given = torch.tensor([0.0, length])
     steered = trust.bound({"w": given}, length, lambda: plain, base)
     assert given[1] == length  # not in place
-    if steered is None:
-        return None
     part = steered["w"]
     assert part is not None
     return float(part.norm())
@@ -200,8 +198,11 @@ def test_a_step_is_bounded_by_the_one_that_u_was_fitted_in() -> None:
     assert bounded(trust, 5.9, 1.0) == pytest.approx(5.9)
     assert bounded(trust, 10.0, 1.0) == pytest.approx(6.0)  # 1.5 times as long
     assert bounded(trust, 10.0, 8.0) == pytest.approx(8.0)  # never shorter than the base's own for that
-    assert bounded(trust, 13.0, 8.0) is None  # more than 3 times: g
-    assert bounded(trust, 13.0, 14.0) == pytest.approx(13.0)  # a U that shortens stays
+    assert bounded(trust, 11.0, 14.0) == pytest.approx(11.0)  # a U that shortens stays
+    assert trust.steps == 5
+    assert bounded(trust, 100.0, 100.0) == pytest.approx(3 * 1.06 * 4.0)  # but never more than about 3 times
+    trust.steps = 99
+    assert bounded(trust, 100.0, 100.0) == pytest.approx(3 * 2 * 4.0)  # which rises slowly
     assert bounded(trust, 5.0, 1.0) == pytest.approx(5.0)
 
 
@@ -214,7 +215,6 @@ def test_a_rate_that_rises_by_hand_shortens_what_was_fitted_for_a_smaller_one() 
     assert bounded(trust, 5.9, 1.0, base) == pytest.approx(5.9)
     base.param_groups[0]["lr"] = 0.2
     assert bounded(trust, 4.0, 1.0, base) == pytest.approx(3.0)  # 1.5 times half the length
-    assert bounded(trust, 6.1, 1.0, base) is None
 
 
 def test_norms_of_half_precision_are_taken_in_single() -> None:
@@ -281,19 +281,19 @@ def test_a_u_far_beyond_the_edge_leaves_nothing_behind(warm_start: bool) -> None
     assert max(float(part.abs().max()) for block in u.blocks.values() for part in block.values()) < 10
 
 
-def test_a_step_that_u_would_lengthen_beyond_measure_is_the_bases() -> None:
+def test_a_step_that_u_would_lengthen_beyond_measure_is_kept_short() -> None:
     net = nn.Linear(3, 1).double()
     optimizer = LLQR(torch.optim.SGD(net.parameters(), lr=0.1), net, "ngd", "diagonal", every=100)
     optimizer.preconditioner = Preconditioner.identity(dict(net.named_parameters()), "diagonal").scaled(5.0)
     taken = []
-    for size in (1.0, 1.0, 2.0, 4.0):
+    for size in (1.0, 1.0, 2.0, 10.0, 100.0):
         before = net.weight.detach().clone()
         net.weight.grad, net.bias.grad = torch.full_like(net.weight, size), torch.zeros_like(net.bias)
         optimizer._schedule.go_to(1)
         optimizer.step()
         taken.append(float((before - net.weight.detach())[0, 0] / 0.1))
-    assert taken == pytest.approx([5.0, 5.0, 7.5, 4.0])  # U g, U g, 1.5 times the first, g
-    assert optimizer.stats.unused == 1
+    assert taken == pytest.approx([5.0, 5.0, 7.5, 10.0, 3 * 1.05 * 5.0])  # U g, U g, 1.5 times the first, ‖g‖, 3 times
+    assert optimizer.stats.bounded == 3
 
 
 def test_what_says_nothing_changes_nothing() -> None:

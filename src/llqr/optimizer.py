@@ -316,16 +316,14 @@ class LLQR(Wrapping):
             else:
                 steered = self.preconditioner.steer(gradients, reuse=True)
             bounded = bounded_steps(self._refit.trust, self.base, steered, gradients, self._division)
-            self.stats.unused += bounded is None
-            if bounded is None and team is not None and self._division is not None:
-                bounded = team.steer(self._division, None, parameters, gradients).gradients
+        self.stats.bounded += bounded is not steered.gradients
         if steered.turned:
             self.stats.turned += len(steered.turned)
             self._warn("turned", f"U would have turned the gradient of {steered.turned[0]!r} around")
         if steered.nonfinite:
             self.stats.nonfinite += len(steered.nonfinite)
             self._warn("nonfinite", f"the gradient of {steered.nonfinite[0]!r} is not finite")
-        return {} if bounded is None else bounded
+        return bounded
 
     def _reject(self, why: str, kept: str = UNCHANGED) -> bool:
         self.stats.rejected += 1

@@ -62,10 +62,10 @@ class Sharing(ABC):
     def _from_owners(self, steered: Mapping[str, Tensor], notes: dict[int, Tensor]) -> dict[str, Tensor]:
         """U g of all parameters, in the form in which the parameters are here. `notes` are overwritten by the owners' own."""
 
-    def steer(self, u: Preconditioner | None, gradients: Mapping[str, Tensor]) -> Shared:
+    def steer(self, u: Preconditioner, gradients: Mapping[str, Tensor]) -> Shared:
         """U g of all blocks; `u` are this rank's, and without them it is g."""
         own = self.at_owner(gradients)
-        steered = Steered(dict(own), [], []) if u is None else u.steer(own, reuse=True)
+        steered = u.steer(own, reuse=True)
         notes = {owner: self._notes(owner, own, steered) for owner in self._names}
         values = self._from_owners(steered.gradients, notes)
         known = steered.gradients

@@ -70,11 +70,11 @@ class Team:
     def steer(
         self,
         division: Division,
-        u: Preconditioner | None,
+        u: Preconditioner,
         parameters: Mapping[str, Tensor],
         gradients: Mapping[str, Tensor],
     ) -> Shared:
-        """U g with every rank's blocks; without `u`, the owners' g."""
+        """U g with every rank's blocks."""
         if self._sharing is None or not self._sharing.fits(division, parameters):
             self._sharing = (FullySharded if self._fsdp else Replicated)(division, parameters)
         return self._sharing.steer(u, gradients)

@@ -23,8 +23,8 @@ class Stats:
     """at its end."""
     trust: float | None = None
     """ρ of the last fit: U lengthened no direction by more than about 1/ρ."""
-    unused: int = 0
-    """Steps that were the base's own, because U g had become much longer than when U was fitted."""
+    bounded: int = 0
+    """Steps in which U g had become much longer than when U was fitted, and was kept shorter."""
     seconds: float = 0.0
     """Time spent in refits."""
     memory: int = 0

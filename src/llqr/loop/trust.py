@@ -15,9 +15,10 @@ lengthens none by more than 1/ρ. Bases that normalise their steps (Adam, Muon) 
 η ε·Hε/(-g·ε) says how near the edge it has come, with other data and after the steps since it was fitted. Well inside, ρ is
 divided by 3, down to 0.1; outside, multiplied; far outside, U begins anew at ρ = 1, and ρ may not become that small again.
 
-Between refits U g is *bounded*: it is made no longer than 1.5 times what it was in the step that U was fitted in (or than g),
-and where it would be more than three times that, something has changed that U doesn't know: the step is the base's own. Where
-more than a quarter of the steps since the last refit had to be bounded, the gradients grow under U, and ρ is multiplied too.
+Between refits U g is *bounded*: it is made no longer than 1.5 times what it was in the step that U was fitted in, or than g
+where that is longer; and no longer than three times that (a limit that rises slowly) in any case, for then something has
+changed that U doesn't know. Where more than a quarter of the steps since the last refit had to be bounded, the gradients grow
+under U, and ρ is multiplied too.
 docs/findings.md has the measurements.
 """
 
@@ -50,7 +51,9 @@ FACTOR = 3.0
 INSIDE, OUTSIDE, FAR_OUTSIDE = 0.5, 1.0, 2.0
 """How near the edge a U has come."""
 LONGER, MUCH_LONGER = 1.5, 3.0
-"""How long U g may become, and where U is left out, relative to the step that U was fitted in."""
+"""How long U g may become, relative to the step that U was fitted in: where g hasn't grown that much, and where it has."""
+SLOWLY = 100
+"""Steps in which the second grows by as much as it was: gradients may grow, if they take their time."""
 RESTLESS = 0.25
 """The share of steps that had to be bounded, beyond which U is trusted less."""
 
@@ -112,8 +115,8 @@ class Trust:
 
     def bound(
         self, steered: Steering, length: float, plain: Callable[[], float], base: Optimizer | None = None
-    ) -> Steering | None:
-        """U g as it may be, given ‖U g‖ and ‖g‖, or None where the step is better the base's own.
+    ) -> Steering:
+        """U g as long as it may be, given ‖U g‖ and ‖g‖.
 
         A rate that has risen since the fit, and that no schedule had told of, makes the same U g a longer step.
         """
@@ -126,13 +129,11 @@ class Trust:
         fitted = self.length * (min(1.0, self.rate / now) if self.rate and now else 1.0)
         if not LONGER * fitted < length < math.inf:
             return steered
-        own = plain()
-        factor = max(own, LONGER * fitted) / length
+        most = MUCH_LONGER * (1 + self.steps / SLOWLY) * fitted
+        factor = min(most, max(plain(), LONGER * fitted)) / length
         if factor >= 1:
             return steered
         self.bounded += 1
-        if length > MUCH_LONGER * fitted:
-            return None
         # not in place: what a structure leaves alone is the gradient itself
         return {n: None if part is None else factor * part for n, part in steered.items()}
 
@@ -183,8 +184,8 @@ def bounded_steps(
     steered: Steered | Shared,
     gradients: Mapping[str, Tensor],
     division: Division | None,
-) -> Steering | None:
-    """U g no longer than it may be, or None for a step that is better the base's own."""
+) -> Steering:
+    """U g no longer than it may be."""
     if trust is None or not trust.bounds:
         return steered.gradients
     if not isinstance(steered, Steered) and division is not None:
