@@ -15,7 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from llqr_lab.bench.race import Race, Wanted, common_end, place
+from llqr_lab.bench.race import Race, Wanted, common_end, last_loss, place
 from llqr_lab.experiments.collect import Result
 from llqr_lab.experiments.folder import RunError
 from llqr_lab.experiments.sweep import sweep
@@ -37,7 +37,7 @@ def main(
 
     command = f"llqr bench ideas {' '.join(tasks)} --scale {scale} --seeds {','.join(map(str, seeds))}"
     for task in tasks:
-        rows += compared(task, Race(COURSES[task], scale, runs, perform), seeds)
+        rows += compared(task, Race(COURSES[task], scale, runs, perform), seeds, data)
         write_json(output, {**provenance(command, seeds[0]), "scale": scale, "seeds": list(seeds), "rows": rows})
         report([row for row in rows if row["task"] == task], console)
     console.print(f"Wrote {output}", highlight=False, soft_wrap=True)
@@ -45,7 +45,7 @@ def main(
         raise RunError("some runs came to no end (above): the same command goes on with them")
 
 
-def compared(task: str, race: Race, seeds: Sequence[int]) -> list[Row]:
+def compared(task: str, race: Race, seeds: Sequence[int], data: Path | None) -> list[Row]:
     """The base, the baseline, then each idea at the baseline's rate."""
     grids = race.grids([BASE, BASELINE], seeds[0])
     rates = {name: rate for name, (rate, _) in grids.items() if rate is not None}
@@ -58,18 +58,19 @@ def compared(task: str, race: Race, seeds: Sequence[int]) -> list[Row]:
     target = common_end(results[BASE.name])
     if target is None:
         return []
-    return [
-        _row(task, entry.name, at[0], results[entry.name], results[BASE.name], target, len(seeds))
-        for entry, at in runners.items()
-    ]
+    times = race.step_seconds(runners, seeds[0], data)
+    rows = [_row(task, entry.name, at[0], results[entry.name], target, len(seeds)) for entry, at in runners.items()]
+    for row in rows:
+        seconds = times[row["idea"]]
+        row["time"] = seconds / times[BASE.name]
+        row["seconds"] = None if row["steps"] is None else row["steps"] * seconds
+    return rows
 
 
-def _row(
-    task: str, name: str, rate: float, results: list[Result], bases: list[Result], target: float, seeds: int
-) -> Row:
-    ends = [each["last"]["train_loss"] for each in results if not each["diverged"]]
+def _row(task: str, name: str, rate: float, results: list[Result], target: float, seeds: int) -> Row:
+    ends = [loss for each in results if (loss := last_loss(each)) is not None]
     places = [found for each in results if (found := place(each, COURSES[task], target)) is not None]
-    everybody = len(places) == seeds
+    steps = median(places) if len(places) == seeds else None
     return {
         "task": task,
         "idea": name,
@@ -79,17 +80,9 @@ def _row(
         "train_loss": mean(ends) if ends else None,
         "least": min(ends, default=None),
         "most": max(ends, default=None),
-        "time": median(_step_seconds(each) for each in results) / median(map(_step_seconds, bases))
-        if results
-        else None,
         "target": target,
-        "steps": median(step for step, _ in places) if everybody else None,
-        "seconds": median(seconds for _, seconds in places) if everybody else None,
+        "steps": steps,
     }
-
-
-def _step_seconds(result: Result) -> float:
-    return float(result["seconds"]) / int(result["steps"])
 
 
 def report(rows: list[Row], console: Console) -> None:
@@ -104,6 +97,5 @@ def report(rows: list[Row], console: Console) -> None:
         loss = "–" if row["train_loss"] is None else f"{row['train_loss']:.4f} ({row['least']:.4f}, {row['most']:.4f})"
         dead = f", {row['diverged']} of {row['seeds']} diverged" if row["diverged"] else ""
         there = "–" if row["steps"] is None else f"{row['steps']:.0f}, {row['seconds']:.1f}"
-        time = "–" if row["time"] is None else f"×{row['time']:.2f}"
-        table.add_row(row["idea"], f"{row['lr']:g}", loss + dead, there, time)
+        table.add_row(row["idea"], f"{row['lr']:g}", loss + dead, there, f"×{row['time']:.2f}")
     console.print(table)

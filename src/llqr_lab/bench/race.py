@@ -25,13 +25,19 @@ from llqr_lab.experiments.folder import RunError
 from llqr_lab.experiments.presets import resolve
 from llqr_lab.experiments.sweep import sweep
 from llqr_lab.figures.race import draw
+from llqr_lab.progress import bar
 from llqr_lab.race.entries import BEYOND, COURSES, WIDEN, WIDEST, Course, Entry
 from llqr_lab.race.page import COMMAND, Row, blow_ups, body, reached, shown
+from llqr_lab.race.timing import step_seconds
 from llqr_lab.results import provenance, write_json
 
 Wanted = list[tuple[Config, dict[str, Any]]]
 TARGETS = ("SGDM", "AdamW", "Muon")
 """What these come to with every seed, at their best rates, is what everybody is timed to."""
+SMOOTH = 3
+"""Records that a training loss is the mean of, so that nobody is there by a lucky batch."""
+ROUNDS = 3
+"""Turns of each optimizer when steps are timed."""
 
 
 class Race:
@@ -74,6 +80,12 @@ class Race:
         ends = {each["lr"]: end(each, self._course) for each in results}
         best = min(ends, key=lambda lr: ends[lr], default=None)
         return None if best is None or ends[best] == math.inf else best
+
+    def step_seconds(self, best: Mapping[Entry, Sequence[float]], seed: int, data: Path | None) -> dict[str, float]:
+        """Everybody's at their best rates, in turns."""
+        configs = {entry.name: self._configuration(entry, rates[0], seed)[0] for entry, rates in best.items()}
+        with bar((1 + ROUNDS) * len(configs), "timing steps") as done:
+            return step_seconds(configs, data, ROUNDS, done)
 
     def _wanted(self, entry: Entry, rates: Sequence[float], seeds: Sequence[int]) -> Wanted:
         return [self._configuration(entry, rate, seed) for rate in rates for seed in seeds]
@@ -127,7 +139,8 @@ def main(
         race.run(beyond, seeds[:1])
         for entry, rates in beyond.items():
             grids[entry.name][1].extend(race.results(entry, rates, seeds[:1]))
-        rows += summary(name, COURSES[name], grids, finals, len(seeds))
+        times = race.step_seconds(best, seeds[0], data)
+        rows += summary(name, COURSES[name], grids, finals, len(seeds), times)
         write_json(output, {**provenance(command, seeds[0]), "scale": scale, "seeds": list(seeds), "rows": rows})
     draw(rows, figure)
     for name in dict.fromkeys(row["task"] for row in rows):
@@ -155,6 +168,7 @@ def summary(
     grids: dict[str, tuple[float | None, list[Result]]],
     finals: dict[str, list[Result]],
     seeds: int,
+    times: Mapping[str, float],
 ) -> list[Row]:
     """A row an optimizer: its rate, steps and seconds to each target (medians of the seeds), how it ended, and its memory."""
     targets = _targets(course, finals)
@@ -169,12 +183,15 @@ def summary(
                 "tried": {f"{each['lr']:g}": _number(end(each, course)) for each in tried},
                 "diverged": sorted({f"{each['lr']:g}" for each in (*tried, *results) if each["diverged"]}),
                 "seeds": seeds,
-                "targets": {label: _reached(results, course, target, seeds) for label, target in targets.items()},
-                "train_loss": _middle([each["last"]["train_loss"] for each in results]),
+                "targets": {
+                    label: _reached(results, course, target, seeds, times.get(name))
+                    for label, target in targets.items()
+                },
+                "train_loss": _middle([last_loss(each) for each in results]),
                 "diverged_seeds": sum(each["diverged"] for each in results),
                 "score_name": results[0]["score"] if results else None,
                 "score": _middle([value(each) for each in results]),
-                "seconds": _middle([each["seconds"] for each in results]),
+                "step_seconds": times.get(name),
                 "steps": _middle([each["steps"] for each in results]),
                 "peak_bytes": _middle([each["peak_bytes"] for each in results]),
                 "unmoved": sorted({moved for each in (*tried, *results) for moved in each["unmoved"]}),
@@ -193,34 +210,43 @@ def _targets(course: Course, finals: dict[str, list[Result]]) -> dict[str, float
 
 def common_end(results: Sequence[Result]) -> float | None:
     """The training loss that was come to with every seed; None where one diverged."""
-    ends = [None if each["diverged"] else each["last"]["train_loss"] for each in results]
+    ends = [last_loss(each) for each in results]
     return max(each for each in ends if each is not None) if ends and None not in ends else None
 
 
-def _reached(results: list[Result], course: Course, target: float, seeds: int) -> Row:
-    """How many seeds got there, the target, and the medians of steps and seconds if all did."""
+def _reached(results: list[Result], course: Course, target: float, seeds: int, seconds: float | None) -> Row:
+    """How many seeds got there, the target, and the median of the steps if all did, with the time of so many steps."""
     places = [found for each in results if (found := place(each, course, target)) is not None]
-    everybody = len(places) == seeds
+    steps = median(places) if len(places) == seeds else None
     return {
         "loss": target if course.reached == "train_loss" else None,
         "reached": len(places),
-        "steps": median(step for step, _ in places) if everybody else None,
-        "seconds": median(seconds for _, seconds in places) if everybody else None,
+        "steps": steps,
+        "seconds": None if steps is None or seconds is None else steps * seconds,
     }
 
 
-def place(result: Result, course: Course, target: float) -> tuple[float, float] | None:
-    """The step and the seconds at which a run was there for the first time; None if it diverged in the end."""
+def place(result: Result, course: Course, target: float) -> float | None:
+    """The step at which a run was there for the first time; None if it diverged in the end."""
     if result["diverged"]:
         return None
     if course.reached == "test_accuracy":
-        steps = result.get("steps_to_target")
-        return None if steps is None else (steps, result["seconds_to_target"])
-    columns = [result["curve"][name] for name in ("step", "seconds", "train_loss")]
+        return result.get("steps_to_target")
+    steps = result["curve"]["step"]
     return next(
-        ((step, seconds) for step, seconds, loss in zip(*columns, strict=True) if loss is not None and loss <= target),
-        None,
+        (step for step, loss in zip(steps, smoothed(result), strict=True) if loss is not None and loss <= target), None
     )
+
+
+def smoothed(result: Result) -> list[float | None]:
+    """The training loss at each record: the mean of the last three."""
+    losses = result["curve"]["train_loss"]
+    windows = (losses[max(0, last - SMOOTH + 1) : last + 1] for last in range(len(losses)))
+    return [None if None in window else sum(window) / len(window) for window in windows]
+
+
+def last_loss(result: Result) -> float | None:
+    return None if result["diverged"] else smoothed(result)[-1]
 
 
 def _middle(values: Sequence[float | None]) -> float | None:

@@ -86,12 +86,15 @@ def everybody(rows: Sequence[Row]) -> list[list[str]]:
         SCORES.get(score, score),
         *(f"to {name}: steps, seconds" for name in names),
     ]
-    header += ["seconds", "MB"]
+    header += ["ms a step", "MB"]
     lines = []
     for row in rows:
         times = [reached(row["targets"][label], row["seeds"]) for label in labels]
         ends = [shown(row["lr"], "{:g}"), shown(row["train_loss"], "{:.4f}"), shown(row["score"], "{:.4g}")]
-        rest = [shown(row["seconds"], "{:.1f}"), shown(row["peak_bytes"] and row["peak_bytes"] / 1e6, "{:.0f}")]
+        rest = [
+            shown(row["step_seconds"] and 1e3 * row["step_seconds"], "{:.1f}"),
+            shown(row["peak_bytes"] and row["peak_bytes"] / 1e6, "{:.0f}"),
+        ]
         lines.append([row["optimizer"], *ends, *times, *rest])
     return [header, *lines]
 
