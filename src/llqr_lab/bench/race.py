@@ -28,7 +28,7 @@ from llqr_lab.figures.race import draw
 from llqr_lab.progress import bar
 from llqr_lab.race.entries import BEYOND, COURSES, WIDEN, WIDEST, Course, Entry
 from llqr_lab.race.page import COMMAND, Row, blow_ups, body, reached, shown
-from llqr_lab.race.timing import step_seconds
+from llqr_lab.race.timing import PERIOD, step_seconds
 from llqr_lab.results import provenance, write_json
 
 Wanted = list[tuple[Config, dict[str, Any]]]
@@ -85,7 +85,7 @@ class Race:
         """Everybody's at their best rates, in turns."""
         configs = {entry.name: self._configuration(entry, rates[0], seed)[0] for entry, rates in best.items()}
         with bar((1 + ROUNDS) * len(configs), "timing steps") as done:
-            return step_seconds(configs, data, ROUNDS, done)
+            return step_seconds(configs, data, ROUNDS, done, 2 if self._scale == "smoke" else PERIOD)
 
     def _wanted(self, entry: Entry, rates: Sequence[float], seeds: Sequence[int]) -> Wanted:
         return [self._configuration(entry, rate, seed) for rate in rates for seed in seeds]
@@ -174,7 +174,7 @@ def summary(
     targets = _targets(course, finals)
     rows = []
     for name, (rate, tried) in grids.items():
-        results = finals.get(name, [])
+        results, seconds = finals.get(name, []), times.get(name)
         rows.append(
             {
                 "task": task,
@@ -184,14 +184,13 @@ def summary(
                 "diverged": sorted({f"{each['lr']:g}" for each in (*tried, *results) if each["diverged"]}),
                 "seeds": seeds,
                 "targets": {
-                    label: _reached(results, course, target, seeds, times.get(name))
-                    for label, target in targets.items()
+                    label: _reached(results, course, target, seeds, seconds) for label, target in targets.items()
                 },
                 "train_loss": _middle([last_loss(each) for each in results]),
                 "diverged_seeds": sum(each["diverged"] for each in results),
                 "score_name": results[0]["score"] if results else None,
                 "score": _middle([value(each) for each in results]),
-                "step_seconds": times.get(name),
+                "step_seconds": seconds,
                 "steps": _middle([each["steps"] for each in results]),
                 "peak_bytes": _middle([each["peak_bytes"] for each in results]),
                 "unmoved": sorted({moved for each in (*tried, *results) for moved in each["unmoved"]}),

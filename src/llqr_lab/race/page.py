@@ -91,10 +91,7 @@ def everybody(rows: Sequence[Row]) -> list[list[str]]:
     for row in rows:
         times = [reached(row["targets"][label], row["seeds"]) for label in labels]
         ends = [shown(row["lr"], "{:g}"), shown(row["train_loss"], "{:.4f}"), shown(row["score"], "{:.4g}")]
-        rest = [
-            shown(row["step_seconds"] and 1e3 * row["step_seconds"], "{:.1f}"),
-            shown(row["peak_bytes"] and row["peak_bytes"] / 1e6, "{:.0f}"),
-        ]
+        rest = [shown(_times(row["step_seconds"], 1e3), "{:.1f}"), shown(_times(row["peak_bytes"], 1e-6), "{:.0f}")]
         lines.append([row["optimizer"], *ends, *times, *rest])
     return [header, *lines]
 
@@ -164,6 +161,10 @@ def reached(target: Row, seeds: int) -> str:
     if target["steps"] is None:
         return f"– ({target['reached']} of {seeds} seeds)"
     return f"{target['steps']:.0f}, {target['seconds']:.1f}"
+
+
+def _times(number: float | None, factor: float) -> float | None:
+    return None if number is None else factor * number
 
 
 def shown(number: float | None, form: str) -> str:
