@@ -30,11 +30,11 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         grid = figure.subplots(height, columns, squeeze=False).flat
         for axes, task in zip(grid, tasks, strict=False):
             for row in rows:
-                if row["task"] == task and row["curve"]:
+                if row["task"] == task and row["curve"] and row["step_seconds"]:
                     colour, style = LINES.get(row["optimizer"], (BLUE, "-"))
-                    curve = row["curve"]
+                    seconds = [step * row["step_seconds"] for step in row["curve"]["step"]]
                     axes.plot(
-                        curve["seconds"], curve["train_loss"], color=colour, linestyle=style, label=row["optimizer"]
+                        seconds, row["curve"]["train_loss"], color=colour, linestyle=style, label=row["optimizer"]
                     )
             axes.set_title(task)
             axes.set_yscale("log")
