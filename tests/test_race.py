@@ -383,6 +383,7 @@ def test_a_run_that_diverges_or_comes_to_no_end_counts_for_nothing() -> None:
 def test_llqr_is_tried_at_four_times_the_best_rate_of_its_base() -> None:
     entries = {entry.name: entry for entry in ENTRIES}
     best = {entries["SGDM"]: [0.1], entries["LLQR on SGDM"]: [0.03], entries["AdamW"]: [0.01], entries["SOAP"]: [0.01]}
+    best |= {entries["LLQR on AdamW"]: [0.01]}
     assert _beyond(best) == {entries["SGDM"]: [0.4], entries["LLQR on SGDM"]: [0.4]}
 
 

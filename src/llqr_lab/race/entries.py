@@ -15,8 +15,9 @@ WIDEN = 3.0
 """The factor between rates; where the best is the first or the last of a grid, one more is tried beyond it, and so on."""
 WIDEST = 1
 """How often."""
-BEYOND = 4.0
-"""Times the best rate of a base, at which it and LLQR around it are tried too: does LLQR stay finite where its base does?"""
+BEYOND, UNBOUNDED = 4.0, ("sgdm",)
+"""Times the best rate, at which these bases and LLQR around them are tried too: does LLQR stay finite where its base does? Steps of
+the other bases are as long as their rate says, whatever the gradient is."""
 
 
 @dataclass(frozen=True)
