@@ -16,8 +16,8 @@ WIDEN = 3.0
 WIDEST = 1
 """How often."""
 BEYOND, UNBOUNDED = 4.0, ("sgdm",)
-"""Times the best rate, at which these bases and LLQR around them are tried too: does LLQR stay finite where its base does? Steps of
-the other bases are as long as their rate says, whatever the gradient is."""
+"""Times the best rate, at which these bases and LLQR around them are tried too: does LLQR stay finite where its base does? The
+steps of other bases are as long as their rate says, whatever the gradient is."""
 
 
 @dataclass(frozen=True)
