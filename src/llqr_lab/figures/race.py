@@ -6,6 +6,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from matplotlib.ticker import LogFormatter
+
 from llqr_lab.figures.style import BLUE, GREEN, GREY, ORANGE, PINK, drawing
 
 LINES = {
@@ -20,6 +22,14 @@ LINES = {
     "LLQR on Muon": (PINK, "-"),
 }
 """LLQR has the colour of its base, unbroken."""
+
+
+PLAIN = ("SGDM", "AdamW")
+"""Twice the time of these is shown: the slowest would take most of the picture."""
+
+
+def _seconds(row: dict[str, Any]) -> float:
+    return float((row["step_seconds"] or 0.0) * (row["steps"] or 0.0))
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
@@ -38,7 +48,12 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
                     )
             axes.set_title(task)
             axes.set_yscale("log")
+            for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+                ticks(LogFormatter(minor_thresholds=(1.5, 0.5)))
             axes.set_xlabel("seconds of training")
+            plain = [_seconds(row) for row in rows if row["task"] == task and row["optimizer"] in PLAIN]
+            if max(plain, default=0.0) > 0:
+                axes.set_xlim(0, 2 * max(plain))
         for axes in list(grid)[len(tasks) :]:
             axes.set_visible(False)
         figure.axes[0].set_ylabel("training loss")
