@@ -344,7 +344,9 @@ def test_ideas_are_run_at_the_rate_of_the_baseline_with_one_thing_changed(
         "llqr_lab.bench.ideas.IDEAS", [idea for idea in IDEAS if idea.name in ("K-FAC", "1 inner step")]
     )
     output = tmp_path / "ideas.json"
-    ideas_main(["shakespeare"], "smoke", [0, 1], tmp_path, None, 1, output)
+    page = tmp_path / "page.md"
+    ideas_main(["shakespeare"], "smoke", [0, 1], tmp_path, None, 1, output, page)
+    assert "| K-FAC | " in page.read_text(encoding="utf-8")
     rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
     assert [row["idea"] for row in rows] == ["SGDM", "LLQR on SGDM", "K-FAC", "1 inner step"]
     assert len({row["lr"] for row in rows[1:]}) == 1

@@ -195,6 +195,9 @@ def bench_ideas(
     output: Annotated[Path, typer.Option(callback=writable_file, help="The JSON file to write.")] = Path(
         "results/ideas.json"
     ),
+    page: Annotated[
+        Path | None, typer.Option(help="Write the tables into this page too, between its marks: docs/benchmarks.md.")
+    ] = None,
 ) -> None:
     """LLQR as it races on SGDM, and the same with one thing changed: structure, solver, sample, schedule, trust."""
     from llqr_lab.experiments.cli import numbers, told
@@ -209,7 +212,7 @@ def bench_ideas(
                 raise ConfigError(f"there is no task '{name}' with a training loss to reach{suggestion(name, COURSES)}")
         from llqr_lab.bench.ideas import main
 
-        main(tasks or list(TASKS), scale, numbers(seeds), runs, data, jobs or os.cpu_count() or 1, output)
+        main(tasks or list(TASKS), scale, numbers(seeds), runs, data, jobs or os.cpu_count() or 1, output, page)
 
 
 @bench.command("target")

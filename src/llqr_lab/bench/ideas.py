@@ -9,28 +9,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from llqr_lab import pages
 from llqr_lab.bench.race import Race, Wanted, common_end, last_loss, place
 from llqr_lab.experiments.collect import Result
 from llqr_lab.experiments.folder import RunError
 from llqr_lab.experiments.sweep import sweep
 from llqr_lab.race.entries import COURSES, Entry
 from llqr_lab.race.ideas import BASE, BASELINE, IDEAS
+from llqr_lab.race.page import IDEAS_COMMAND, Row, ideas, ideas_body
 from llqr_lab.results import provenance, write_json
-
-Row = dict[str, Any]
 
 
 def main(
-    tasks: Sequence[str], scale: str, seeds: Sequence[int], runs: Path, data: Path | None, jobs: int, output: Path
+    tasks: Sequence[str],
+    scale: str,
+    seeds: Sequence[int],
+    runs: Path,
+    data: Path | None,
+    jobs: int,
+    output: Path,
+    page: Path | None = None,
 ) -> None:
     console, failed = Console(), list[bool]()
     rows: list[Row] = []
+    if page is not None:
+        pages.check(page, IDEAS_COMMAND)
 
     def perform(wanted: Wanted) -> None:
         failed.append(sweep(wanted, runs, data, jobs, "auto", console) is False)
@@ -42,7 +50,10 @@ def main(
         report([row for row in rows if row["task"] == task], console)
     console.print(f"Wrote {output}", highlight=False, soft_wrap=True)
     if any(failed):
-        raise RunError("some runs came to no end (above): the same command goes on with them")
+        raise RunError("some runs came to no end (above): the same command goes on with them, and writes the page then")
+    if page is not None:
+        pages.write(page, IDEAS_COMMAND, ideas_body(rows))
+        console.print(f"Wrote {page}", highlight=False, soft_wrap=True)
 
 
 def compared(task: str, race: Race, seeds: Sequence[int], data: Path | None) -> list[Row]:
@@ -89,13 +100,10 @@ def report(rows: list[Row], console: Console) -> None:
     if not rows:
         console.print("The base, or LLQR, came to its end at no rate of the grid, or diverged with a seed", style="red")
         return
-    headers = ("", "rate", "training loss (least, most)", f"to {rows[0]['target']:.4g}: steps, seconds", "time a step")
+    headers, *lines = ideas(rows)
     table = Table(title=rows[0]["task"], title_justify="left", box=box.SIMPLE_HEAD)
     for header in headers:
         table.add_column(header, justify="right" if header else "left")
-    for row in rows:
-        loss = "–" if row["train_loss"] is None else f"{row['train_loss']:.4f} ({row['least']:.4f}, {row['most']:.4f})"
-        dead = f", {row['diverged']} of {row['seeds']} diverged" if row["diverged"] else ""
-        there = "–" if row["steps"] is None else f"{row['steps']:.0f}, {row['seconds']:.1f}"
-        table.add_row(row["idea"], f"{row['lr']:g}", loss + dead, there, f"×{row['time']:.2f}")
+    for line in lines:
+        table.add_row(*line)
     console.print(table)

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md: the race as tables. `llqr bench race --page` writes them."""
+"""docs/benchmarks.md: the race and its ideas as tables. `llqr bench race --page` and `llqr bench ideas --page` write them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from llqr_lab.pages import table
 from llqr_lab.race.entries import BEYOND
 
-COMMAND = "llqr bench race --page"
+COMMAND, IDEAS_COMMAND = "llqr bench race --page", "llqr bench ideas --page"
 Row = dict[str, Any]
 SCORES = {
     "test_accuracy": "test accuracy",
@@ -106,6 +106,25 @@ def tried(rows: Sequence[Row]) -> list[list[str]]:
         ]
         lines.append([row["task"], row["optimizer"], "; ".join(ends)])
     return [["task", "optimizer", "rate: training loss at the end (modular addition: steps)"], *lines]
+
+
+def ideas_body(rows: Sequence[Row]) -> str:
+    return "\n".join(
+        f"### {task}\n\n{table(ideas([row for row in rows if row['task'] == task]))}"
+        for task in dict.fromkeys(row["task"] for row in rows)
+    )
+
+
+def ideas(rows: Sequence[Row]) -> list[list[str]]:
+    """Of one task, a line an idea."""
+    header = ["", "rate", "training loss (least, most)", f"to {rows[0]['target']:.4g}: steps, seconds", "time a step"]
+    lines = []
+    for row in rows:
+        loss = "–" if row["train_loss"] is None else f"{row['train_loss']:.4f} ({row['least']:.4f}, {row['most']:.4f})"
+        dead = f", {row['diverged']} of {row['seeds']} diverged" if row["diverged"] else ""
+        there = "–" if row["steps"] is None else f"{row['steps']:.0f}, {row['seconds']:.1f}"
+        lines.append([row["idea"], f"{row['lr']:g}", loss + dead, there, f"×{row['time']:.2f}"])
+    return [header, *lines]
 
 
 def blow_ups(rows: Sequence[Row]) -> list[str]:
