@@ -423,7 +423,7 @@ class LLQR(Wrapping):
             f"every={self._schedule.every!r}, ema={self.ema}, warm_start={self.warm_start}",
             *self._refit.described(),
         ]
-        done = f"at step {self._schedule.step}: {self.stats}"
+        done = f"at step {self._schedule.step}: {self.stats.in_words()}"
         base = repr(self.base).replace("\n", "\n  ")
         return "LLQR(\n  " + ",\n  ".join([*own, done, f"base={base}"]) + "\n)"
 

@@ -30,7 +30,7 @@ class Stats:
     memory: int = 0
     """Bytes of U."""
 
-    def __str__(self) -> str:
+    def in_words(self) -> str:
         return (
             f"{self.refits} refits ({self.seconds:.1f} s), {self.rejected} rejected, {self.turned} blocks turned, U of "
             f"{self.memory / 2**20:.1f} MiB"

@@ -61,7 +61,9 @@ def _divergence(wrapper: Wrapper) -> str | Divergence:
 def _structure(wrapper: Wrapper) -> str | Structure:
     kinds = {"kfac": Kronecker, "ekfac": EigenKronecker}
     kind = kinds.get(wrapper.structure)
-    return wrapper.structure if kind is None else kind(max_dim=wrapper.max_dim)
+    if kind is None or kind() == kind(max_dim=wrapper.max_dim):
+        return wrapper.structure
+    return kind(max_dim=wrapper.max_dim)
 
 
 def _solver(inner: Inner) -> Solver | None:
