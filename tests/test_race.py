@@ -186,16 +186,6 @@ def test_a_task_that_ends_by_itself_is_timed_to_its_end() -> None:
     assert row["tried"] == {"0.1": 500.0}
 
 
-def timeless(text: str) -> list[dict[str, Any]]:
-    """The rows without what is measured anew."""
-    rows = json.loads(text)["rows"]
-    for row in rows:
-        del row["step_seconds"]
-        for target in row["targets"].values():
-            del target["seconds"]
-    return list(rows)
-
-
 def test_the_command_writes_a_table_a_file_and_a_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     perform = in_this_process(tmp_path)
     monkeypatch.setattr("llqr_lab.bench.race.sweep", lambda wanted, *rest: perform(wanted))
@@ -207,7 +197,7 @@ def test_the_command_writes_a_table_a_file_and_a_figure(tmp_path: Path, monkeypa
     assert figure.stat().st_size > 10_000
     monkeypatch.setattr("llqr_lab.bench.race.sweep", lambda wanted, *rest: None)  # nothing is left to run
     main(*arguments)
-    assert timeless(output.read_text(encoding="utf-8")) == timeless(first)
+    assert output.read_text(encoding="utf-8") == first
 
 
 def test_muon_races_where_it_can() -> None:
@@ -217,7 +207,7 @@ def test_muon_races_where_it_can() -> None:
     }
     assert [course for course, bases in names["cpu"].items() if "muon" in bases] == ["fashion-convnet", "shakespeare"]
     assert [course for course, bases in names["paper"].items() if "muon" not in bases] == ["cifar10"]
-    assert all(len(bases) >= 5 for bases in names["cpu"].values())
+    assert all({"sgdm", "adamw"} <= bases for bases in names["cpu"].values())
 
 
 @pytest.mark.parametrize("name", PEERS)

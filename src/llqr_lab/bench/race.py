@@ -7,6 +7,7 @@ race that was stopped goes on, and one with more optimizers or seeds repeats not
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -82,10 +83,17 @@ class Race:
         return None if best is None or ends[best] == math.inf else best
 
     def step_seconds(self, best: Mapping[Entry, Sequence[float]], seed: int, data: Path | None) -> dict[str, float]:
-        """Everybody's at their best rates, in turns."""
+        """Everybody's at their best rates, in turns; kept beside the runs, for as long as the same ones are timed."""
         configs = {entry.name: self._configuration(entry, rates[0], seed)[0] for entry, rates in best.items()}
+        labels = {name: config.label for name, config in configs.items()}
+        path = self._runs / self._course.preset / self._scale / "step_seconds.json"
+        known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        if known.get("labels") == labels:
+            return dict(known["seconds"])
         with bar((1 + ROUNDS) * len(configs), "timing steps") as done:
-            return step_seconds(configs, data, ROUNDS, done, 2 if self._scale == "smoke" else PERIOD)
+            found = step_seconds(configs, data, ROUNDS, done, 2 if self._scale == "smoke" else PERIOD)
+        write_json(path, {"labels": labels, "seconds": found})
+        return found
 
     def _wanted(self, entry: Entry, rates: Sequence[float], seeds: Sequence[int]) -> Wanted:
         return [self._configuration(entry, rate, seed) for rate in rates for seed in seeds]

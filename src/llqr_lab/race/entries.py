@@ -60,7 +60,8 @@ class Course:
     without: tuple[str, ...] = ()
     """Bases that can't run here: torch's Muon is for matrices, and a ResNet has none inside."""
     too_slow: tuple[str, ...] = ()
-    """Bases that take hours here at the scale `cpu`: Muon's iteration is in bfloat16, which most processors only emulate."""
+    """Bases that are left out at the scale `cpu`, so that a race takes hours and not a day. Muon's iteration is in bfloat16, which
+    most processors only emulate."""
     reached: str = "train_loss"
     """What is to be reached: the training loss of the plain bases, or the test accuracy at which a task says it is over."""
 
@@ -78,6 +79,7 @@ COURSES = {
         PLAIN,
         {"batch": 32, "epochs": 0, "steps": 100, "evaluate_every": 100, "record_every": 10},
         without=("muon",),
+        too_slow=("soap", "shampoo", "singd"),
     ),
     "shakespeare": Course("shakespeare-gpt-sgdm", cpu={"steps": 600, "evaluate_every": 600, "record_every": 20}),
     "modular-addition": Course(
@@ -94,6 +96,6 @@ COURSES = {
             "evaluate_every": 100,
             "record_every": 10,
         },
-        too_slow=("muon",),
+        too_slow=("muon", "soap", "shampoo", "singd"),
     ),
 }
