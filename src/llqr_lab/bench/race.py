@@ -85,6 +85,8 @@ class Race:
     def step_seconds(self, best: Mapping[Entry, Sequence[float]], seed: int, data: Path | None) -> dict[str, float]:
         """Everybody's at their best rates, in turns; kept beside the runs, for as long as the same ones are timed."""
         configs = {entry.name: self._configuration(entry, rates[0], seed)[0] for entry, rates in best.items()}
+        if not configs:
+            return {}
         labels = {name: config.label for name, config in configs.items()}
         path = self._runs / self._course.preset / self._scale / "step_seconds.json"
         known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -92,6 +94,7 @@ class Race:
             return dict(known["seconds"])
         with bar((1 + ROUNDS) * len(configs), "timing steps") as done:
             found = step_seconds(configs, data, ROUNDS, done, 2 if self._scale == "smoke" else PERIOD)
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, {"labels": labels, "seconds": found})
         return found
 

@@ -60,8 +60,8 @@ class Course:
     without: tuple[str, ...] = ()
     """Bases that can't run here: torch's Muon is for matrices, and a ResNet has none inside."""
     too_slow: tuple[str, ...] = ()
-    """Bases that are left out at the scale `cpu`, so that a race takes hours and not a day. Muon's iteration is in bfloat16, which
-    most processors only emulate."""
+    """Bases that are left out at the scale `cpu`, so that a race takes hours and not a day. (Muon's iteration is in bfloat16,
+    which most processors only emulate.)"""
     reached: str = "train_loss"
     """What is to be reached: the training loss of the plain bases, or the test accuracy at which a task says it is over."""
 
