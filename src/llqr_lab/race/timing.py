@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 import torch
 
@@ -20,7 +20,10 @@ PERIOD = 50
 def step_seconds(
     configs: Mapping[str, Config], data: Path | None, rounds: int, done: Callable[[], None], period: int = PERIOD
 ) -> dict[str, float]:
-    """The median over the rounds of the mean over a turn, on one thread by the processor's time; a round before warms up."""
+    """The mean over a turn of each step's median over the rounds, on one thread by the processor's time; a round before warms up.
+
+    Steps differ (some begin with a refit), and what disturbs one of them doesn't disturb the same one of the next turn.
+    """
     if not configs:
         return {}
     threads = torch.get_num_threads()
@@ -30,15 +33,15 @@ def step_seconds(
         device = torch.device("cpu")
         task = task_of(next(iter(configs.values())), data)
         runs = {name: Run(config, task, device) for name, config in configs.items()}
-        spent: dict[str, list[float]] = {name: [] for name in configs}
+        spent: dict[str, list[list[float]]] = {name: [[] for _ in range(period)] for name in configs}
         for number in range(rounds + 1):
             for name, run in runs.items():
-                before = run.seconds
-                for step in range(number * period, (number + 1) * period):
-                    run.advance(to_device(task.train[step], device))
-                if number:
-                    spent[name].append((run.seconds - before) / period)
+                for place, times in enumerate(spent[name]):
+                    before = run.seconds
+                    run.advance(to_device(task.train[number * period + place], device))
+                    if number:
+                        times.append(run.seconds - before)
                 done()
-        return {name: median(times) for name, times in spent.items()}
+        return {name: fmean(map(median, times)) for name, times in spent.items()}
     finally:
         torch.set_num_threads(threads)
