@@ -20,7 +20,7 @@ PERIOD = 50
 def step_seconds(
     configs: Mapping[str, Config], data: Path | None, rounds: int, done: Callable[[], None], period: int = PERIOD
 ) -> dict[str, float]:
-    """The mean over a turn of each step's median over the rounds, on one thread by the processor's time; a round before warms up.
+    """The mean over a turn of each step's median over the rounds, on one thread by the processor's time; one round warms up.
 
     Steps differ (some begin with a refit), and what disturbs one of them doesn't disturb the same one of the next turn.
     """
