@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -88,9 +89,10 @@ class Race:
         if not configs:
             return {}
         labels = {name: config.label for name, config in configs.items()}
-        path = self._runs / self._course.preset / self._scale / "step_seconds.json"
+        which = blake2b(json.dumps(labels).encode(), digest_size=8).hexdigest()
+        path = self._runs / self._course.preset / self._scale / f"step_seconds-{which}.json"
         known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        if known.get("labels") == labels:
+        if known:
             return dict(known["seconds"])
         with bar((1 + ROUNDS) * len(configs), "timing steps") as done:
             found = step_seconds(configs, data, ROUNDS, done, 2 if self._scale == "smoke" else PERIOD)

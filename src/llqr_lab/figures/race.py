@@ -57,6 +57,11 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         for axes in list(grid)[len(tasks) :]:
             axes.set_visible(False)
         figure.axes[0].set_ylabel("training loss")
-        handles, labels = figure.axes[0].get_legend_handles_labels()
-        if handles:
-            figure.legend(handles, labels, loc="outside lower center", ncols=5)
+        drawn = {
+            label: handle
+            for axes in figure.axes
+            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
+        labels = [name for name in LINES if name in drawn]
+        if labels:
+            figure.legend([drawn[label] for label in labels], labels, loc="outside lower center", ncols=5)
