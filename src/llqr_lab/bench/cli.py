@@ -8,6 +8,13 @@ import typer
 
 from llqr_lab.options import Data, Scale, Seed, known_networks, writable_file, writable_picture
 
+Seeds = Annotated[str, typer.Option(help="Such as 0-2; learning rates are chosen with the first.")]
+Runs = Annotated[Path, typer.Option(help="The folder of runs; what is there isn't repeated.")]
+Jobs = Annotated[int | None, typer.Option(min=1, help="Runs at a time; else one a core.")]
+Page = Annotated[
+    Path | None, typer.Option(help="Write the tables into this page too, between its marks: docs/benchmarks.md.")
+]
+
 bench = typer.Typer(name="bench", no_args_is_help=True, help="Measure the methods against each other.")
 
 
@@ -148,20 +155,18 @@ def bench_ranks(
 def bench_race(
     tasks: Annotated[list[str] | None, typer.Argument(help="Tasks; else all of them.")] = None,
     optimizers: Annotated[str, typer.Option(help="Some of the optimizers, with commas between; else all.")] = "",
-    scale: Annotated[str, typer.Option(help="paper, cpu or smoke.")] = "cpu",
-    seeds: Annotated[str, typer.Option(help="Such as 0-2; learning rates are chosen with the first.")] = "0-2",
-    runs: Annotated[Path, typer.Option(help="The folder of runs; what is there isn't repeated.")] = Path("runs"),
+    scale: Scale = "cpu",
+    seeds: Seeds = "0-2",
+    runs: Runs = Path("runs"),
     data: Data = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time; else one a core.")] = None,
+    jobs: Jobs = None,
     output: Annotated[Path, typer.Option(callback=writable_file, help="The JSON file to write.")] = Path(
         "results/race.json"
     ),
     figure: Annotated[Path, typer.Option(callback=writable_picture, help="The figure to write.")] = Path(
         "docs/figures/race.png"
     ),
-    page: Annotated[
-        Path | None, typer.Option(help="Write the tables into this page too, between its marks: docs/benchmarks.md.")
-    ] = None,
+    page: Page = None,
 ) -> None:
     """Optimizers side by side: SGDM, AdamW, Muon, SOAP, Shampoo, SINGD, and LLQR on three of them, each at its best rate."""
     from llqr_lab.experiments.cli import numbers, told
@@ -187,17 +192,15 @@ def bench_race(
 @bench.command("ideas")
 def bench_ideas(
     tasks: Annotated[list[str] | None, typer.Argument(help="Tasks of the race; else two of them.")] = None,
-    scale: Annotated[str, typer.Option(help="paper, cpu or smoke.")] = "cpu",
-    seeds: Annotated[str, typer.Option(help="Such as 0-2; learning rates are chosen with the first.")] = "0-2",
-    runs: Annotated[Path, typer.Option(help="The folder of runs; what is there isn't repeated.")] = Path("runs"),
+    scale: Scale = "cpu",
+    seeds: Seeds = "0-2",
+    runs: Runs = Path("runs"),
     data: Data = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time; else one a core.")] = None,
+    jobs: Jobs = None,
     output: Annotated[Path, typer.Option(callback=writable_file, help="The JSON file to write.")] = Path(
         "results/ideas.json"
     ),
-    page: Annotated[
-        Path | None, typer.Option(help="Write the tables into this page too, between its marks: docs/benchmarks.md.")
-    ] = None,
+    page: Page = None,
 ) -> None:
     """LLQR as it races on SGDM, and the same with one thing changed: structure, solver, sample, schedule, trust."""
     from llqr_lab.experiments.cli import numbers, told
@@ -207,9 +210,10 @@ def bench_ideas(
     from llqr_lab.suggest import suggestion
 
     with told():
+        known = [name for name, course in COURSES.items() if course.reached == "train_loss"]
         for name in tasks or []:
-            if name not in COURSES or COURSES[name].reached != "train_loss":
-                raise ConfigError(f"there is no task '{name}' with a training loss to reach{suggestion(name, COURSES)}")
+            if name not in known:
+                raise ConfigError(f"there is no task '{name}' with a training loss to reach{suggestion(name, known)}")
         from llqr_lab.bench.ideas import main
 
         main(tasks or list(TASKS), scale, numbers(seeds), runs, data, jobs or os.cpu_count() or 1, output, page)
