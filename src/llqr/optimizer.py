@@ -13,8 +13,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +22,7 @@ from torch.optim import Optimizer
 
 from llqr.checks import Inputs, Loss
 from llqr.distributed.division import Division
-from llqr.distributed.groups import standing, team_of, unwrapped
+from llqr.distributed.groups import unwrapped
 from llqr.divergences import Divergence, resolve
 from llqr.errors import LLQRError, LLQRWarning, NonFiniteError, callers_level
 from llqr.loop.blocks import Blocks
@@ -31,12 +30,12 @@ from llqr.loop.closures import Closure, checked_loss
 from llqr.loop.gradients import Stepped, gradients_of, replaced, stepped_parameters
 from llqr.loop.inputs import InputHook
 from llqr.loop.options import check_base, checked_batch, checked_ema, default_steps, default_structure
-from llqr.loop.refit import Batch, Refit, Source, check_callable, trainable
+from llqr.loop.refit import Batch, Refit, Source, check_callable
 from llqr.loop.schedule import Every, Schedule
 from llqr.loop.state import KEY, State, checked_state_dict
 from llqr.loop.stats import Stats
+from llqr.loop.together import Together
 from llqr.loop.trust import bounded_steps, trust_of
-from llqr.loop.wrapping import Wrapping
 from llqr.naming import PerLayer
 from llqr.precision import no_autocast
 from llqr.preconditioner import Preconditioner
@@ -55,7 +54,7 @@ if TYPE_CHECKING:
 UNCHANGED = "U stays as it was"
 
 
-class LLQR(Wrapping):
+class LLQR(Together):
     """A torch optimizer whose gradients are preconditioned by a learned inverse curvature U.
 
     Args:
@@ -123,8 +122,7 @@ class LLQR(Wrapping):
             raise LLQRError("the base is an LLQR already: wrap the optimizer inside it")
         plain = uncompiled(model)
         inside = unwrapped(plain)
-        self._team, self._group, self._shard = team_of(plain, process_group, shard), process_group, shard
-        self._standing = standing(inside.parameters())
+        self._gather(plain, process_group, shard)
         self.model, self._called = uncompiled(inside), model if inside is plain else inside
         parameters = stepped_parameters(base, self.model)
         kind = resolve(divergence)
@@ -225,34 +223,6 @@ class LLQR(Wrapping):
                 seen = self._hook.inputs(self.model) if batch is None else None
             return self._refit_on(parameters, Source(gradients_of(parameters), seen, closure, batch, loss_fn))
 
-    def _meet(self, parameters: Mapping[str, Tensor], loads: bool = False) -> None:
-        """Ranks may have met, and parameters been sharded, since this was made: as where a framework prepares the model.
-
-        `loads`: another U is about to take the place of the one that is there.
-        """
-        now = standing(parameters.values())
-        if now == self._standing:
-            return
-        team = team_of(self.model, self._group, self._shard)
-        if team is not None and self.preconditioner is not None and not loads:
-            raise LLQRError(
-                "torch.distributed was initialised, or the model sharded, after U was fitted or loaded, so ranks may have a U "
-                "each: call init_process_group() and fully_shard first, and load_state_dict() after them"
-            )
-        self._team, self._standing = team, now
-
-    def _due(self) -> bool:
-        if self._team is None or isinstance(self._schedule.every, int):
-            return self._schedule.due()
-        return self._team.ranks.decide("answer of `every`", self._schedule.due)
-
-    def _together(self) -> AbstractContextManager[None]:
-        """What one rank raises in there, all do."""
-        return nullcontext() if self._team is None else self._team.ranks.together()
-
-    def _refitting(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._team is None else self._team.refitting()
-
     def _own_batch(self) -> Batch | None:
         return None if self.refit_batch is None else checked_batch(self.refit_batch())
 
@@ -286,22 +256,6 @@ class LLQR(Wrapping):
         self.stats.refits += 1
         self.stats.memory = self.preconditioner.memory
         return True
-
-    def _dealt(self, parameters: Mapping[str, Tensor], source: Source) -> tuple[list[str], Source]:
-        """The parameters whose blocks are fitted here, and what there is to fit them on."""
-        names = trainable(parameters)
-        if self._team is None:
-            return names, source
-        settings = (
-            self._schedule.step,
-            self.ema,
-            self.warm_start,
-            self.preconditioner is None,
-            *self._refit.settings(),
-        )
-        division = self._team.divide(self._refit.blocks.layout(parameters, names), settings, self._division)
-        gradients = self._team.at_owners(division, parameters, source.gradients)
-        return division.own(), replace(source, gradients=gradients, division=division)
 
     def _preconditioned(
         self, parameters: Mapping[str, Tensor], gradients: dict[str, Tensor]

@@ -6,6 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable
 
+from llqr.errors import NonFiniteError
 from llqr.preconditioner import Change, Preconditioner
 from llqr.solvers.base import Solver
 from llqr.solvers.problem import Point, Problem, Stacks
@@ -51,14 +52,15 @@ class FirstOrder(Solver):
             if not math.isfinite(value):
                 if history:
                     u.move_(direction, -length)
+                if not problem.is_finite(u):  # a direction beyond what is finite, from a J that was within
+                    raise NonFiniteError("U went beyond what can be represented: take a smaller lr, or a clip")
                 break
             history.append(value)
             if product is None:
                 break
             direction, length = rule(Gradient(point, problem.slope(product)))
             del point, product  # they hold U's tensors and the gradient's
-            size = problem.norm(direction)
-            if not math.isfinite(size) or (step == 0 and size == 0):
+            if step == 0 and problem.norm(direction) == 0:
                 break
             u.move_(direction, length)
         return u.with_history(history)

@@ -37,6 +37,8 @@ FITS = {
     "E-KFAC, ScaleFree × 5": ("ekfac", "scale-free", 5),
     "diagonal, ScaleFree × 5": ("diagonal", "scale-free", 5),
 }
+BETWEEN = 7
+"""Training steps between two jobs, whose median counts: a single one is off by a tenth."""
 GROWTH = {
     "width": (64, 128, 256, 512),
     "depth": (1, 2, 4, 8),
@@ -119,7 +121,7 @@ def _fits(size: Size, seed: int, repeats: int) -> Row:
 
         return refit
 
-    ratios, train = in_training_steps(bench, {name: job(name) for name in FITS}, max(1, repeats // 2))
+    ratios, train = in_training_steps(bench, {name: job(name) for name in FITS}, repeats)
     return {**asdict(size), "train_seconds": train, "ratios": ratios, "objective": objective}
 
 
@@ -161,7 +163,7 @@ def in_training_steps(
     for _ in range(repeats):
         for name, job in jobs.items():
             spent = _seconds(job)
-            steps.append(statistics.median(_seconds(bench.train) for _ in range(3)))
+            steps.append(statistics.median(_seconds(bench.train) for _ in range(BETWEEN)))
             ratios[name].append(2 * spent / (steps[-2] + steps[-1]))
     return {name: statistics.median(values) for name, values in ratios.items()}, statistics.median(steps)
 

@@ -17,6 +17,7 @@ from torch.optim import AdamW, Muon, Optimizer
 
 from llqr_lab.experiments.config import Base, ConfigError
 from llqr_lab.experiments.folder import RunError
+from llqr_lab.experiments.presets import LARGEST_FACTOR
 
 PRECONDITION_EVERY = 10
 """Steps between new preconditioners, of SOAP, Shampoo and SINGD alike: the default of two of them."""
@@ -68,7 +69,12 @@ def muon(base: Base, model: nn.Module) -> Optimizer:
 
 def soap(base: Base, model: nn.Module) -> Optimizer:
     kind = _imported("pytorch_optimizer", "SOAP")
-    settings = {"betas": (0.95, 0.95), "weight_decay": base.weight_decay, "precondition_frequency": PRECONDITION_EVERY}
+    settings = {
+        "betas": (0.95, 0.95),
+        "weight_decay": base.weight_decay,
+        "precondition_frequency": PRECONDITION_EVERY,
+        "max_precondition_dim": LARGEST_FACTOR,
+    }
     return Several([kind(model.parameters(), lr=base.lr, **settings)])
 
 
@@ -80,10 +86,11 @@ def shampoo(base: Base, model: nn.Module) -> Optimizer:
 
 
 def singd(base: Base, model: nn.Module) -> Optimizer:
-    """For linear layers and convolutions. Losses of sequences are means over their positions too, which it wants to be told."""
+    """For linear layers and convolutions, but for those over a vocabulary. Losses of sequences are means over their positions
+    too, which it wants to be told."""
     kind = _imported("singd.optim.optimizer", "SINGD")
     known = [module for module in model.modules() if isinstance(module, kind.SUPPORTED_MODULES)]
-    inside = list(dict.fromkeys(p for module in known for p in module.parameters()))
+    inside = list(dict.fromkeys(p for m in known if max(m.weight.shape) <= LARGEST_FACTOR for p in m.parameters()))
     tokens = any(isinstance(module, nn.Embedding) for module in model.modules())
     sequences = tokens and not getattr(model, "one_output", False)
     settings = {

@@ -26,14 +26,14 @@ SOLVER = {"name": "sgdm", "lr": 0.005, "momentum": 0.9, "clip": 5.0}
 """The paper's inner solver. The clip is from the authors' code: without it the sum over the batch blows up."""
 SCALE_FREE: dict[str, Any] = {
     "every": 50,
-    "steps": 3,
+    "steps": 1,
     "ema": 0.5,
     "sample": 0.25,
     "solver": {"name": "scale-free"},
 }
 """What was found for short runs (docs/findings.md); it takes no inner learning rate."""
 LARGEST_FACTOR = 1024
-"""With that solver: a factor over the words of a vocabulary costs more than the rest of the step."""
+"""With that solver, and of SOAP and SINGD: a factor over the words of a vocabulary costs more than the rest of the step."""
 
 NAMES = {"sgdm": "SGDM", "adamw": "AdamW"}
 
