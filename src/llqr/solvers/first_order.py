@@ -34,8 +34,8 @@ Rule = Callable[[Gradient], tuple[Change, float]]
 class FirstOrder(Solver):
     """U ← U + length · direction, by a rule that sees the gradients one after another.
 
-    A step takes one curvature product; half a one at the end tells what the last step gave. U is moved in place, and back where
-    the step has led beyond what is finite: a second copy would be the largest thing in memory.
+    A step takes one curvature product; half a one at the end tells what the last step gave. U is moved in place: a second copy
+    would be the largest thing in memory.
     """
 
     @abstractmethod
@@ -44,16 +44,15 @@ class FirstOrder(Solver):
 
     def solve(self, problem: Problem, u: Preconditioner, steps: int) -> Preconditioner:
         rule, history = self.rule(), list[float]()
-        direction, length = Change(), 0.0
         for step in range(steps + 1):
             point = problem.at(u)
             product = problem.curvature(point.step) if step < steps else None
             value = problem.value_at(point.step) if product is None else problem.value(point.step, product)
             if not math.isfinite(value):
-                if history:
-                    u.move_(direction, -length)
-                if not problem.is_finite(u):  # a direction beyond what is finite, from a J that was within
-                    raise NonFiniteError("U went beyond what can be represented: take a smaller lr, or a clip")
+                if history:  # no way back: a long step takes U's digits along, as in 1 - 1e30 + 1e30 = 0
+                    raise NonFiniteError(
+                        f"J isn't finite after {step} inner steps, for U has run away: give {type(self).__name__} a smaller lr"
+                    )
                 break
             history.append(value)
             if product is None:
