@@ -67,7 +67,7 @@ class LLQR(Together):
             None: "scalar" around SGD, where it was as good as any and costs nothing (docs/benchmarks.md), and "kfac" around
             bases that normalise their steps, which take no notice of one number a tensor.
         every: steps between refits, or a function of the step's number that tells whether it begins with a refit.
-        steps: inner steps of a refit; None is 5 with the default solver and the paper's 25 with another.
+        steps: inner steps of a refit; None is 1 with the default solver and the paper's 25 with another.
         solver: the inner solver; None is `ScaleFree()` with `trust`. The paper's is `SGDM(lr=0.005, momentum=0.9)`.
         ema: β; None is the paper's, 0.95, and 0.9 for divergences that aren't flat (Newton).
         damping: added to the curvature's diagonal, as for `QuadraticModel`.

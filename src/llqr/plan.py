@@ -95,7 +95,7 @@ def plan(
     model: nn.Module,
     batch: Inputs,
     *,
-    steps: int = 5,
+    steps: int = 1,
     every: int = 500,
     budget: float = 0.25,
     memory: float = 4.0,

@@ -11,7 +11,7 @@ from rich.table import Table
 from llqr_lab.bench.measure import one_thread
 from llqr_lab.figures.curves import draw
 from llqr_lab.progress import bar
-from llqr_lab.race.methods import BASE, REFITS, llqr_methods, sgdm
+from llqr_lab.race.methods import BASE, OFTEN, llqr_methods, sgdm
 from llqr_lab.race.run import Curve, train
 from llqr_lab.race.tasks import TASKS, Task
 
@@ -31,7 +31,7 @@ def show(output: Path, seed: int, steps: int, lr: float) -> None:
     console.print(
         f"{len(data.train_targets)} digits to train on, {len(data.test_targets)} to test on; a convolutional network of "
         f"{size:,} parameters, batches of {task.batch}, seed {seed}. The loop and SGDM's settings (learning rate {lr:g}, "
-        f"momentum 0.9) are the same in all rows; LLQR learns U from the KL divergence every {REFITS['every']} steps.",
+        f"momentum 0.9) are the same in all rows; LLQR learns U from the KL divergence every {OFTEN['every']} steps.",
         highlight=False,
     )
     console.print(table(curves, task, steps))

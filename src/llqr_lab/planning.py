@@ -21,7 +21,7 @@ def report(found: Plan, title: str, console: Console) -> None:
         title=f"{title}: costs in training steps (forward and backward, {1000 * found.train_seconds:.3g} ms)",
         title_justify="left",
         box=box.SIMPLE_HEAD,
-        caption=f"~ counted, not timed. A refit has {found.steps} inner steps; a curvature product takes {found.product:.2f}.",
+        caption=f"~ counted, not timed. Inner steps of a refit: {found.steps}; a curvature product takes {found.product:.2f}.",
         caption_justify="left",
     )
     for header in ("structure", "U", "apply", "refit", f"overhead,\na refit every {found.every}"):

@@ -39,8 +39,9 @@ def default_structure(base: Optimizer) -> str:
 
 
 def default_steps(solver: Solver | None) -> int:
-    """The default solver takes whole steps along conjugate directions: few will do. The paper's takes 25 small ones."""
-    return 5 if solver is None else 25
+    """The default solver takes whole steps along conjugate directions. One will do: what further ones find is the one gradient
+    that the fit has before it (docs/findings.md). The paper's takes 25 small ones."""
+    return 1 if solver is None else 25
 
 
 def checked_ema(ema: float) -> float:

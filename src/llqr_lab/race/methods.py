@@ -15,8 +15,11 @@ from llqr.divergences import KL
 from llqr.solvers import SGDM
 
 STRUCTURES = ("diagonal", "kfac", "ekfac")
+"""Of the paper."""
+OFTEN: dict[str, Any] = {"every": 25, "steps": 1, "ema": 0.5, "sample": 0.25}
+"""Of the default solver in runs of some hundred steps: a little and often. The paper's periods are for many thousands."""
 REFITS: dict[str, Any] = {"every": 50, "steps": 5, "ema": 0.8}
-"""Of the default solver in runs of some hundred steps; the paper's periods are for runs of many thousands."""
+"""Fits that go further, where U itself is looked at."""
 PAPER: dict[str, Any] = {"every": 50, "steps": 25, "ema": 0.95}
 BASE = "SGDM"
 
@@ -31,7 +34,7 @@ def _sgdm(model: nn.Module, lr: float) -> Optimizer:
 
 def llqr_methods() -> dict[str, dict[str, Any]]:
     """Settings of LLQR by name, with its default solver."""
-    return {f"LLQR {structure}": {"structure": structure, **REFITS} for structure in STRUCTURES}
+    return {f"LLQR {structure}": {"structure": structure, **OFTEN} for structure in ("scalar", *STRUCTURES)}
 
 
 def paper_methods() -> dict[str, dict[str, Any]]:
