@@ -54,7 +54,7 @@ def test_a_fit_that_raises_j_is_rejected(structure: str) -> None:
     good = wrapped(model, structure=structure)
     train(model, good, range(1))
     other.load_state_dict(model.state_dict())
-    bad = wrapped(other, structure=structure, every=1, steps=1, solver=SGDM(lr=1e6))
+    bad = wrapped(other, structure=structure, every=1, solver=SGDM(lr=1e6))
     bad.load_state_dict(good.state_dict())
     before = blocks_of(good)
     with warnings.catch_warnings(record=True) as caught:
@@ -70,19 +70,6 @@ def test_a_fit_that_raises_j_is_rejected(structure: str) -> None:
     assert bad.stats.objective_after > bad.stats.objective_before
     train(model, good, range(1, 5))
     assert_same(parameters_of(model), parameters_of(other))
-
-
-def test_a_fit_that_runs_away_is_rejected() -> None:
-    model = network()
-    optimizer = wrapped(model, every=1, solver=SGDM(lr=1e30))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        train(model, optimizer, range(3))
-    assert optimizer.preconditioner is None
-    assert (optimizer.stats.refits, optimizer.stats.rejected) == (0, 3)
-    (message,) = messages(caught)
-    assert "a refit was rejected, and U stays as it was: J isn't finite after" in message
-    assert "give SGDM a smaller lr" in message
 
 
 def test_a_first_fit_that_is_rejected_leaves_the_identity() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llqr.errors import LLQRError, NonFiniteError
+from llqr.errors import LLQRError
 from llqr.preconditioner import Preconditioner
 from llqr.relaxation import fit
 from llqr.solvers import SGDM, Adam, ConjugateGradient, ScaleFree, Solver
@@ -198,13 +198,8 @@ SOLVERS: list[Solver] = [SGDM(), SGDM(lr=10.0), Adam(), ConjugateGradient(), Sca
 @pytest.mark.parametrize("structure", STRUCTURES, ids=repr)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_indefinite_problems_stay_finite(seed: int, structure: Structure, solver: Solver) -> None:
-    """Negative curvature: U and J are finite after many steps, and the line searches never raise J. The others follow J, which
-    has no bottom, and say where they have lost it."""
-    try:
-        u = fit(random_model(seed, indefinite=True), structure, solver, steps=60)
-    except NonFiniteError:
-        assert isinstance(solver, SGDM | Adam)
-        return
+    """Negative curvature: U and J are finite after many steps; the line searches never raise J."""
+    u = fit(random_model(seed, indefinite=True), structure, solver, steps=60)
     assert u.is_finite()
     assert all(math.isfinite(value) for value in u.history)
     if isinstance(solver, ConjugateGradient | ScaleFree):
@@ -260,16 +255,6 @@ def test_line_searches_stop_when_nothing_is_left(solver: Solver) -> None:
     u = fit(model, "scalar", solver, steps=100)
     assert float(u.blocks["w"]["u"]) == pytest.approx(0.5, rel=1e-9)
     assert model.products <= 4
-
-
-@pytest.mark.parametrize("structure", [Diagonal(), Kronecker(), EigenKronecker()], ids=repr)
-def test_a_solver_that_runs_away_says_so(structure: Structure) -> None:
-    """U is moved in place, so there is no way back from where J isn't finite: 1 - 1e30 + 1e30 = 0 in floating point."""
-    model = random_model()
-    small = DenseModel({name: g.float() for name, g in model.gradient.items()}, model.matrix.float())
-    for lr in (1e6, 1e30):
-        with pytest.raises(NonFiniteError, match="give SGDM a smaller lr"):
-            fit(small, structure, SGDM(lr=lr), steps=25)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ class LLQR(Together):
             None: "scalar" around SGD, where it was as good as any and costs nothing (docs/benchmarks.md), and "kfac" around
             bases that normalise their steps, which take no notice of one number a tensor.
         every: steps between refits, or a function of the step's number that tells whether it begins with a refit.
-        steps: inner steps of a refit; None is 1 with the default solver and the paper's 25 with another.
+        steps: inner steps of a refit; None is the paper's 25, and with the default solver 1 around SGD and 3 around others.
         solver: the inner solver; None is `ScaleFree()` with `trust`. The paper's is `SGDM(lr=0.005, momentum=0.9)`.
         ema: β; None is the paper's, 0.95, and 0.9 for divergences that aren't flat (Newton).
         damping: added to the curvature's diagonal, as for `QuadraticModel`.
@@ -135,7 +135,7 @@ class LLQR(Together):
             kind,
             Blocks(default_structure(base) if structure is None else structure),
             solver,
-            default_steps(solver) if steps is None else steps,
+            default_steps(base, solver) if steps is None else steps,
             damping,
             chunk_size,
             loss_fn,

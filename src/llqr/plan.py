@@ -66,7 +66,7 @@ class Plan:
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = [
             f"A training step (forward and backward) takes {1000 * self.train_seconds:.3g} ms; a curvature product "
-            f"{self.product:.2f} of that. Costs in training steps, ~ counted; a refit has {self.steps} inner steps:",
+            f"{self.product:.2f} of that. Costs in training steps, ~ counted; inner steps of a refit: {self.steps}.",
             *("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table),
             f"Advised: {self.advised!r}",
             self.why,
@@ -95,7 +95,7 @@ def plan(
     model: nn.Module,
     batch: Inputs,
     *,
-    steps: int = 1,
+    steps: int = 3,
     every: int = 500,
     budget: float = 0.25,
     memory: float = 4.0,

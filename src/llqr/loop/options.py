@@ -38,10 +38,10 @@ def default_structure(base: Optimizer) -> str:
     return "scalar" if isinstance(base, torch.optim.SGD) else "kfac"
 
 
-def default_steps(solver: Solver | None) -> int:
-    """The default solver takes whole steps along conjugate directions. One will do: what further ones find is the one gradient
-    that the fit has before it (docs/findings.md). The paper's takes 25 small ones."""
-    return 1 if solver is None else 25
+def default_steps(base: Optimizer, solver: Solver | None) -> int:
+    """The default solver takes whole steps along conjugate directions, and few will do: around SGD one, where further ones
+    made U less steady at high rates and no better elsewhere (docs/findings.md). The paper's takes 25 small ones."""
+    return 25 if solver is not None else 1 if isinstance(base, torch.optim.SGD) else 3
 
 
 def checked_ema(ema: float) -> float:

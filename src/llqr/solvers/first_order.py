@@ -6,7 +6,6 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable
 
-from llqr.errors import NonFiniteError
 from llqr.preconditioner import Change, Preconditioner
 from llqr.solvers.base import Solver
 from llqr.solvers.problem import Point, Problem, Stacks
@@ -34,8 +33,8 @@ Rule = Callable[[Gradient], tuple[Change, float]]
 class FirstOrder(Solver):
     """U ← U + length · direction, by a rule that sees the gradients one after another.
 
-    A step takes one curvature product; half a one at the end tells what the last step gave. U is moved in place: a second copy
-    would be the largest thing in memory.
+    A step takes one curvature product; half a one at the end tells what the last step gave. U is moved in place, and back where
+    the step has led beyond what is finite: a second copy would be the largest thing in memory.
     """
 
     @abstractmethod
@@ -44,22 +43,22 @@ class FirstOrder(Solver):
 
     def solve(self, problem: Problem, u: Preconditioner, steps: int) -> Preconditioner:
         rule, history = self.rule(), list[float]()
+        direction, length = Change(), 0.0
         for step in range(steps + 1):
             point = problem.at(u)
             product = problem.curvature(point.step) if step < steps else None
             value = problem.value_at(point.step) if product is None else problem.value(point.step, product)
             if not math.isfinite(value):
-                if history:  # no way back: a long step takes U's digits along, as in 1 - 1e30 + 1e30 = 0
-                    raise NonFiniteError(
-                        f"J isn't finite after {step} inner steps, for U has run away: give {type(self).__name__} a smaller lr"
-                    )
+                if history:
+                    u.move_(direction, -length)
                 break
             history.append(value)
             if product is None:
                 break
             direction, length = rule(Gradient(point, problem.slope(product)))
             del point, product  # they hold U's tensors and the gradient's
-            if step == 0 and problem.norm(direction) == 0:
+            size = problem.norm(direction)
+            if not math.isfinite(size) or (step == 0 and size == 0):
                 break
             u.move_(direction, length)
         return u.with_history(history)

@@ -59,7 +59,8 @@ def main(
 def compared(task: str, race: Race, seeds: Sequence[int], data: Path | None) -> list[Row]:
     """The base, the baseline, then each idea at the baseline's rate."""
     grids = race.grids([BASE, BASELINE], seeds[0])
-    rates = {name: rate for name, (rate, _) in grids.items() if rate is not None}
+    best = race.chosen(grids, [BASE, BASELINE], seeds)
+    rates = {entry.name: rate for entry, (rate,) in best.items()}
     if len(rates) < len(grids):
         return []
     runners: dict[Entry, Sequence[float]] = {BASE: [rates[BASE.name]], BASELINE: [rates[BASELINE.name]]}

@@ -1,8 +1,9 @@
 """`llqr bench race`: optimizers side by side on the same tasks, from the same weights and batches.
 
 Each optimizer tries a grid of learning rates with the first seed, wider where the best is at its edge; the rate with the lowest
-training loss at the end is its own, and is run with the other seeds too. Every run is a folder as `llqr train` makes them, so a
-race that was stopped goes on, and one with more optimizers or seeds repeats nothing.
+training loss at the end is its own, and is run with the other seeds too (where two are close, both, and the seeds decide).
+Every run is a folder as `llqr train` makes them, so a race that was stopped goes on, and one with more optimizers or seeds
+repeats nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from rich import box
@@ -38,6 +39,8 @@ TARGETS = ("SGDM", "AdamW", "Muon")
 """What these come to with every seed, at their best rates, is what everybody is timed to."""
 SMOOTH = 3
 """Records that a training loss is the mean of, so that nobody is there by a lucky batch."""
+TIE = 0.02
+"""Rates whose ends with the first seed differ by less than this share are run with all seeds: seeds differ by more."""
 ROUNDS = 3
 """Turns of each optimizer when steps are timed."""
 
@@ -77,6 +80,30 @@ class Race:
                     wider[entry] = [_rounded(best / WIDEN if best == min(tried) else best * WIDEN)]
             coming = wider
         return found
+
+    def chosen(
+        self, grids: Mapping[str, tuple[float | None, list[Result]]], runners: Sequence[Entry], seeds: Sequence[int]
+    ) -> dict[Entry, list[float]]:
+        """The best rate of each who has one. Where others come close to it with the first seed, all seeds decide, by their
+        mean."""
+        close = {entry: self._close(grids[entry.name][1]) for entry in runners}
+        self.run({entry: rates for entry, rates in close.items() if rates}, seeds)
+        return {entry: [self._least(entry, rates, seeds)] for entry, rates in close.items() if rates}
+
+    def _close(self, results: list[Result]) -> list[float]:
+        """The best rates, from the best on: those whose ends differ by less than seeds do."""
+        ends = {each["lr"]: end(each, self._course) for each in results}
+        finite = sorted((lr for lr in ends if ends[lr] < math.inf), key=lambda lr: ends[lr])
+        return [lr for lr in finite if ends[lr] <= (1 + TIE) * ends[finite[0]]]
+
+    def _least(self, entry: Entry, rates: Sequence[float], seeds: Sequence[int]) -> float:
+        """The rate with the least mean of the ends."""
+
+        def mean_end(rate: float) -> float:
+            results = self.results(entry, [rate], seeds)
+            return mean(end(each, self._course) for each in results) if len(results) == len(seeds) else math.inf
+
+        return min(rates, key=mean_end)
 
     def _first(self, results: list[Result]) -> float | None:
         ends = {each["lr"]: end(each, self._course) for each in results}
@@ -145,8 +172,7 @@ def main(
         if not runners:
             console.print(f"{name} is without these optimizers at --scale {scale}", style="yellow", highlight=False)
         grids = race.grids(runners, seeds[0])
-        best = {entry: [rate] for entry in runners if (rate := grids[entry.name][0]) is not None}
-        race.run(best, seeds)
+        best = race.chosen(grids, runners, seeds)
         finals = {entry.name: race.results(entry, rates, seeds) for entry, rates in best.items()}
         beyond = _beyond(best)
         race.run(beyond, seeds[:1])
@@ -186,13 +212,13 @@ def summary(
     """A row an optimizer: its rate, steps and seconds to each target (medians of the seeds), how it ended, and its memory."""
     targets = _targets(course, finals)
     rows = []
-    for name, (rate, tried) in grids.items():
+    for name, (_, tried) in grids.items():
         results, seconds = finals.get(name, []), times.get(name)
         rows.append(
             {
                 "task": task,
                 "optimizer": name,
-                "lr": rate,
+                "lr": results[0]["lr"] if results else None,
                 "tried": {f"{each['lr']:g}": _number(end(each, course)) for each in tried},
                 "diverged": sorted({f"{each['lr']:g}" for each in (*tried, *results) if each["diverged"]}),
                 "seeds": seeds,

@@ -34,7 +34,7 @@ def main(name: str, output: Path, figure: Path, data: Path | None, seed: int, se
     tasks, rates = (suite.tasks[:1], suite.rates[:1]) if quick else (suite.tasks, suite.rates)
     loaded = {task: TASKS[task].load(data) for task in tasks}  # first, so that a missing data set is told at once
     methods: dict[str, Mapping[str, Any] | None] = {BASE: None, **suite.methods()}
-    result = _begun(name, output, tasks, seed, seeds, quick)
+    result = _begun(name, output, tasks, methods, seed, seeds, quick)
     order = product(tasks, rates, range(seed, seed + seeds), methods)
     with one_thread(), bar(len(tasks) * len(rates) * seeds * len(methods), "training") as done:
         for task, rate, number, method in order:
@@ -53,11 +53,20 @@ def main(name: str, output: Path, figure: Path, data: Path | None, seed: int, se
     console.print(f"Wrote {output} and {figure}", highlight=False, soft_wrap=True)
 
 
-def _begun(name: str, output: Path, tasks: Sequence[str], seed: int, seeds: int, quick: bool) -> dict[str, Any]:
+def _begun(
+    name: str,
+    output: Path,
+    tasks: Sequence[str],
+    methods: Mapping[str, Mapping[str, Any] | None],
+    seed: int,
+    seeds: int,
+    quick: bool,
+) -> dict[str, Any]:
     """What was made before by the same settings, or a new result."""
     origin = provenance(f"llqr bench target {name}" + (" --quick" if quick else ""), seed)
     described = {task: {k: getattr(TASKS[task], k) for k in ("target", "steps", "batch")} for task in tasks}
-    settings = {"tasks": described, "base": "SGD, momentum 0.9", "seeds": seeds, "threads": 1}
+    told = {method: {k: str(v) for k, v in (own or {}).items()} for method, own in methods.items()}
+    settings = {"tasks": described, "base": "SGD, momentum 0.9", "methods": told, "seeds": seeds, "threads": 1}
     if output.exists():
         before: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))
         if before.get("settings") == settings and before.get("command") == origin["command"]:

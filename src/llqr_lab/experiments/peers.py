@@ -90,9 +90,12 @@ def singd(base: Base, model: nn.Module) -> Optimizer:
     too, which it wants to be told."""
     kind = _imported("singd.optim.optimizer", "SINGD")
     known = [module for module in model.modules() if isinstance(module, kind.SUPPORTED_MODULES)]
-    inside = list(dict.fromkeys(p for m in known if max(m.weight.shape) <= LARGEST_FACTOR for p in m.parameters()))
-    tokens = any(isinstance(module, nn.Embedding) for module in model.modules())
-    sequences = tokens and not getattr(model, "one_output", False)
+    vocabularies = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
+    large = {words for words in vocabularies if words > LARGEST_FACTOR}
+    inside = list(dict.fromkeys(p for m in known if len(m.weight) not in large for p in m.parameters()))
+    if not inside:
+        raise ConfigError("singd is for linear layers and convolutions, and this network has none inside")
+    sequences = vocabularies and not getattr(model, "one_output", False)
     settings = {
         "weight_decay": base.weight_decay,
         "T": PRECONDITION_EVERY,

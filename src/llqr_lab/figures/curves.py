@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from llqr_lab.figures.style import BLUE, GREEN, GREY, ORANGE, PINK, drawing
+from llqr_lab.figures.style import BLUE, GREEN, GREY, ORANGE, PINK, SKY, drawing
 from llqr_lab.race.run import Curve
 
-LINES = ((ORANGE, "--", "s"), (BLUE, "-", "o"), (GREEN, "-.", "^"), (PINK, ":", "D"))
+LINES = ((ORANGE, "--", "s"), (BLUE, "-", "o"), (GREEN, "-.", "^"), (PINK, ":", "D"), (SKY, (0, (6, 2)), "v"))
 
 
 def draw(curves: Mapping[str, Curve], target: float, path: Path, log_seconds: bool = False) -> None:
-    """One curve an optimizer; at most four."""
+    """One curve an optimizer; at most five."""
     with drawing(path, 10, 4.5) as figure:
         by_steps, by_seconds = figure.subplots(1, 2, sharey=True)
-        for (name, curve), (colour, style, marker) in zip(curves.items(), LINES, strict=False):
+        for (name, curve), (colour, style, marker) in zip(curves.items(), LINES[: len(curves)], strict=True):
             every = max(1, len(curve.steps) // 10)
             for axes, at in ((by_steps, curve.steps), (by_seconds, curve.seconds)):
                 axes.plot(

@@ -9,6 +9,9 @@ from typing import Any
 FOR_SGD, FOR_THE_REST = "scalar-ngd-scalefree", "kfac-ngd-scalefree"
 """LLQR, the same for every task. Bases that normalise their steps take no notice of one number a tensor: they get factors."""
 
+FURTHER = (("llqr.steps", 3),)
+"""Factors take more inner steps than single numbers do: LLQR's defaults."""
+
 STEPS_OF_SGD = (0.03, 0.1, 0.3)
 STEPS_OF_ADAM = (1e-3, 3e-3, 1e-2)
 WIDEN = 3.0
@@ -44,8 +47,8 @@ ENTRIES = (
     Entry("Shampoo", "shampoo", STEPS_OF_SGD),
     Entry("SINGD", "singd", STEPS_OF_ADAM),
     Entry("LLQR on SGDM", "sgdm", STEPS_OF_SGD, FOR_SGD),
-    Entry("LLQR on AdamW", "adamw", STEPS_OF_ADAM, FOR_THE_REST),
-    Entry("LLQR on Muon", "muon", STEPS_OF_ADAM, FOR_THE_REST),
+    Entry("LLQR on AdamW", "adamw", STEPS_OF_ADAM, FOR_THE_REST, FURTHER),
+    Entry("LLQR on Muon", "muon", STEPS_OF_ADAM, FOR_THE_REST, FURTHER),
 )
 
 
@@ -73,7 +76,9 @@ class Course:
 PLAIN = {"base.weight_decay": 0.0}
 THE_SLOWEST = ("LLQR on Muon",)
 COURSES = {
-    "fashion-mlp": Course("fashion-mlp", cpu={"evaluate_every": 0, "record_every": 39}, too_slow=THE_SLOWEST),
+    "fashion-mlp": Course(
+        "fashion-mlp", cpu={"evaluate_every": 0, "record_every": 39}, too_slow=("Muon", *THE_SLOWEST)
+    ),
     "fashion-convnet": Course("fashion-convnet", cpu={"epochs": 2, "evaluate_every": 0, "record_every": 39}),
     "cifar10": Course(
         "cifar10-resnet18-sgdm",
