@@ -15,7 +15,8 @@ from llqr_lab.cli import app
 from llqr_lab.data.digits import digits
 from llqr_lab.data.fashion import fashion_mnist, read_idx
 from llqr_lab.data.folder import DataError
-from llqr_lab.race.methods import SUITES, llqr_methods, sgdm
+from llqr_lab.figures.curves import draw
+from llqr_lab.race.methods import BASE, SUITES, llqr_methods, sgdm
 from llqr_lab.race.run import Curve, train
 from llqr_lab.race.tasks import TASKS, batches
 
@@ -145,3 +146,10 @@ def test_broken_files_are_told(tmp_path: Path, kind: str) -> None:
     path.write_bytes(BROKEN[kind])
     with pytest.raises(DataError, match="get it again"):
         read_idx(path)
+
+
+def test_the_demos_figure_has_a_line_for_everybody(tmp_path: Path) -> None:
+    curves = {name: Curve([0, 1], [0.0, 1.0], [1.0, 0.5]) for name in (BASE, *llqr_methods())}
+    draw(curves, 0.6, tmp_path / "all.png")
+    with pytest.raises(ValueError, match="zip"):  # rather than a picture that leaves somebody out
+        draw({**curves, "one": curves[BASE], "more": curves[BASE]}, 0.6, tmp_path / "more.png")

@@ -106,6 +106,39 @@ def test_a_grid_is_widened_at_its_edge(ends: Any, best: float | None, tried: int
     assert len(results) == len(race.asked) == len(set(race.asked)) == tried
 
 
+class BySeed(Race):
+    """A race whose runs end as a table by rate and seed says."""
+
+    def __init__(self, ends: dict[float, list[float]]) -> None:
+        super().__init__(COURSES["shakespeare"], "smoke", Path(), lambda wanted: None)
+        self.ends, self.ran = ends, list[tuple[float, ...]]()
+
+    def run(self, wanted: Any, seeds: Any) -> None:
+        self.ran += [tuple(rates) for rates in wanted.values()]
+
+    def results(self, entry: Entry, rates: Any, seeds: Any) -> list[dict[str, Any]]:
+        found = [(rate, self.ends[rate][seed]) for rate in rates for seed in seeds]
+        return [{"lr": lr, "diverged": end == math.inf, "last": {"train_loss": end}} for lr, end in found]
+
+
+@pytest.mark.parametrize(
+    ("ends", "close", "best"),
+    [
+        ({0.1: [2.0, 2.5, 2.5], 0.3: [2.1, 1.0, 1.0]}, (0.1,), 0.1),  # not close: the first seed decides
+        ({0.1: [2.0, 2.5, 2.5], 0.3: [2.03, 2.1, 2.1]}, (0.1, 0.3), 0.3),
+        ({0.1: [2.0, 2.0, math.inf], 0.3: [2.03, 2.9, 2.9]}, (0.1, 0.3), 0.3),
+        ({0.1: [math.inf] * 3}, (), None),
+    ],
+)
+def test_rates_that_are_close_are_decided_by_all_seeds(
+    ends: dict[float, list[float]], close: tuple[float, ...], best: float | None
+) -> None:
+    race, entry = BySeed(ends), Entry("some", "sgdm", (0.1, 0.3))
+    grids = {"some": (None, race.results(entry, list(ends), [0]))}
+    assert race.chosen(grids, [entry], [0, 1, 2]) == ({} if best is None else {entry: [best]})
+    assert race.ran == ([close] if close else [])
+
+
 TIMES = {"SGDM": 0.1, "LLQR on SGDM": 0.12, "SOAP": 0.3, "Muon": 0.1}
 """Seconds a step."""
 
@@ -416,6 +449,20 @@ def test_singd_is_told_what_the_loss_is_a_mean_over(preset: str, average: str) -
     made = optimizer(config.base, None, task_of(config, None).network())
     assert isinstance(made, Several)
     assert {group["loss_average"] for group in made.parts[0].param_groups} == {average}
+
+
+def test_singd_leaves_large_vocabularies_to_adamw(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not installed("singd"):
+        pytest.skip("singd isn't installed (llqr[peers])")
+    model = nn.Sequential(nn.Embedding(40, 8), nn.Linear(8, 24), nn.Linear(24, 40))
+    for largest, expected in ((1024, {(24, 8), (24,), (40, 24), (40,)}), (30, {(24, 8), (24,)})):
+        monkeypatch.setattr("llqr_lab.experiments.peers.LARGEST_FACTOR", largest)
+        made = optimizer(Base("singd", 0.01), None, model)
+        assert isinstance(made, Several)
+        assert {tuple(p.shape) for group in made.parts[0].param_groups for p in group["params"]} == expected
+    monkeypatch.setattr("llqr_lab.experiments.peers.LARGEST_FACTOR", 30)
+    with pytest.raises(ConfigError, match="none inside"):
+        optimizer(Base("singd", 0.01), None, nn.Sequential(nn.Embedding(40, 8), nn.Linear(8, 40)))
 
 
 def test_settings_of_llqr_reach_it() -> None:
