@@ -265,10 +265,10 @@ def test_samples_that_cannot_be_taken_are_refused() -> None:
 
 def test_the_defaults_are_those_of_the_base_and_of_the_solver() -> None:
     model = network()
-    for base, structure in (("sgdm", "scalar"), ("adamw", "kfac")):
+    for base, structure, few in (("sgdm", "scalar", 1), ("adamw", "kfac", 3)):
         inner = BASES[base](model.parameters())
         assert f"structure='{structure}'" in repr(LLQR(inner, model))
         assert "structure='ekfac'" in repr(LLQR(inner, model, structure="ekfac"))
-        for solver, steps in ((None, 5), (SGDM(LR, MOMENTUM), 25)):
+        for solver, steps in ((None, few), (SGDM(LR, MOMENTUM), 25)):
             assert f"steps={steps}," in repr(LLQR(inner, model, solver=solver))
             assert "steps=3," in repr(LLQR(inner, model, solver=solver, steps=3))

@@ -13,7 +13,7 @@ from llqr import LLQR, QuadraticModel
 from llqr.errors import LLQRError
 from llqr.loop.trust import Trust, Trusted, Verdict, check_saved, norm_of, trusted
 from llqr.preconditioner import Preconditioner
-from llqr.solvers import SGDM, ScaleFree, Solver
+from llqr.solvers import SGDM, ScaleFree
 from llqr.solvers.totals import totals_of
 from llqr.structures import Dense
 from standins import DenseModel, random_model
@@ -414,17 +414,3 @@ def test_training_from_a_plateau_stays_stable(structure: str) -> None:
     kept = train(TASKS["digits"], digits(), 0, sgdm(0.1), settings, steps=150)
     assert kept.losses[-1] < 0.1
     assert max(kept.losses) < 3.0
-
-
-@pytest.mark.parametrize(
-    ("base", "solver", "steps"),
-    [(torch.optim.SGD, None, 1), (torch.optim.AdamW, None, 3), (torch.optim.SGD, SGDM(), 25)],
-)
-def test_inner_steps_by_default(base: type[torch.optim.Optimizer], solver: Solver | None, steps: int) -> None:
-    """One around SGD, three around others, and the paper's 25 with a solver that is given."""
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()
-    optimizer = LLQR(base(model.parameters(), lr=0.01), model, every=1, solver=solver)  # type: ignore[call-arg]
-    nn.functional.cross_entropy(model(torch.randn(8, 3).double()), torch.randint(3, (8,))).backward()
-    optimizer.step()
-    assert f"steps={steps}," in repr(optimizer)
-    assert optimizer.stats.refits == 1
