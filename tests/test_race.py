@@ -411,7 +411,8 @@ def test_llqr_is_tried_at_four_times_the_best_rate_of_its_base() -> None:
     entries = {entry.name: entry for entry in ENTRIES}
     best = {entries["SGDM"]: [0.1], entries["LLQR on SGDM"]: [0.03], entries["AdamW"]: [0.01], entries["SOAP"]: [0.01]}
     best |= {entries["LLQR on AdamW"]: [0.01]}
-    assert _beyond(best) == {entries["SGDM"]: [0.4], entries["LLQR on SGDM"]: [0.4]}
+    adamw = {entries["AdamW"]: [0.04], entries["LLQR on AdamW"]: [0.04]}
+    assert _beyond(best) == {entries["SGDM"]: [0.4], entries["LLQR on SGDM"]: [0.4], **adamw}
 
 
 @pytest.mark.parametrize("what", ["a folder", "no marks", "nowhere"])

@@ -29,7 +29,7 @@ from llqr_lab.experiments.presets import resolve
 from llqr_lab.experiments.sweep import sweep
 from llqr_lab.figures.race import draw
 from llqr_lab.progress import bar
-from llqr_lab.race.entries import BEYOND, COURSES, UNBOUNDED, WIDEN, WIDEST, Course, Entry
+from llqr_lab.race.entries import BEYOND, COURSES, WIDEN, WIDEST, Course, Entry
 from llqr_lab.race.page import COMMAND, Row, blow_ups, body, reached, shown
 from llqr_lab.race.timing import PERIOD, step_seconds
 from llqr_lab.results import provenance, write_json
@@ -196,7 +196,7 @@ def main(
 
 def _beyond(best: Mapping[Entry, Sequence[float]]) -> dict[Entry, list[float]]:
     """Much more than the best rate of a base, for it and for LLQR around it."""
-    bases = {entry.base: rates for entry, rates in best.items() if entry.method == "base" and entry.base in UNBOUNDED}
+    bases = {entry.base: rates for entry, rates in best.items() if entry.method == "base"}
     wrapped = {entry.base for entry in best if entry.method != "base"}
     return {entry: [_rounded(BEYOND * bases[entry.base][0])] for entry in best if entry.base in wrapped & set(bases)}
 

@@ -18,9 +18,8 @@ WIDEN = 3.0
 """The factor between rates; where the best is the first or the last of a grid, one more is tried beyond it, and so on."""
 WIDEST = 1
 """How often."""
-BEYOND, UNBOUNDED = 4.0, ("sgdm",)
-"""Times the best rate, at which these bases and LLQR around them are tried too: does LLQR stay finite where its base does? The
-steps of other bases are as long as their rate says, whatever the gradient is."""
+BEYOND = 4.0
+"""Times the best rate of a base, at which it and LLQR around it are tried too: does LLQR stay finite where its base does?"""
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,7 @@ def _sentences(rows: Sequence[Row]) -> list[str]:
 def _about_rates() -> str:
     return (
         "With the first seed. A dash is a run of modular addition that didn't get there. At four times the best rate of "
-        "SGDM, it and LLQR around it were run for the sentence on finite runs above, after the best rates had been chosen.\n"
+        "a base, it and LLQR around it were run for the sentence on finite runs above, after the best rates had been chosen.\n"
     )
 
 
