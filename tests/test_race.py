@@ -193,6 +193,10 @@ def test_the_page_says_who_was_faster() -> None:
     rows = summary("some", COURSES["shakespeare"], grids, finals, len(finals["SGDM"]), TIMES)
     header, line = duels(rows)
     assert line == ["some", "SGDM", "1.2", "0.1: 30, 3.0", "0.1: 20, 2.4", "**×0.80**", "SOAP"]
+    nearly = summary(
+        "some", COURSES["shakespeare"], grids, finals, len(finals["SGDM"]), {**TIMES, "LLQR on SGDM": 0.14}
+    )
+    assert duels(nearly)[1][5] == "×0.93"  # a tie
     assert len(header) == len(line)
     text = body(rows)
     assert "| Muon | 0.1 | 1.4500 | 2.45 | – (1 of 2 seeds) |" in text
