@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fnmatch import fnmatchcase
 
 import pytest
 import torch
@@ -181,6 +182,29 @@ def test_patterns() -> None:
     given = assign({"embed": "diagonal", "*.bias": "scalar", "layers.*.mlp": Dense(), "*": "kfac"}, NAMES)
     assert list(given.values()) == [Diagonal(), Kronecker(), Scalar(), Dense(), Kronecker()]
     assert set(assign("ekfac", NAMES).values()) == {EigenKronecker()}
+
+
+PATTERNS = [*NAMES, "embed", "layers", "layers.0", "layers.?", "layers.[0]", "*.bias", "*.mlp", "*"]
+
+
+@given(st.permutations(PATTERNS))
+def test_the_first_pattern_that_matches_wins(patterns: list[str]) -> None:
+    """By the rule itself: a pattern matches a parameter, or one of the modules that hold it."""
+    kinds = {pattern: Kronecker(max_dim=1 + i) for i, pattern in enumerate(patterns)}
+    for name, kind in assign(kinds, NAMES).items():
+        parts = name.split(".")
+        answers = [".".join(parts[:depth]) for depth in range(1, 1 + len(parts))]
+        first = next(p for p in patterns if any(fnmatchcase(answer, p) for answer in answers))
+        assert kind is kinds[first], (name, first)
+
+
+def test_parameters_by_their_names_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refit names every parameter: matching all names with all others would grow with the square of their number."""
+    calls = []
+    monkeypatch.setattr("llqr.structures.assign.fnmatchcase", lambda *names: calls.append(names) or fnmatchcase(*names))
+    names = [f"layers.{i}.weight" for i in range(200)]
+    assign({**dict.fromkeys(names, "kfac"), "layers.7*": "scalar"}, names)
+    assert len(calls) < 5 * len(names)
 
 
 @pytest.mark.parametrize(

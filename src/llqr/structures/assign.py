@@ -21,6 +21,8 @@ NAMES: dict[str, Callable[[], Structure]] = {
     "dense": Dense,
 }
 
+WILD = frozenset("*?[")
+
 StructureSpec = str | Structure | Mapping[str, str | Structure]
 
 
@@ -43,17 +45,23 @@ def assign(structure: StructureSpec, names: Collection[str]) -> dict[str, Struct
     """
     if not isinstance(structure, Mapping):
         return dict.fromkeys(names, resolve(structure))
+    answering = {name: [name, *_holders(name)] for name in names}
+    known = dict.fromkeys(answer for answers in answering.values() for answer in answers)
+    resolved = {pattern: resolve(entry) for pattern, entry in structure.items()}
+    wild = [pattern for pattern in structure if isinstance(pattern, str) and not WILD.isdisjoint(pattern)]
     for pattern in structure:
         if not isinstance(pattern, str):
             raise LLQRError(f"a mapping of structures has name patterns for keys; {pattern!r} is not a string")
-        if not any(_matches(pattern, name) for name in names):
-            raise unknown("parameter or module in the mapping of structures", pattern, [*names, *_modules(names)])
-    resolved = {pattern: resolve(entry) for pattern, entry in structure.items()}
+        if not (any(fnmatchcase(answer, pattern) for answer in known) if pattern in wild else pattern in known):
+            raise unknown("parameter or module in the mapping of structures", pattern, list(known))
+    order = {pattern: place for place, pattern in enumerate(resolved)}
     assigned: dict[str, Structure] = {}
-    for name in names:
-        matching = [pattern for pattern in resolved if _matches(pattern, name)]
+    for name, answers in answering.items():
+        # names are looked up, so that a model with many parameters, each by its name, isn't matched pattern by pattern
+        matching = [answer for answer in answers if answer in order and answer not in wild]
+        matching += [pattern for pattern in wild if any(fnmatchcase(answer, pattern) for answer in answers)][:1]
         if matching:
-            assigned[name] = resolved[matching[0]]
+            assigned[name] = resolved[min(matching, key=order.__getitem__)]
     missing = [name for name in names if name not in assigned]
     if missing:
         listed = ", ".join(repr(name) for name in missing[:10]) + (", …" if len(missing) > 10 else "")
@@ -66,14 +74,6 @@ def owner(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _matches(pattern: str, name: str) -> bool:
-    return fnmatchcase(name, pattern) or any(fnmatchcase(module, pattern) for module in _holders(name))
-
-
 def _holders(name: str) -> list[str]:
     parts = name.split(".")
     return [".".join(parts[:depth]) for depth in range(1, len(parts))]
-
-
-def _modules(names: Collection[str]) -> list[str]:
-    return list(dict.fromkeys(module for name in names for module in _holders(name)))

@@ -168,7 +168,7 @@ def main(
     command = f"llqr bench race {' '.join(names)} --scale {scale} --seeds {','.join(map(str, seeds))}{some}"
     for name in names:
         race = Race(COURSES[name], scale, runs, perform)
-        runners = [entry for entry in COURSES[name].runners(scale) if not entries or entry.name in entries]
+        runners = [entry for entry in COURSES[name].runners if not entries or entry.name in entries]
         if not runners:
             console.print(f"{name} is without these optimizers at --scale {scale}", style="yellow", highlight=False)
         grids = race.grids(runners, seeds[0])
