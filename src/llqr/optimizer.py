@@ -36,6 +36,7 @@ from llqr.loop.state import KEY, State, checked_state_dict
 from llqr.loop.stats import Stats
 from llqr.loop.together import Together
 from llqr.loop.trust import bounded_steps, trust_of
+from llqr.loop.updates import UPDATE, Updates, acted_on
 from llqr.naming import PerLayer
 from llqr.precision import no_autocast
 from llqr.preconditioner import Preconditioner
@@ -64,10 +65,10 @@ class LLQR(Together):
             it, the wrapper that the loop calls; the names of parameters are those without it.
         divergence: what a step is measured by: "ngd", "newton", "gauss-newton", "renyi", "reverse-kl", or an object.
         structure: of U: "scalar", "diagonal", "kfac", "ekfac", "dense", an object, or a mapping from name patterns to these.
-            None: "scalar" around SGD, where it was as good as any and costs nothing (docs/benchmarks.md), and "kfac" around
-            bases that normalise their steps, which take no notice of one number a tensor.
+            None: "scalar" around SGD, Adam and AdamW, where it was as good as any and costs little (docs/benchmarks.md), and
+            "kfac" around other bases that normalise their steps, which take no notice of one number a tensor.
         every: steps between refits, or a function of the step's number that tells whether it begins with a refit.
-        steps: inner steps of a refit; None is the paper's 25, and with the default solver 1 around SGD and 3 around others.
+        steps: inner steps of a refit; None is the paper's 25, and with the default solver 1 around SGD and on updates, else 3.
         solver: the inner solver; None is `ScaleFree()` with `trust`. The paper's is `SGDM(lr=0.005, momentum=0.9)`.
         ema: β; None is the paper's, 0.95, and 0.9 for divergences that aren't flat (Newton).
         damping: added to the curvature's diagonal, as for `QuadraticModel`.
@@ -80,11 +81,14 @@ class LLQR(Together):
             gradient stays that of the step.
         training: the modules' mode in a refit. False: running BatchNorm statistics, no dropout. None: as they are.
         trust: J is that of the base's step, and U lengthens no direction of it by more than about 1/trust (`llqr.loop.trust`).
-            0: the paper's objective. None: with the default solver earned from 1 down to 0.1 around SGD, and 0.1 around other
-            bases; 0 with a solver that is given.
+            0: the paper's objective. None: with the default solver earned from 1 down to 0.1 around SGD and to 0.33 on updates,
+            and 0.1 around other bases; 0 with a solver that is given.
         shared: the inputs that `chunk_size` and `sample` don't cut, as for `QuadraticModel`.
         sample: the share of the step's examples whose curvature a refit looks at; the gradient is that of all of them. With
             0.25 a refit costs little more than a quarter, and U was as good wherever that was measured (docs/findings.md).
+        acts_on: "gradient", as in the paper, or "update": what Adam or AdamW makes of the gradients, which would undo one
+            number a tensor (`llqr.loop.updates`). None: "update" around these two, with one number a tensor and the default
+            solver, and "gradient" else.
         process_group: the ranks that train this model together, each on its own batches; a refit is about all of them. None:
             the group of the model's DistributedDataParallel or `fully_shard`, or else the default group if there is one. (To
             train apart from the others give a group of one.)
@@ -114,6 +118,7 @@ class LLQR(Together):
         trust: float | None = None,
         shared: Collection[str | int] = (),
         sample: float = 1.0,
+        acts_on: str | None = None,
         process_group: ProcessGroup | None = None,
         shard: bool | None = None,
     ) -> None:
@@ -125,6 +130,7 @@ class LLQR(Together):
         self._gather(plain, process_group, shard)
         self.model, self._called = uncompiled(inside), model if inside is plain else inside
         parameters = stepped_parameters(base, self.model)
+        on_updates = acted_on(acts_on, base, structure, solver, trust, parameters) == UPDATE
         kind = resolve(divergence)
         self.ema = checked_ema((0.95 if kind.flat else 0.9) if ema is None else ema)
         check_callable("refit_batch", refit_batch)
@@ -133,18 +139,19 @@ class LLQR(Together):
             self.model,
             self._called,
             kind,
-            Blocks(default_structure(base) if structure is None else structure),
+            Blocks(default_structure(base, on_updates) if structure is None else structure),
             solver,
-            default_steps(base, solver) if steps is None else steps,
+            default_steps(base, solver, on_updates) if steps is None else steps,
             damping,
             chunk_size,
             loss_fn,
             output,
             weights,
             training,
-            trust_of(base, trust, solver is None),
+            trust_of(base, trust, solver is None, on_updates),
             shared,
             sample,
+            on_updates,
         )
         if refit_batch is not None and self._refit.sample < 1:
             raise LLQRError("refit_batch says which examples a refit looks at: leave out sample")
@@ -192,8 +199,13 @@ class LLQR(Together):
                 seen = self._hook.inputs(self.model)
                 self._refit_on(parameters, Source(gradients, seen, closure, self._own_batch()))
         self._hook.forget()
-        with replaced(parameters, self._preconditioned(parameters, gradients)):
+        if self._refit.on_updates and self.preconditioner is not None:
+            updates = Updates(self.base, parameters, list(gradients))
             self.base.step()
+            updates.become(self._preconditioned(parameters, updates.taken()))
+        else:
+            with replaced(parameters, self._preconditioned(parameters, gradients)):
+                self.base.step()
         self._schedule.go_to(self._schedule.step + 1)
         return loss
 

@@ -33,15 +33,15 @@ def check_base(base: Optimizer, model: nn.Module) -> None:
         raise LLQRError(f"the second argument is the model, an nn.Module; got {type(model).__name__}")
 
 
-def default_structure(base: Optimizer) -> str:
+def default_structure(base: Optimizer, on_updates: bool) -> str:
     """One number a tensor, unless the base would undo it by normalising its steps."""
-    return "scalar" if isinstance(base, torch.optim.SGD) else "kfac"
+    return "scalar" if on_updates or isinstance(base, torch.optim.SGD) else "kfac"
 
 
-def default_steps(base: Optimizer, solver: Solver | None) -> int:
+def default_steps(base: Optimizer, solver: Solver | None, on_updates: bool) -> int:
     """The default solver takes whole steps along conjugate directions, and few will do: around SGD one, where further ones
     made U less steady at high rates and no better elsewhere (docs/findings.md). The paper's takes 25 small ones."""
-    return 25 if solver is not None else 1 if isinstance(base, torch.optim.SGD) else 3
+    return 25 if solver is not None else 1 if on_updates or isinstance(base, torch.optim.SGD) else 3
 
 
 def checked_ema(ema: float) -> float:

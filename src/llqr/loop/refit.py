@@ -22,6 +22,7 @@ from llqr.loop.blocks import Blocks
 from llqr.loop.closures import Closure, loss_of_output, tensor_alone, whole_loss
 from llqr.loop.gradients import check_parameters
 from llqr.loop.trust import Trust, Trusted, Verdict, trusted
+from llqr.loop.updates import GRADIENT, UPDATE, check_multiplies
 from llqr.naming import PerLayer
 from llqr.parts import Portion
 from llqr.precision import is_low, raised
@@ -89,6 +90,8 @@ class Refit:
     trust: Trust | None
     shared: Collection[str | int]
     sample: float = 1.0
+    on_updates: bool = False
+    """U acts on what the base does with the gradients."""
 
     def __post_init__(self) -> None:
         self.solver = checked_solver(self.solver, self.steps)
@@ -119,7 +122,9 @@ class Refit:
         """Raise now for what a refit would raise for: structures, metrics and dampings that fit no part of the model."""
         check_parameters(parameters)
         terms = list(self.divergence.terms())
-        self.blocks.layout(parameters, parameters)
+        layout = self.blocks.layout(parameters, parameters)
+        if self.on_updates:
+            check_multiplies(layout)
         sites.diagonal(self.model, parameters, terms, self.damping)
         sites.metric_modules(self.model, terms)
 
@@ -129,7 +134,16 @@ class Refit:
         terms = [
             (weight, term if is_dataclass(term) else type(term).__name__) for weight, term in self.divergence.terms()
         ]
-        return (self.steps, solver, self.trust and self.trust.agreed(), self.damping, self.training, self.sample, terms)
+        return (
+            self.steps,
+            solver,
+            self.trust and self.trust.agreed(),
+            self.damping,
+            self.training,
+            self.sample,
+            self.on_updates,
+            terms,
+        )
 
     def described(self) -> list[str]:
         """Its settings, as one would write them."""
@@ -138,6 +152,7 @@ class Refit:
             f"structure={self.blocks.structure!r}",
             f"steps={self.steps}, solver={self.solver!r}, damping={self.damping!r}, trust={self.trust or 0}",
             f"chunk_size={self.chunk_size}, sample={self.sample:g}, training={self.training}",
+            f"acts_on={UPDATE if self.on_updates else GRADIENT!r}",
         ]
 
     def __call__(
@@ -151,7 +166,7 @@ class Refit:
         """U of the parameters that require a gradient, fitted from the identity or from `start`; `used` is the U in use."""
         q, verdict = self.objective(base, parameters, source), None
         if isinstance(q, Trusted) and self.trust is not None:
-            tried = self.trust.earned and used is not None and self.trust.length is not None  # a step was taken with it
+            tried = self.trust.earned and used is not None and self.trust.steps > 0  # some were taken with it
             edge = q.edge(used) if tried and used is not None else None
             verdict = self.trust.judged(edge, self.trust.restless(q.totals) if tried else 0.0)
             q.trust, start = verdict.rho, None if verdict.outdated else start
@@ -164,7 +179,7 @@ class Refit:
         q = self._quadratic(only, source)
         if self.trust is None:
             return q
-        return trusted(q, base, {name: parameters[name] for name in only}, self.trust.rho)
+        return trusted(q, base, {name: parameters[name] for name in only}, self.trust.rho, self.on_updates)
 
     def _quadratic(self, only: list[str], source: Source) -> Quadratic:
         if source.batch is not None:

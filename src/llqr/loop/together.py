@@ -14,6 +14,7 @@ from llqr.distributed.groups import standing, team_of, unwrapped
 from llqr.errors import LLQRError
 from llqr.loop.refit import Refit, Source, trainable
 from llqr.loop.schedule import Schedule
+from llqr.loop.updates import check_whole
 from llqr.loop.wrapping import Wrapping
 from llqr.preconditioner import Preconditioner
 
@@ -45,6 +46,8 @@ class Together(Wrapping):
         now = standing(parameters.values())
         if now == self._standing:
             return
+        if self._refit.on_updates:
+            check_whole(parameters)
         team = team_of(self.model, self._group, self._shard)
         if team is not None and self.preconditioner is not None and not loads:
             raise LLQRError(

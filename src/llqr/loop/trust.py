@@ -8,12 +8,14 @@ training diverges. So with ε = -U g
 
 where η puts H in units of the base's *edge of stability*: beyond η·curvature = 1 the base's steps grow (that is a curvature of
 2/lr without momentum m, and of 2(1 + m)/lr with it). Fitted to this, U ≈ (ηH + ρ)⁻¹ brings no direction beyond the edge, and
-lengthens none by more than 1/ρ. Bases that normalise their steps (Adam, Muon) have no η in these units; there it is
-1/(g·Hg/g·g), so that ρ is relative to the curvature along the gradient.
+lengthens none by more than 1/ρ. Around Adam, where U acts on its updates, the same holds in Adam's own coordinates
+(`llqr.loop.updates`). Where it acts on the gradients of a base that normalises its steps (Adam, Muon), there is no η in these
+units; it is 1/(g·Hg/g·g) then, so that ρ is relative to the curvature along the gradient.
 
 ρ is *earned*. It begins at 1, where U only shortens. At each refit the U in use is tried on the new batch: with ε = -U g,
 η ε·Hε/(-g·ε) says how near the edge it has come, with other data and after the steps since it was fitted. Well inside, ρ is
-divided by 3, down to 0.1; outside, multiplied; far outside, U begins anew at ρ = 1, and ρ may not become that small again.
+divided by 3, down to 0.1 (to 0.33 on Adam's updates); outside, multiplied; far outside, U begins anew at ρ = 1, and ρ may not
+become that small again.
 
 Between refits U g is *bounded*: it is made no longer than 1.5 times what it was in the step that U was fitted in, or than g
 where that is longer; and no longer than three times that (a limit that rises slowly) in any case, for then something has
@@ -34,6 +36,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from llqr.errors import LLQRError
+from llqr.loop.updates import measured
 from llqr.precision import is_low
 from llqr.preconditioner import Preconditioner
 from llqr.solvers import Quadratic, bend
@@ -44,8 +47,9 @@ if TYPE_CHECKING:
     from llqr.distributed.division import Division
     from llqr.distributed.sharing import Shared
 
-CAUTIOUS, BOLD = 1.0, 0.1
-"""ρ at the start, and where U has proved itself."""
+CAUTIOUS, BOLD, BOLD_ON_UPDATES = 1.0, 0.1, 1 / 3
+"""ρ at the start, and where U has proved itself: around SGD, and on Adam's updates, whose lengths are set by the noise of the
+gradients as much as by curvature, which is all that U sees."""
 FACTOR = 3.0
 """From one ρ to the next."""
 INSIDE, OUTSIDE, FAR_OUTSIDE = 0.5, 1.0, 2.0
@@ -82,7 +86,7 @@ class Trust:
     least: float = BOLD
     """What ρ may come to."""
     length: float | None = None
-    """‖U g‖ in the step that U was fitted in; None until that step is taken."""
+    """‖U g‖ in the step that U was fitted in; None until that step is taken, and where lengths don't matter."""
     rate: float | None = None
     """The learning rate that U was fitted for."""
     steps: int = 0
@@ -152,7 +156,7 @@ class Trust:
         self.length, self.rate = state.get("length"), state.get("rate")
         self.steps, self.bounded = state.get("steps", 0), state.get("bounded", 0)
         if self.earned:
-            self.rho, self.least = state.get("rho", CAUTIOUS), state.get("least", BOLD)
+            self.rho, self.least = state.get("rho", CAUTIOUS), state.get("least", self.least)
 
 
 COUNTS = ("steps", "bounded")
@@ -187,6 +191,8 @@ def bounded_steps(
 ) -> Steering:
     """U g no longer than it may be."""
     if trust is None or not trust.bounds:
+        if trust is not None:
+            trust.steps += 1
         return steered.gradients
     if not isinstance(steered, Steered) and division is not None:
         lengths = [norm_of(steered.own_steered.values()), norm_of(steered.own.values())]
@@ -198,16 +204,16 @@ def bounded_steps(
     return trust.bound(known, length, lambda: norm_of(map(gradients.get, known)), base)
 
 
-def trust_of(base: Optimizer, trust: float | None, default_solver: bool) -> Trust | None:
+def trust_of(base: Optimizer, trust: float | None, default_solver: bool, on_updates: bool = False) -> Trust | None:
     """As the options of LLQR say; None is the paper's objective."""
     if trust is None and not default_solver:
         return None
     if trust is not None and not check_trust(trust):
         return None
     plain = isinstance(base, SGD)
-    earned = trust is None and plain
+    earned = trust is None and (plain or on_updates)
     rho = float(trust) if trust is not None else CAUTIOUS if earned else BOLD
-    return Trust(rho, earned, bounds=plain)
+    return Trust(rho, earned, bounds=plain, least=BOLD_ON_UPDATES if on_updates else BOLD)
 
 
 class Trusted:
@@ -241,14 +247,17 @@ class Trusted:
         return bend(self._model, {name: self._roots[name] * v for name, v in direction.items()})
 
 
-def trusted(model: Quadratic, base: Optimizer, parameters: Mapping[str, Tensor], trust: float) -> Trusted:
+def trusted(
+    model: Quadratic, base: Optimizer, parameters: Mapping[str, Tensor], trust: float, on_updates: bool = False
+) -> Trusted:
     """The model of the step that this base takes."""
-    if isinstance(base, SGD):
-        rates = {id(p): _rate(group) for group in base.param_groups for p in group["params"]}
-        by_name = {name: rates[id(p)] for name, p in parameters.items()}
-    else:
-        by_name = dict.fromkeys(parameters, _inverse_curvature(model))
-    return Trusted(model, by_name, trust)
+    if not on_updates and not isinstance(base, SGD):
+        return Trusted(model, dict.fromkeys(parameters, _inverse_curvature(model)), trust)
+    if on_updates:
+        model = measured(model, base, parameters)
+    of_group = _rate_of_updates if on_updates else _rate
+    rates = {id(p): of_group(group) for group in base.param_groups for p in group["params"]}
+    return Trusted(model, {name: rates[id(p)] for name, p in parameters.items()}, trust)
 
 
 def check_trust(trust: float) -> float:
@@ -270,6 +279,12 @@ def _rate(group: Mapping[str, Any]) -> float:
     look_ahead = 1 + 2 * momentum if group["nesterov"] else 1.0
     share = max(0.0, 1 - float(group["dampening"]) * (momentum > 0))
     return _told_rate(group) * share * look_ahead / (2 * (1 + momentum))
+
+
+def _rate_of_updates(group: Mapping[str, Any]) -> float:
+    """The same for Adam in its own coordinates: a momentum m that averages is stable up to lr·λ = 2(1 + m)/(1 - m)."""
+    momentum = float(group["betas"][0])
+    return _told_rate(group) * (1 - momentum) / (2 * (1 + momentum))
 
 
 def _told_rate(group: Mapping[str, Any]) -> float:

@@ -1,0 +1,157 @@
+"""Updates: U that acts on what the base does with the gradients, in place of the gradients.
+
+Adam divides every gradient by its own running size, and so undoes a U that gives each tensor one number. There U can act on the
+update instead: θ ← θ + U Δθ, with Δθ the base's step and weight decay left alone. Adam's step is P⁻¹ times its average of the
+gradients, P = √v + ε, which is a gradient step in the coordinates √P θ. In these, g is P^-½ g, H is P^-½ H P^-½, and all that
+holds around SGD (`llqr.loop.trust`) holds again: U is fitted to that problem. A U that multiplies number by number is the same
+in both coordinates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Adam, Optimizer
+
+from llqr.distributed.groups import standing
+from llqr.errors import LLQRError, unknown
+from llqr.precision import raised
+from llqr.solvers import Quadratic, Solver, bend
+from llqr.solvers.totals import totals_of
+from llqr.structures.assign import StructureSpec
+from llqr.structures.diagonal import Diagonal
+from llqr.structures.scalar import Scalar
+from llqr.structures.stacks import Group
+
+GRADIENT, UPDATE = "gradient", "update"
+
+
+def acted_on(
+    acts_on: str | None,
+    base: Optimizer,
+    structure: StructureSpec | None,
+    solver: Solver | None,
+    trust: float | None,
+    parameters: Mapping[str, Tensor],
+) -> str:
+    """What U is to act on, as the options say."""
+    if acts_on is None:
+        plain = structure is None or structure in ("scalar", Scalar())
+        own_way = isinstance(base, Adam) and plain and solver is None and trust is None
+        return UPDATE if own_way and not _sharded(parameters) else GRADIENT
+    if acts_on not in (GRADIENT, UPDATE):
+        raise unknown("acts_on", acts_on, (GRADIENT, UPDATE))
+    if acts_on == GRADIENT:
+        return GRADIENT
+    if not isinstance(base, Adam):
+        raise LLQRError(
+            'acts_on="update" is for Adam and AdamW, whose steps it knows how to measure, and the base is a '
+            f"{type(base).__name__}: leave it out, and U acts on the gradients"
+        )
+    if trust == 0 or (trust is None and solver is not None):
+        raise LLQRError(
+            'acts_on="update" fits U to the base\'s own step, which trust=0 (and with a solver of your own, leaving trust out) '
+            "doesn't: give a positive trust, or leave out the solver"
+        )
+    check_whole(parameters)
+    return UPDATE
+
+
+def check_whole(parameters: Mapping[str, Tensor]) -> None:
+    if _sharded(parameters):
+        raise LLQRError(
+            'acts_on="update" needs whole parameters, and fully_shard has divided these: make LLQR after fully_shard, which '
+            'takes acts_on="gradient" then, or write that'
+        )
+
+
+def check_multiplies(groups: Sequence[Group]) -> None:
+    """Raise for a U that would be another in the base's coordinates."""
+    for group in groups:
+        if not isinstance(group.structure, (Scalar, Diagonal)):
+            raise LLQRError(
+                'acts_on="update" is for structures that multiply number by number, "scalar" and "diagonal", and '
+                f'{group.keys[0]!r} has {group.structure!r}: write acts_on="gradient" for those'
+            )
+
+
+def _sharded(parameters: Mapping[str, Tensor]) -> bool:
+    return standing(parameters.values())[1]
+
+
+class Measured:
+    """A quadratic model in the coordinates in which the base's step is a gradient step."""
+
+    def __init__(self, model: Quadratic, roots: Mapping[str, Tensor]) -> None:
+        self._model, self.totals = model, totals_of(model)
+        self._roots = {name: roots[name].to(g.dtype) for name, g in model.gradient.items()}
+        self.gradient = self._scaled(model.gradient)
+
+    def curvature(self, direction: dict[str, Tensor]) -> dict[str, Tensor]:
+        return self._scaled(self._model.curvature(self._scaled(direction)))
+
+    def bend(self, direction: dict[str, Tensor]) -> float:
+        return bend(self._model, self._scaled(direction))
+
+    def _scaled(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: self._roots[name] * value for name, value in values.items()}
+
+
+def measured(model: Quadratic, base: Optimizer, parameters: Mapping[str, Tensor]) -> Measured:
+    """The model in the coordinates of Adam's next step."""
+    groups = {id(p): group for group in base.param_groups for p in group["params"]}
+    with torch.no_grad():
+        roots = {
+            name: _metric(base, groups[id(p)], p).rsqrt() for name, p in parameters.items() if name in model.gradient
+        }
+    return Measured(model, roots)
+
+
+def _metric(base: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> Tensor:
+    """P = √v̂ + ε of the step that is coming, its gradient included; what has had neither is measured as it is."""
+    state, gradient = raised(dict(base.state.get(parameter, {}))), raised(parameter.grad)
+    (_, beta), step = group["betas"], float(state["step"]) if state else 0.0
+    average = state["exp_avg_sq"] if state else raised(torch.zeros_like(parameter))
+    if gradient is not None:
+        if group["weight_decay"] and not group.get("decoupled_weight_decay", False):
+            gradient = gradient.add(parameter, alpha=float(group["weight_decay"]))
+        average, step = beta * average + (1 - beta) * gradient.square(), step + 1
+    if not step:
+        return torch.ones_like(average)
+    if group["amsgrad"] and state:
+        average = torch.maximum(average, state["max_exp_avg_sq"])
+    size: Tensor = (average / (1 - beta**step)).sqrt()
+    return size + float(group["eps"])
+
+
+class Updates:
+    """The base's steps, with U on each of them."""
+
+    def __init__(self, base: Optimizer, parameters: Mapping[str, Tensor], names: Sequence[str]) -> None:
+        """To be made just before the base steps."""
+        decayed = {
+            id(p): 1 - float(group["lr"]) * float(group["weight_decay"])
+            for group in base.param_groups
+            for p in group["params"]
+            if group.get("decoupled_weight_decay", False) and group["weight_decay"]
+        }
+        self._parameters = {name: parameters[name] for name in names}
+        with torch.no_grad():
+            self._before = {name: p.detach() * decayed.get(id(p), 1.0) for name, p in self._parameters.items()}
+
+    def taken(self) -> dict[str, Tensor]:
+        """Δθ, after the base has stepped; weight decay isn't in it."""
+        with torch.no_grad():
+            return {
+                name: torch.sub(p, self._before[name], out=self._before[name]) for name, p in self._parameters.items()
+            }
+
+    def become(self, updates: Mapping[str, Tensor | None]) -> None:
+        """θ as it would be with these. What is as it was leaves θ as it is, to the bit."""
+        with torch.no_grad():
+            for name, update in updates.items():
+                if update is not None:
+                    self._parameters[name].add_(update - self._before[name])
