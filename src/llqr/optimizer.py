@@ -130,7 +130,7 @@ class LLQR(Together):
         self._gather(plain, process_group, shard)
         self.model, self._called = uncompiled(inside), model if inside is plain else inside
         parameters = stepped_parameters(base, self.model)
-        on_updates = acted_on(acts_on, base, structure, solver, trust, parameters) == UPDATE
+        on_updates = acted_on(acts_on, base, structure, solver, trust) == UPDATE
         kind = resolve(divergence)
         self.ema = checked_ema((0.95 if kind.flat else 0.9) if ema is None else ema)
         check_callable("refit_batch", refit_batch)

@@ -22,7 +22,7 @@ from llqr.loop.blocks import Blocks
 from llqr.loop.closures import Closure, loss_of_output, tensor_alone, whole_loss
 from llqr.loop.gradients import check_parameters
 from llqr.loop.trust import Trust, Trusted, Verdict, trusted
-from llqr.loop.updates import GRADIENT, UPDATE, check_multiplies
+from llqr.loop.updates import GRADIENT, UPDATE, check_multiplies, roots_of
 from llqr.naming import PerLayer
 from llqr.parts import Portion
 from llqr.precision import is_low, raised
@@ -59,6 +59,8 @@ class Source:
     loss_fn: Loss | None = None
     division: Division | None = None
     """Among the ranks that fit it together, each on its own batch."""
+    roots: Mapping[str, Tensor] | None = None
+    """P^-½ of the base's next step (`llqr.loop.updates`), where it isn't in the base's state as a whole."""
 
 
 class Fitted(NamedTuple):
@@ -179,7 +181,8 @@ class Refit:
         q = self._quadratic(only, source)
         if self.trust is None:
             return q
-        return trusted(q, base, {name: parameters[name] for name in only}, self.trust.rho, self.on_updates)
+        roots = (source.roots or roots_of(base, parameters)) if self.on_updates else None
+        return trusted(q, base, {name: parameters[name] for name in only}, self.trust.rho, roots)
 
     def _quadratic(self, only: list[str], source: Source) -> Quadratic:
         if source.batch is not None:

@@ -14,7 +14,7 @@ from llqr.distributed.groups import standing, team_of, unwrapped
 from llqr.errors import LLQRError
 from llqr.loop.refit import Refit, Source, trainable
 from llqr.loop.schedule import Schedule
-from llqr.loop.updates import check_whole
+from llqr.loop.updates import roots_of
 from llqr.loop.wrapping import Wrapping
 from llqr.preconditioner import Preconditioner
 
@@ -46,8 +46,6 @@ class Together(Wrapping):
         now = standing(parameters.values())
         if now == self._standing:
             return
-        if self._refit.on_updates:
-            check_whole(parameters)
         team = team_of(self.model, self._group, self._shard)
         if team is not None and self.preconditioner is not None and not loads:
             raise LLQRError(
@@ -82,4 +80,7 @@ class Together(Wrapping):
         )
         division = self._team.divide(self._refit.blocks.layout(parameters, names), settings, self._division)
         gradients = self._team.at_owners(division, parameters, source.gradients)
-        return division.own(), replace(source, gradients=gradients, division=division)
+        roots = None
+        if self._refit.on_updates:
+            roots = self._team.at_owners(division, parameters, roots_of(self.base, parameters))
+        return division.own(), replace(source, gradients=gradients, roots=roots, division=division)

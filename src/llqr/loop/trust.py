@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from llqr.errors import LLQRError
-from llqr.loop.updates import measured
+from llqr.loop.updates import Measured
 from llqr.precision import is_low
 from llqr.preconditioner import Preconditioner
 from llqr.solvers import Quadratic, bend
@@ -248,14 +248,18 @@ class Trusted:
 
 
 def trusted(
-    model: Quadratic, base: Optimizer, parameters: Mapping[str, Tensor], trust: float, on_updates: bool = False
+    model: Quadratic,
+    base: Optimizer,
+    parameters: Mapping[str, Tensor],
+    trust: float,
+    roots: Mapping[str, Tensor] | None = None,
 ) -> Trusted:
-    """The model of the step that this base takes."""
-    if not on_updates and not isinstance(base, SGD):
+    """The model of the step that this base takes; with `roots`, of the update that it makes in the coordinates they lead to."""
+    if roots is None and not isinstance(base, SGD):
         return Trusted(model, dict.fromkeys(parameters, _inverse_curvature(model)), trust)
-    if on_updates:
-        model = measured(model, base, parameters)
-    of_group = _rate_of_updates if on_updates else _rate
+    if roots is not None:
+        model = Measured(model, roots)
+    of_group = _rate if roots is None else _rate_of_updates
     rates = {id(p): of_group(group) for group in base.param_groups for p in group["params"]}
     return Trusted(model, {name: rates[id(p)] for name, p in parameters.items()}, trust)
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, Optimizer
 
-from llqr.distributed.groups import standing
 from llqr.errors import LLQRError, unknown
 from llqr.precision import raised
 from llqr.solvers import Quadratic, Solver, bend
@@ -35,13 +34,11 @@ def acted_on(
     structure: StructureSpec | None,
     solver: Solver | None,
     trust: float | None,
-    parameters: Mapping[str, Tensor],
 ) -> str:
     """What U is to act on, as the options say."""
     if acts_on is None:
         plain = structure is None or structure in ("scalar", Scalar())
-        own_way = isinstance(base, Adam) and plain and solver is None and trust is None
-        return UPDATE if own_way and not _sharded(parameters) else GRADIENT
+        return UPDATE if isinstance(base, Adam) and plain and solver is None and trust is None else GRADIENT
     if acts_on not in (GRADIENT, UPDATE):
         raise unknown("acts_on", acts_on, (GRADIENT, UPDATE))
     if acts_on == GRADIENT:
@@ -56,16 +53,7 @@ def acted_on(
             'acts_on="update" fits U to the base\'s own step, which trust=0 (and with a solver of your own, leaving trust out) '
             "doesn't: give a positive trust, or leave out the solver"
         )
-    check_whole(parameters)
     return UPDATE
-
-
-def check_whole(parameters: Mapping[str, Tensor]) -> None:
-    if _sharded(parameters):
-        raise LLQRError(
-            'acts_on="update" needs whole parameters, and fully_shard has divided these: make LLQR after fully_shard, which '
-            'takes acts_on="gradient" then, or write that'
-        )
 
 
 def check_multiplies(groups: Sequence[Group]) -> None:
@@ -76,10 +64,6 @@ def check_multiplies(groups: Sequence[Group]) -> None:
                 'acts_on="update" is for structures that multiply number by number, "scalar" and "diagonal", and '
                 f'{group.keys[0]!r} has {group.structure!r}: write acts_on="gradient" for those'
             )
-
-
-def _sharded(parameters: Mapping[str, Tensor]) -> bool:
-    return standing(parameters.values())[1]
 
 
 class Measured:
@@ -100,14 +84,11 @@ class Measured:
         return {name: self._roots[name] * value for name, value in values.items()}
 
 
-def measured(model: Quadratic, base: Optimizer, parameters: Mapping[str, Tensor]) -> Measured:
-    """The model in the coordinates of Adam's next step."""
+def roots_of(base: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """P^-½ of Adam's next step, by parameter."""
     groups = {id(p): group for group in base.param_groups for p in group["params"]}
     with torch.no_grad():
-        roots = {
-            name: _metric(base, groups[id(p)], p).rsqrt() for name, p in parameters.items() if name in model.gradient
-        }
-    return Measured(model, roots)
+        return {name: _metric(base, groups[id(p)], p).rsqrt() for name, p in parameters.items()}
 
 
 def _metric(base: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> Tensor:
@@ -145,9 +126,8 @@ class Updates:
     def taken(self) -> dict[str, Tensor]:
         """Δθ, after the base has stepped; weight decay isn't in it."""
         with torch.no_grad():
-            return {
-                name: torch.sub(p, self._before[name], out=self._before[name]) for name, p in self._parameters.items()
-            }
+            self._before = {name: p - self._before[name] for name, p in self._parameters.items()}
+        return self._before
 
     def become(self, updates: Mapping[str, Tensor | None]) -> None:
         """θ as it would be with these. What is as it was leaves θ as it is, to the bit."""

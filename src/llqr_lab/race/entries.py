@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-FOR_SGD, FOR_THE_REST = "scalar-ngd-scalefree", "kfac-ngd-scalefree"
-"""LLQR, the same for every task. Bases that normalise their steps take no notice of one number a tensor: they get factors."""
+LENGTHS, FACTORS = "scalar-ngd-scalefree", "kfac-ngd-scalefree"
+"""LLQR's defaults, the same for every task: one number a tensor, around AdamW on its updates; and factors around Muon, which
+would take no notice of these."""
 
 FURTHER = (("llqr.steps", 3),)
 """Factors take more inner steps than single numbers do: LLQR's defaults."""
@@ -45,9 +46,9 @@ ENTRIES = (
     Entry("SOAP", "soap", STEPS_OF_ADAM),
     Entry("Shampoo", "shampoo", STEPS_OF_SGD),
     Entry("SINGD", "singd", STEPS_OF_ADAM),
-    Entry("LLQR on SGDM", "sgdm", STEPS_OF_SGD, FOR_SGD),
-    Entry("LLQR on AdamW", "adamw", STEPS_OF_ADAM, FOR_THE_REST, FURTHER),
-    Entry("LLQR on Muon", "muon", STEPS_OF_ADAM, FOR_THE_REST, FURTHER),
+    Entry("LLQR on SGDM", "sgdm", STEPS_OF_SGD, LENGTHS),
+    Entry("LLQR on AdamW", "adamw", STEPS_OF_ADAM, LENGTHS),
+    Entry("LLQR on Muon", "muon", STEPS_OF_ADAM, FACTORS, FURTHER),
 )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from llqr_lab.race.entries import ENTRIES, FOR_SGD, Entry
+from llqr_lab.race.entries import ENTRIES, LENGTHS, Entry
 
 TASKS = ("fashion-convnet", "shakespeare")
 BASE = next(entry for entry in ENTRIES if entry.name == "SGDM")
@@ -17,7 +17,7 @@ BASELINE = next(entry for entry in ENTRIES if entry.name == "LLQR on SGDM")
 class Idea:
     name: str
     changes: Mapping[str, Any] = field(default_factory=dict)
-    method: str = FOR_SGD
+    method: str = LENGTHS
 
     @property
     def entry(self) -> Entry:
