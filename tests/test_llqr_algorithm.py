@@ -263,10 +263,13 @@ def test_samples_that_cannot_be_taken_are_refused() -> None:
         LLQR(BASES["sgdm"](model.parameters()), model, KL(reduction="sum"), sample=0.25)
 
 
+NADAM = torch.optim.NAdam
+
+
 def test_the_defaults_are_those_of_the_base_and_of_the_solver() -> None:
     model = network()
-    for base, structure, few in (("sgdm", "scalar", 1), ("adamw", "kfac", 3)):
-        inner = BASES[base](model.parameters())
+    for base, structure, few in ((BASES["sgdm"], "scalar", 1), (BASES["adamw"], "scalar", 1), (NADAM, "kfac", 3)):
+        inner = base(model.parameters())
         assert f"structure='{structure}'" in repr(LLQR(inner, model))
         assert "structure='ekfac'" in repr(LLQR(inner, model, structure="ekfac"))
         for solver, steps in ((None, few), (SGDM(LR, MOMENTUM), 25)):

@@ -259,7 +259,8 @@ def test_it_is_earned_with_the_default_solver_and_off_with_a_given_one() -> None
     assert LLQR(base, net, solver=SGDM(), trust=0.5)._refit.trust == Trust(0.5, earned=False, bounds=True)
     assert LLQR(base, net, trust=0)._refit.trust is None
     adam = torch.optim.AdamW(net.parameters())
-    assert LLQR(adam, net)._refit.trust == Trust(0.1, earned=False, bounds=False)
+    assert LLQR(adam, net)._refit.trust == Trust(1.0, earned=True, bounds=False, least=1 / 3)
+    assert LLQR(adam, net, structure="kfac")._refit.trust == Trust(0.1, earned=False, bounds=False)
     assert "trust=1, earned" in repr(LLQR(base, net))
 
 
@@ -273,7 +274,7 @@ def test_a_u_far_beyond_the_edge_leaves_nothing_behind(warm_start: bool) -> None
     cross_entropy(net(inputs), targets).backward()
     assert optimizer.refit(inputs)
     optimizer.preconditioner = optimizer.preconditioner.scaled(1e4)  # type: ignore[union-attr]
-    optimizer._refit.trust.length = 1.0  # type: ignore[union-attr]  # a step was taken with it
+    optimizer._refit.trust.steps = 1  # type: ignore[union-attr]  # a step was taken with it
     assert optimizer.refit(inputs)
     assert optimizer.stats.trust == 1.0
     u = optimizer.preconditioner

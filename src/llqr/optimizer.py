@@ -166,7 +166,7 @@ class LLQR(Together):
     def _begin(self) -> None:
         """With the hook on the model, which isn't saved either."""
         super()._begin()
-        self._stepped = Stepped(self.base, self.model)
+        self._stepped, self._updates = Stepped(self.base, self.model), Updates()
         self._hook = InputHook(self._schedule if self.refit_batch is None else None)
         self._unhook = weakref.finalize(self, self._hook.attach(self._called).remove)
 
@@ -200,9 +200,9 @@ class LLQR(Together):
                 self._refit_on(parameters, Source(gradients, seen, closure, self._own_batch()))
         self._hook.forget()
         if self._refit.on_updates and self.preconditioner is not None:
-            updates = Updates(self.base, parameters, list(gradients))
+            self._updates.remember(self.base, parameters, gradients)
             self.base.step()
-            updates.become(self._preconditioned(parameters, updates.taken()))
+            self._updates.become(parameters, self._preconditioned(parameters, self._updates.taken(parameters)))
         else:
             with replaced(parameters, self._preconditioned(parameters, gradients)):
                 self.base.step()
@@ -364,6 +364,7 @@ class LLQR(Together):
             "_unhook",
             "_warned",
             "_stepped",
+            "_updates",
             "_group",
             "step",
         }  # `step` where a scheduler has wrapped it

@@ -9,7 +9,7 @@ in both coordinates.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -109,29 +109,47 @@ def _metric(base: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> Ten
 
 
 class Updates:
-    """The base's steps, with U on each of them."""
+    """What a base does to its parameters, and what it becomes. Memory is kept from step to step, as in `llqr.steering`."""
 
-    def __init__(self, base: Optimizer, parameters: Mapping[str, Tensor], names: Sequence[str]) -> None:
-        """To be made just before the base steps."""
-        decayed = {
-            id(p): 1 - float(group["lr"]) * float(group["weight_decay"])
-            for group in base.param_groups
-            for p in group["params"]
-            if group.get("decoupled_weight_decay", False) and group["weight_decay"]
-        }
-        self._parameters = {name: parameters[name] for name in names}
+    def __init__(self) -> None:
+        self._held: dict[str, Tensor] = {}
+        """θ before the base steps, with weight decay, and Δθ after it."""
+
+    def remember(self, base: Optimizer, parameters: Mapping[str, Tensor], names: Collection[str]) -> None:
+        """Just before the base steps."""
+        decays = {id(p): _decay(group) for group in base.param_groups for p in group["params"]}
         with torch.no_grad():
-            self._before = {name: p.detach() * decayed.get(id(p), 1.0) for name, p in self._parameters.items()}
+            self._held = {name: self._room(name, parameters[name]) for name in names}
+            for name, held in self._held.items():
+                held.copy_(parameters[name])
+                if (decay := decays[id(parameters[name])]) != 1:
+                    held.mul_(decay)
 
-    def taken(self) -> dict[str, Tensor]:
+    def taken(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Δθ, after the base has stepped; weight decay isn't in it."""
         with torch.no_grad():
-            self._before = {name: p - self._before[name] for name, p in self._parameters.items()}
-        return self._before
+            for name, held in self._held.items():
+                held.neg_().add_(parameters[name])
+        return self._held
 
-    def become(self, updates: Mapping[str, Tensor | None]) -> None:
-        """θ as it would be with these. What is as it was leaves θ as it is, to the bit."""
+    def become(self, parameters: Mapping[str, Tensor], updates: Mapping[str, Tensor | None]) -> None:
+        """θ as it is with these, which are lost. What is as it was leaves θ as it is, to the bit."""
         with torch.no_grad():
             for name, update in updates.items():
                 if update is not None:
-                    self._parameters[name].add_(update - self._before[name])
+                    parameters[name].add_(update.sub_(self._held[name]))
+
+    def _room(self, name: str, parameter: Tensor) -> Tensor:
+        room = self._held.get(name)
+        fits = room is not None and (room.shape, room.dtype, room.device) == (
+            parameter.shape,
+            parameter.dtype,
+            parameter.device,
+        )
+        return room if fits and room is not None else torch.empty_like(parameter, requires_grad=False)
+
+
+def _decay(group: Mapping[str, Any]) -> float:
+    """What AdamW multiplies its parameters by before it steps."""
+    decoupled = group.get("decoupled_weight_decay", False)
+    return 1 - float(group["lr"]) * float(group["weight_decay"]) if decoupled else 1.0
