@@ -199,7 +199,7 @@ def test_the_page_says_who_was_faster() -> None:
     assert duels(nearly)[1][5] == "×0.93"  # a tie
     assert len(header) == len(line)
     text = body(rows)
-    assert "| Muon | 0.1 | 1.4500 | 2.45 | – (1 of 2 seeds) |" in text
+    assert "| Muon | 0.1 | 1.4500 (0.9, 2) | 2.45 | – (1 of 2 seeds) |" in text
     assert "At 1 of the 1 rates" in text
     assert "moved every parameter" in text
 

@@ -226,6 +226,7 @@ def summary(
                     label: _reached(results, course, target, seeds, seconds) for label, target in targets.items()
                 },
                 "train_loss": _middle([last_loss(each) for each in results]),
+                "train_losses": [last_loss(each) for each in results],
                 "diverged_seeds": sum(each["diverged"] for each in results),
                 "score_name": results[0]["score"] if results else None,
                 "score": _middle([value(each) for each in results]),

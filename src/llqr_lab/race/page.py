@@ -84,7 +84,7 @@ def everybody(rows: Sequence[Row]) -> list[list[str]]:
     header = [
         "optimizer",
         "rate",
-        "training loss",
+        "training loss (least, most)",
         SCORES.get(score, score),
         *(f"to {name}: steps, seconds" for name in names),
     ]
@@ -92,10 +92,17 @@ def everybody(rows: Sequence[Row]) -> list[list[str]]:
     lines = []
     for row in rows:
         times = [reached(row["targets"][label], row["seeds"]) for label in labels]
-        ends = [shown(row["lr"], "{:g}"), shown(row["train_loss"], "{:.4f}"), shown(row["score"], "{:.4g}")]
+        ends = [shown(row["lr"], "{:g}"), _spread(row), shown(row["score"], "{:.4g}")]
         rest = [shown(_times(row["step_seconds"], 1e3), "{:.1f}"), shown(_times(row["peak_bytes"], 1e-6), "{:.0f}")]
         lines.append([row["optimizer"], *ends, *times, *rest])
     return [header, *lines]
+
+
+def _spread(row: Row) -> str:
+    """The training loss at the end: the median of the seeds, and its extremes."""
+    middle = shown(row["train_loss"], "{:.4f}")
+    known = [loss for loss in row["train_losses"] if loss is not None]
+    return f"{middle} ({min(known):.4g}, {max(known):.4g})" if known else middle
 
 
 def tried(rows: Sequence[Row]) -> list[list[str]]:
