@@ -13,7 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from llqr import LLQR
-from llqr.errors import LLQRError
+from llqr.errors import LLQRError, LLQRWarning
+from llqr.loop.gradients import gradients_of
+from llqr.loop.refit import Source
+from llqr.loop.trust import Trusted
 from llqr.solvers import SGDM
 from llqr.structures import Scalar
 
@@ -189,6 +192,10 @@ def test_trust_is_earned_down_to_a_third() -> None:
     assert 2 < longest <= 3 + 1e-6  # at this rate curvature says nothing, and U is 1/ρ
 
 
+class Projected(torch.optim.AdamW):
+    """A user's own, with a step that LLQR knows nothing of."""
+
+
 @pytest.mark.parametrize(
     ("base", "options", "acts_on"),
     [
@@ -197,7 +204,11 @@ def test_trust_is_earned_down_to_a_third() -> None:
         (torch.optim.AdamW, {"structure": Scalar()}, "update"),
         (torch.optim.AdamW, {"structure": "kfac"}, "gradient"),
         (torch.optim.AdamW, {"structure": "scalar", "solver": SGDM(lr=0.01)}, "gradient"),
-        (torch.optim.AdamW, {"trust": 0.1}, "gradient"),
+        (torch.optim.AdamW, {"trust": 0.1}, "update"),
+        (torch.optim.AdamW, {"trust": 0}, "gradient"),
+        (torch.optim.AdamW, {"structure": {"0": "scalar", "*": Scalar()}}, "update"),
+        (torch.optim.AdamW, {"structure": {"0": "scalar", "*": "diagonal"}}, "gradient"),
+        (Projected, {}, "gradient"),
         (torch.optim.AdamW, {"acts_on": "gradient"}, "gradient"),
         (torch.optim.SGD, {}, "gradient"),
         (torch.optim.NAdam, {}, "gradient"),
@@ -216,7 +227,8 @@ def test_what_u_acts_on_unless_it_is_said(base: Any, options: dict[str, Any], ac
     ("base", "options", "message"),
     [
         (torch.optim.AdamW, {"acts_on": "updates"}, "did you mean 'update'"),
-        (torch.optim.SGD, {"acts_on": "update"}, "for Adam and AdamW.*is a SGD"),
+        (torch.optim.SGD, {"acts_on": "update"}, "Adam and AdamW.*is a SGD"),
+        (Projected, {"acts_on": "update"}, "themselves.*is a Projected"),
         (torch.optim.AdamW, {"acts_on": "update", "structure": "kfac"}, '"scalar" and "diagonal".*Kronecker'),
         (torch.optim.AdamW, {"acts_on": "update", "trust": 0}, "give a positive trust"),
         (torch.optim.AdamW, {"acts_on": "update", "solver": SGDM(lr=0.01)}, "leave out the solver"),
@@ -248,9 +260,110 @@ def test_parameters_without_gradients_and_those_that_are_not_finite_are_the_base
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision(dtype: torch.dtype) -> None:
+def test_half_precision_rounds_updates_away(dtype: torch.dtype) -> None:
+    """θ_after - θ_before has few digits left of what the base wanted: U acts on the gradients there, and says so if asked."""
     model, inputs, targets = network(dtype)
-    optimizer = LLQR(torch.optim.AdamW(model.parameters(), lr=LR, eps=1e-4), model, every=2)
-    train(optimizer, model, inputs, targets, 5)
-    assert optimizer.stats.refits == 3
-    assert all(torch.isfinite(p).all() and p.dtype == dtype for p in model.parameters())
+    base = torch.optim.AdamW(model.parameters(), lr=LR, eps=1e-4)
+    with pytest.raises(LLQRError, match="half precision"):
+        LLQR(base, model, acts_on="update")
+    optimizer = LLQR(base, model, every=2)
+    assert "acts_on='gradient'" in repr(optimizer)
+    train(optimizer, model, inputs, targets, 3)
+    assert optimizer.stats.refits == 2
+
+
+def test_a_u_that_acts_on_something_else_is_not_loaded() -> None:
+    model, inputs, targets = network()
+
+    def made(acts_on: str) -> LLQR:
+        return LLQR(torch.optim.AdamW(model.parameters(), lr=LR), model, structure="scalar", every=2, acts_on=acts_on)
+
+    for here, there in (("update", "gradient"), ("gradient", "update")):
+        before = made(there)
+        train(before, model, inputs, targets, 4)
+        state = before.state_dict()
+        if there == "gradient":
+            del state["llqr"]["acts_on"]  # as it was before there was a choice
+        after = made(here)
+        with pytest.warns(LLQRWarning, match=f'acts on the {there}, and here.*acts_on="{there}"'):
+            after.load_state_dict(state)
+        assert after.preconditioner is None
+        assert after._refit.trust == made(here)._refit.trust
+        same = made(there)
+        same.load_state_dict(state)
+        assert same.preconditioner is not None
+
+
+def test_what_was_earned_elsewhere_is_not_more_than_can_be_earned_here() -> None:
+    model, inputs, targets = network()
+    optimizer = LLQR(torch.optim.AdamW(model.parameters(), lr=LR), model, every=2)
+    train(optimizer, model, inputs, targets, 3)
+    state = optimizer.state_dict()
+    state["llqr"]["trust"].update(rho=0.05, least=0.05)
+    optimizer.load_state_dict(state)
+    assert optimizer._refit.trust is not None
+    assert optimizer._refit.trust.rho == optimizer._refit.trust.least == 1 / 3
+
+
+def test_a_refit_on_other_examples_measures_by_their_gradient() -> None:
+    """An embedding's rows that aren't in the step's batch have v = 0 and no gradient there: P = ε by that one, and P⁻¹ g of the
+    refit's batch a hundred million times too long. By its own gradient g/P is 1/√(1 - β₂) at most."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(50, 4), nn.Linear(4, 3))
+    targets = torch.randint(3, (8,))
+    base = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = LLQR(
+        base,
+        model,
+        every=4,
+        ema=0.0,
+        refit_batch=lambda: (torch.arange(20, 28), targets),
+        loss_fn=nn.functional.cross_entropy,
+    )
+    train(optimizer, model, torch.arange(8), targets, 13)
+    numbers = {name: float(block["u"]) for name, block in optimizer.preconditioner.blocks.items()}  # type: ignore[union-attr]
+    assert optimizer.stats.trust == pytest.approx(1 / 3)
+    assert numbers["0.weight"] == pytest.approx(3, rel=0.1)
+
+
+def test_adam_that_ascends_is_measured_by_what_it_averages() -> None:
+    """Adam with weight decay averages (λθ - g)² where it maximises."""
+    found = []
+    for maximize in (False, True):
+        model, inputs, targets = network()
+        base = torch.optim.Adam(model.parameters(), lr=LR, weight_decay=0.5, maximize=maximize)
+        optimizer = LLQR(base, model, every=1, acts_on="update", steps=30, ema=0.0, trust=0.5)
+        sign = -1 if maximize else 1
+        for _ in range(3):
+            model.zero_grad()
+            (sign * nn.functional.cross_entropy(model(inputs), targets)).backward()
+            optimizer.step()
+        found.append([float(block["u"]) for block in optimizer.preconditioner.blocks.values()])  # type: ignore[union-attr]
+    assert found[1] == pytest.approx(found[0])
+
+
+def test_the_edge_is_that_of_the_least_momentum_that_a_schedule_tells_of() -> None:
+    """OneCycleLR lowers β₁ where it raises the rate: both ends of it count, as lr (1 - m) / (2 (1 + m))."""
+    model, inputs, targets = network()
+    optimizer = LLQR(torch.optim.AdamW(model.parameters(), lr=LR), model)
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10, base_momentum=0.8, max_momentum=0.95)
+    assert optimizer.param_groups[0]["betas"][0] == 0.95
+    backward(model, inputs, targets)
+    seen = optimizer._refit.objective(
+        optimizer.base, dict(model.named_parameters()), Source(gradients_of(dict(model.named_parameters())), (inputs,))
+    )
+    assert isinstance(seen, Trusted)
+    assert list(seen._roots.values()) == pytest.approx([(0.1 * 0.2 / 3.6) ** 0.5] * 4)
+
+
+def test_an_error_after_the_base_has_stepped_leaves_a_whole_step() -> None:
+    """As where warnings are errors: the base has stepped, so the step is counted, and is the base's own."""
+    model, inputs, targets = network()
+    optimizer = LLQR(torch.optim.AdamW(model.parameters(), lr=LR), model, every=1000)
+    train(optimizer, model, inputs, targets, 1)
+    optimizer.preconditioner.groups[0].tensors["u"].fill_(-1.0)  # type: ignore[union-attr]
+    backward(model, inputs, targets)
+    with pytest.raises(LLQRWarning):
+        optimizer.step()
+    assert optimizer._schedule.step == 2
+    assert {float(state["step"]) for state in optimizer.state.values()} == {2.0}

@@ -5,6 +5,8 @@ for k = 0, 1, 2, …:
     g_k ← ∇L(θ_k)                                  (the user's backward pass)
     if k mod n = 0:  U ← β U + (1 - β) fit(J)      (a refit; J is the relaxed objective at θ_k)
     θ_{k+1} ← base(θ_k, U g_k)
+
+Around Adam and AdamW U acts on what the base does, θ_{k+1} ← θ_k + U (base(θ_k, g_k) - θ_k), unless it is told otherwise.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ UNCHANGED = "U stays as it was"
 
 
 class LLQR(Together):
-    """A torch optimizer whose gradients are preconditioned by a learned inverse curvature U.
+    """A torch optimizer whose gradients, or updates, are preconditioned by a learned inverse curvature U.
 
     Args:
         base: the optimizer that steps, with its own learning rate, momentum and weight decay. Its `param_groups`, `state` and
@@ -65,8 +67,8 @@ class LLQR(Together):
             it, the wrapper that the loop calls; the names of parameters are those without it.
         divergence: what a step is measured by: "ngd", "newton", "gauss-newton", "renyi", "reverse-kl", or an object.
         structure: of U: "scalar", "diagonal", "kfac", "ekfac", "dense", an object, or a mapping from name patterns to these.
-            None: "scalar" around SGD, Adam and AdamW, where it was as good as any and costs little (docs/benchmarks.md), and
-            "kfac" around other bases that normalise their steps, which take no notice of one number a tensor.
+            None: "scalar" around SGD, and where U acts on updates, where it was as good as any and costs little
+            (docs/benchmarks.md), and "kfac" else: bases that normalise their steps take no notice of one number a tensor.
         every: steps between refits, or a function of the step's number that tells whether it begins with a refit.
         steps: inner steps of a refit; None is the paper's 25, and with the default solver 1 around SGD and on updates, else 3.
         solver: the inner solver; None is `ScaleFree()` with `trust`. The paper's is `SGDM(lr=0.005, momentum=0.9)`.
@@ -87,8 +89,8 @@ class LLQR(Together):
         sample: the share of the step's examples whose curvature a refit looks at; the gradient is that of all of them. With
             0.25 a refit costs little more than a quarter, and U was as good wherever that was measured (docs/findings.md).
         acts_on: "gradient", as in the paper, or "update": what Adam or AdamW makes of the gradients, which would undo one
-            number a tensor (`llqr.loop.updates`). None: "update" around these two, with one number a tensor and the default
-            solver, and "gradient" else.
+            number a tensor (`llqr.loop.updates`). None: "update" around these two themselves, with one number a tensor, the
+            default solver, a trust that isn't 0 and parameters in float32 or more; "gradient" else.
         process_group: the ranks that train this model together, each on its own batches; a refit is about all of them. None:
             the group of the model's DistributedDataParallel or `fully_shard`, or else the default group if there is one. (To
             train apart from the others give a group of one.)
@@ -130,7 +132,7 @@ class LLQR(Together):
         self._gather(plain, process_group, shard)
         self.model, self._called = uncompiled(inside), model if inside is plain else inside
         parameters = stepped_parameters(base, self.model)
-        on_updates = acted_on(acts_on, base, structure, solver, trust) == UPDATE
+        on_updates = acted_on(acts_on, base, structure, solver, trust, parameters) == UPDATE
         kind = resolve(divergence)
         self.ema = checked_ema((0.95 if kind.flat else 0.9) if ema is None else ema)
         check_callable("refit_batch", refit_batch)
@@ -182,7 +184,7 @@ class LLQR(Together):
     # --- stepping ---
 
     def step(self, closure: Closure | None = None) -> Any:
-        """Refit U if it is time, then step the base with U g in place of the gradients g.
+        """Refit U if it is time, then step the base with U g in place of the gradients g (or multiply its update by U).
 
         With divergences that need no loss (KL, Rényi), the gradients that are there and the model's last inputs are enough.
         The others take a closure that clears the gradients, evaluates the loss, takes it backward and returns it; it is
@@ -202,11 +204,12 @@ class LLQR(Together):
         if self._refit.on_updates and self.preconditioner is not None:
             self._updates.remember(self.base, parameters, gradients)
             self.base.step()
+            self._schedule.go_to(self._schedule.step + 1)
             self._updates.become(parameters, self._preconditioned(parameters, self._updates.taken(parameters)))
         else:
             with replaced(parameters, self._preconditioned(parameters, gradients)):
                 self.base.step()
-        self._schedule.go_to(self._schedule.step + 1)
+            self._schedule.go_to(self._schedule.step + 1)
         return loss
 
     def refit(
@@ -285,10 +288,10 @@ class LLQR(Together):
         self.stats.bounded += bounded is not steered.gradients
         if steered.turned:
             self.stats.turned += len(steered.turned)
-            self._warn("turned", f"U would have turned the gradient of {steered.turned[0]!r} around")
+            self._warn("turned", f"U would have turned the {self._refit.acts_on} of {steered.turned[0]!r} around")
         if steered.nonfinite:
             self.stats.nonfinite += len(steered.nonfinite)
-            self._warn("nonfinite", f"the gradient of {steered.nonfinite[0]!r} is not finite")
+            self._warn("nonfinite", f"the {self._refit.acts_on} of {steered.nonfinite[0]!r} is not finite")
         return bounded
 
     def _reject(self, why: str, kept: str = UNCHANGED) -> bool:
@@ -314,7 +317,7 @@ class LLQR(Together):
         u = self.preconditioner
         if u is not None and self._division is not None:
             u = self._division.whole(u)
-        own = State.of(self._schedule.step, u, self.stats, self._refit.trust)
+        own = State.of(self._schedule.step, u, self.stats, self._refit.trust, self._refit.acts_on)
         state: dict[str, Any] = {**self.base.state_dict(), KEY: own.as_dict()}
         for after in self._optimizer_state_dict_post_hooks.values():
             state = after(self, state) or state
@@ -330,6 +333,8 @@ class LLQR(Together):
             state_dict = before(self, state_dict) or state_dict
         plain = KEY not in state_dict
         own = State(0, None, Stats()) if plain else State.from_dict(state_dict.pop(KEY))
+        if own.preconditioner is not None and not own.fits(self._refit.acts_on):
+            own = State(own.step, None, own.stats)
         u, division = None, None
         parameters = stepped_parameters(self.base, self.model)
         self._meet(parameters, loads=True)

@@ -18,6 +18,7 @@ from llqr.diagnostics.staleness import Objectives, refuse_ranks, staleness
 from llqr.diagnostics.vectors import norm
 from llqr.divergences import Divergence
 from llqr.errors import DegenerateProblemError, LLQRError, NonFiniteError
+from llqr.loop.updates import GRADIENT
 from llqr.naming import PerLayer
 from llqr.optimizer import LLQR
 from llqr.precision import no_autocast
@@ -131,7 +132,8 @@ class Monitor:
 
     def _steps(self, exact: Reference, inputs: Inputs, targets: Any) -> Line:
         steps: dict[str, Mapping[str, Tensor]] = {"gradient": {name: -g for name, g in exact.gradient.items()}}
-        u = self.optimizer.preconditioner if isinstance(self.optimizer, LLQR) else None
+        steps_by_it = isinstance(self.optimizer, LLQR) and self.optimizer._refit.acts_on == GRADIENT
+        u = self.optimizer.preconditioner if isinstance(self.optimizer, LLQR) and steps_by_it else None
         if u is not None:
             steered = u.steer(exact.gradient).gradients
             steps["preconditioned"] = {name: -steered.get(name, g) for name, g in exact.gradient.items()}

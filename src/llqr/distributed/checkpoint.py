@@ -81,9 +81,12 @@ def load(folder: str | Path, optimizer: LLQR) -> None:
     told = json.loads(bytes(state[WORDS].tolist()))
     set_model_state_dict(optimizer.model, state["model"])
     set_optimizer_state_dict(optimizer.model, optimizer.base, state["base"])
+    own = State.from_dict({**told, "preconditioner": None})
     if u is not None:
         u.history = told["history"]
-    optimizer._resume(State.from_dict({**told, "preconditioner": None}), u, division)
+        if not own.fits(optimizer._refit.acts_on):
+            own, u, division = State(own.step, None, own.stats), None, None
+    optimizer._resume(own, u, division)
 
 
 def _state(
@@ -94,7 +97,9 @@ def _state(
     if blocks is None:
         blocks = {} if u is None else u.blocks
     if words is None:
-        own = State.of(optimizer._schedule.step, None, optimizer.stats, optimizer._refit.trust).as_dict()
+        own = State.of(
+            optimizer._schedule.step, None, optimizer.stats, optimizer._refit.trust, optimizer._refit.acts_on
+        ).as_dict()
         told = json.dumps({**own, "history": [] if u is None else u.history})
         words = torch.tensor(list(told.encode()), dtype=torch.uint8)
     return {

@@ -22,7 +22,7 @@ from llqr.loop.blocks import Blocks
 from llqr.loop.closures import Closure, loss_of_output, tensor_alone, whole_loss
 from llqr.loop.gradients import check_parameters
 from llqr.loop.trust import Trust, Trusted, Verdict, trusted
-from llqr.loop.updates import GRADIENT, UPDATE, check_multiplies, roots_of
+from llqr.loop.updates import GRADIENT, UPDATE, Past, check_multiplies, measured, past_of
 from llqr.naming import PerLayer
 from llqr.parts import Portion
 from llqr.precision import is_low, raised
@@ -59,8 +59,8 @@ class Source:
     loss_fn: Loss | None = None
     division: Division | None = None
     """Among the ranks that fit it together, each on its own batch."""
-    roots: Mapping[str, Tensor] | None = None
-    """P^-½ of the base's next step (`llqr.loop.updates`), where it isn't in the base's state as a whole."""
+    past: Past | None = None
+    """What the base's steps are measured by (`llqr.loop.updates`), where its state may hold shards of it."""
 
 
 class Fitted(NamedTuple):
@@ -120,6 +120,10 @@ class Refit:
             )
         self._can_be_sampled = False
 
+    @property
+    def acts_on(self) -> str:
+        return UPDATE if self.on_updates else GRADIENT
+
     def check(self, parameters: Mapping[str, Tensor]) -> None:
         """Raise now for what a refit would raise for: structures, metrics and dampings that fit no part of the model."""
         check_parameters(parameters)
@@ -154,7 +158,7 @@ class Refit:
             f"structure={self.blocks.structure!r}",
             f"steps={self.steps}, solver={self.solver!r}, damping={self.damping!r}, trust={self.trust or 0}",
             f"chunk_size={self.chunk_size}, sample={self.sample:g}, training={self.training}",
-            f"acts_on={UPDATE if self.on_updates else GRADIENT!r}",
+            f"acts_on={self.acts_on!r}",
         ]
 
     def __call__(
@@ -181,8 +185,11 @@ class Refit:
         q = self._quadratic(only, source)
         if self.trust is None:
             return q
-        roots = (source.roots or roots_of(base, parameters)) if self.on_updates else None
-        return trusted(q, base, {name: parameters[name] for name in only}, self.trust.rho, roots)
+        stepped = {name: parameters[name] for name in only}
+        if self.on_updates:
+            whole = {name: p for name, p in self.model.named_parameters(remove_duplicate=False) if name in stepped}
+            q = measured(q, base, stepped, source.past or past_of(base, stepped), whole)
+        return trusted(q, base, stepped, self.trust.rho)
 
     def _quadratic(self, only: list[str], source: Source) -> Quadratic:
         if source.batch is not None:

@@ -153,10 +153,11 @@ class Trust:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from what another had earned; a fixed ρ stays."""
-        self.length, self.rate = state.get("length"), state.get("rate")
+        self.length, self.rate = state.get("length") if self.bounds else None, state.get("rate")
         self.steps, self.bounded = state.get("steps", 0), state.get("bounded", 0)
         if self.earned:
-            self.rho, self.least = state.get("rho", CAUTIOUS), state.get("least", self.least)
+            self.least = max(self.least, state.get("least", 0.0))
+            self.rho = max(self.least, state.get("rho", CAUTIOUS))
 
 
 COUNTS = ("steps", "bounded")
@@ -252,14 +253,12 @@ def trusted(
     base: Optimizer,
     parameters: Mapping[str, Tensor],
     trust: float,
-    roots: Mapping[str, Tensor] | None = None,
 ) -> Trusted:
-    """The model of the step that this base takes; with `roots`, of the update that it makes in the coordinates they lead to."""
-    if roots is None and not isinstance(base, SGD):
+    """The model of the step that this base takes: by U g, or by its update where the model is in Adam's coordinates."""
+    on_updates = isinstance(model, Measured)
+    if not on_updates and not isinstance(base, SGD):
         return Trusted(model, dict.fromkeys(parameters, _inverse_curvature(model)), trust)
-    if roots is not None:
-        model = Measured(model, roots)
-    of_group = _rate if roots is None else _rate_of_updates
+    of_group = _rate_of_updates if on_updates else _rate
     rates = {id(p): of_group(group) for group in base.param_groups for p in group["params"]}
     return Trusted(model, {name: rates[id(p)] for name, p in parameters.items()}, trust)
 
@@ -286,8 +285,11 @@ def _rate(group: Mapping[str, Any]) -> float:
 
 
 def _rate_of_updates(group: Mapping[str, Any]) -> float:
-    """The same for Adam in its own coordinates: a momentum m that averages is stable up to lr·λ = 2(1 + m)/(1 - m)."""
-    momentum = float(group["betas"][0])
+    """The same for Adam in its own coordinates: a momentum m that averages is stable up to lr·λ = 2(1 + m)/(1 - m).
+
+    m is the least that a schedule tells of, as lr is the largest.
+    """
+    momentum = min(float(group["betas"][0]), float(group.get("base_momentum", 1.0)))
     return _told_rate(group) * (1 - momentum) / (2 * (1 + momentum))
 
 

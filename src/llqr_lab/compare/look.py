@@ -102,8 +102,9 @@ class Look:
             (optimizer,) = shadow.optimizers
             assert isinstance(optimizer, LLQR)
             if optimizer.preconditioner is not None:
-                applied = optimizer.preconditioner.apply(_single(self.reference.gradient))
-                self._add(f"{name}: U g", {each: -part for each, part in applied.items()})
+                if optimizer._refit.acts_on == "gradient":
+                    applied = optimizer.preconditioner.apply(_single(self.reference.gradient))
+                    self._add(f"{name}: U g", {each: -part for each, part in applied.items()})
                 self._add(f"{name}: step", shadow.proposal(model, batch, self.subject))
 
     def _fit_all(self) -> None:
