@@ -305,6 +305,18 @@ def test_what_was_earned_elsewhere_is_not_more_than_can_be_earned_here() -> None
     assert optimizer._refit.trust.rho == optimizer._refit.trust.least == 1 / 3
 
 
+@pytest.mark.parametrize("base", [torch.optim.SGD, torch.optim.AdamW])
+def test_what_is_loaded_does_not_depend_on_what_was_there(base: Any) -> None:
+    """An optimizer that has lost trust and loads the state of one that hasn't is as trusting as that one."""
+    model, _, _ = network()
+    fresh = LLQR(base(model.parameters(), lr=LR), model).state_dict()
+    optimizer = LLQR(base(model.parameters(), lr=LR), model)
+    before = copy.copy(optimizer._refit.trust)
+    optimizer._refit.trust.rho = optimizer._refit.trust.least = 0.9  # type: ignore[union-attr]
+    optimizer.load_state_dict(fresh)
+    assert optimizer._refit.trust == before
+
+
 def test_a_refit_on_other_examples_measures_by_their_gradient() -> None:
     """An embedding's rows that aren't in the step's batch have v = 0 and no gradient there: P = ε by that one, and P⁻¹ g of the
     refit's batch a hundred million times too long. By its own gradient g/P is 1/√(1 - β₂) at most."""

@@ -364,15 +364,8 @@ class LLQR(Together):
             raise LLQRError(
                 "an optimizer of several ranks holds their process group, which can't be copied or pickled: use state_dict()"
             )
-        left_out = {
-            "_hook",
-            "_unhook",
-            "_warned",
-            "_stepped",
-            "_updates",
-            "_group",
-            "step",
-        }  # `step` where a scheduler has wrapped it
+        left_out = {"_hook", "_unhook", "_warned", "_stepped", "_updates", "_group"}
+        left_out.add("step")  # where a scheduler has wrapped it
         return {
             name: value
             for name, value in self.__dict__.items()

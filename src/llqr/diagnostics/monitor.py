@@ -132,10 +132,10 @@ class Monitor:
 
     def _steps(self, exact: Reference, inputs: Inputs, targets: Any) -> Line:
         steps: dict[str, Mapping[str, Tensor]] = {"gradient": {name: -g for name, g in exact.gradient.items()}}
-        steps_by_it = isinstance(self.optimizer, LLQR) and self.optimizer._refit.acts_on == GRADIENT
-        u = self.optimizer.preconditioner if isinstance(self.optimizer, LLQR) and steps_by_it else None
-        if u is not None:
-            steered = u.steer(exact.gradient).gradients
+        optimizer = self.optimizer
+        by_gradient = isinstance(optimizer, LLQR) and optimizer._refit.acts_on == GRADIENT  # else nobody steps by U g
+        if isinstance(optimizer, LLQR) and optimizer.preconditioner is not None and by_gradient:
+            steered = optimizer.preconditioner.steer(exact.gradient).gradients
             steps["preconditioned"] = {name: -steered.get(name, g) for name, g in exact.gradient.items()}
         proposed = proposed_step(
             self.optimizer, self.model, inputs, targets, self.loss_fn, output=self.output, prepare=self.prepare

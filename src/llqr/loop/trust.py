@@ -156,7 +156,8 @@ class Trust:
         self.length, self.rate = state.get("length") if self.bounds else None, state.get("rate")
         self.steps, self.bounded = state.get("steps", 0), state.get("bounded", 0)
         if self.earned:
-            self.least = max(self.least, state.get("least", 0.0))
+            floor = BOLD if self.bounds else BOLD_ON_UPDATES
+            self.least = max(floor, state.get("least", floor))
             self.rho = max(self.least, state.get("rho", CAUTIOUS))
 
 
