@@ -106,6 +106,7 @@ def choose(browser: Browser, control: str, value: str, experiment: int = 0) -> N
 
 def ink(browser: Browser, experiment: int = 0) -> np.ndarray[Any, Any]:
     """The picture in an experiment's first chart."""
+    browser.painted()
     text = browser.run(f"document.querySelector('#experiment-{experiment} canvas').toDataURL('image/png')")
     return np.asarray(Image.open(BytesIO(base64.b64decode(text.split(",")[1]))).convert("RGBA")).astype(int)
 
