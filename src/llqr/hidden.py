@@ -33,7 +33,8 @@ def handwritten(outputs: Sequence[Tensor]) -> list[str]:
     names = set()
     for node in graph_nodes(outputs):
         if isinstance(node, torch.autograd.function.BackwardCFunction):
-            names.add(type(node).__name__.removesuffix("Backward"))
+            if not type(node)._forward_cls.__module__.startswith("llqr.rules."):  # type: ignore[attr-defined]
+                names.add(type(node).__name__.removesuffix("Backward"))
         elif "CppNode" in node.name():
             names.add(node.name())
     return sorted(names)

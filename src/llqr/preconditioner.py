@@ -6,7 +6,6 @@ Blocks of one structure and one shape are kept as a stack, a `Group`.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from numbers import Real
 from typing import Any
 
@@ -195,7 +194,7 @@ class Preconditioner:
         return "\n".join(lines) + ")"
 
     def _replaced(self, tensors: Sequence[dict[str, Tensor]]) -> Preconditioner:
-        groups = [replace(group, tensors=mapping) for group, mapping in zip(self.groups, tensors, strict=True)]
+        groups = [group.holding(mapping) for group, mapping in zip(self.groups, tensors, strict=True)]
         return Preconditioner(groups, self.history)
 
 

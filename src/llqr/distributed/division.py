@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from typing import Any
 
@@ -77,7 +77,7 @@ class Division:
     def _joined(self, part: Preconditioner) -> Preconditioner:
         device = self.ranks.device
         groups = [
-            replace(group, tensors={name: torch.empty_like(t, device=device) for name, t in group.tensors.items()})
+            group.holding({name: torch.empty_like(t, device=device) for name, t in group.tensors.items()})
             for group in self.layout
         ]
         u = Preconditioner(groups, part.history)
@@ -108,4 +108,4 @@ def block_bytes(group: Group) -> int:
 
 
 def _without_numbers(group: Group) -> Group:
-    return replace(group, tensors={n: torch.empty_like(t, device="meta") for n, t in group.tensors.items()})
+    return group.holding({n: torch.empty_like(t, device="meta") for n, t in group.tensors.items()})

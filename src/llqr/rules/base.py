@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 Maybe = Tensor | None
 
@@ -41,6 +42,33 @@ class _Recorded(torch.autograd.Function):
         return (None, *_Transposed.apply(u, ctx.rule))  # type: ignore[no-untyped-call]
 
 
+class _TransposedOfAll(torch.autograd.Function):
+    """(u, inputs) ↦ Jᵀu with the derivatives by u, which is v ↦ Jv, and by the inputs, which J depends on."""
+
+    @staticmethod
+    def forward(ctx: Any, u: Tensor, rule: Bilinear, *inputs: Maybe) -> tuple[Maybe, ...]:
+        ctx.rule = rule
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(u)
+        rule.check()
+        return rule.pull(u)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *v: Maybe) -> tuple[Maybe, ...]:
+        of_u, _, *of_inputs = ctx.needs_input_grad
+        (u,) = ctx.saved_tensors
+        return ctx.rule.push(v) if of_u else None, None, *ctx.rule.turn(u, v, of_inputs)
+
+
+class _RecordedTwice(_Recorded):
+    """The same, with a backward that can be differentiated by all that it depends on."""
+
+    @staticmethod
+    def backward(ctx: Any, u: Tensor) -> tuple[Maybe, ...]:
+        return (None, *_TransposedOfAll.apply(u, ctx.rule, *ctx.rule.inputs))  # type: ignore[no-untyped-call]
+
+
 class Rule(ABC):
     """One operation at one point: its value, Jᵀu and Jv."""
 
@@ -71,6 +99,22 @@ class Rule(ABC):
         """Jv, from one part for each input, None for zero."""
 
 
+class Bilinear(Rule):
+    """One that is linear in each of its inputs, but for a last one that is only added."""
+
+    inputs: tuple[Maybe, ...]
+    """As they are in the graph."""
+
+    @abstractmethod
+    def turn(self, u: Tensor, v: Sequence[Maybe], needed: Sequence[bool]) -> tuple[Maybe, ...]:
+        """The gradient of ⟨v, Jᵀu⟩ by the inputs that J depends on: Jᵀu with v in the place of the inputs."""
+
+
 def record(rule: Rule, *inputs: Maybe) -> Tensor:
     """y, with the rule for its derivative by these inputs."""
     return _Recorded.apply(rule, *inputs)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def record_twice(rule: Bilinear) -> Tensor:
+    """y, with the rule for its first and second derivatives."""
+    return _RecordedTwice.apply(rule, *rule.inputs)  # type: ignore[no-untyped-call, no-any-return]

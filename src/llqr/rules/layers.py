@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llqr.rules.base import Maybe, Rule
+from llqr.rules.base import Bilinear, Maybe, Rule
 
 
 class Affine(Rule):
@@ -47,11 +47,11 @@ class Affine(Rule):
         return None if moved is None else moved.reshape(self.shape)
 
 
-class Convolution(Rule):
+class Convolution(Bilinear):
     """y = x * w + b: Jv = v_x * w + x * v_w + v_b. `value` is y where it is known already."""
 
     def __init__(self, x: Tensor, w: Tensor, b: Maybe, settings: tuple[Any, ...], value: Maybe = None) -> None:
-        self.inputs = (x, w, b)
+        self.inputs: tuple[Tensor, Tensor, Maybe] = (x, w, b)
         self.x, self.w, self.b = x.detach(), w.detach(), None if b is None else b.detach()
         self.settings, self._value = settings, value
         self.keep(self.x, self.w)
@@ -91,6 +91,16 @@ class Convolution(Rule):
             shift = v_b.reshape(1, -1, *[1] * (len(self.shape) - 2))
             moved = shift.expand(self.shape) if moved is None else moved.add_(shift)
         return moved
+
+    def turn(self, u: Tensor, v: Sequence[Maybe], needed: Sequence[bool]) -> tuple[Maybe, ...]:
+        v_x, v_w, _ = v
+        wanted = [needed[0] and v_w is not None, needed[1] and v_x is not None, False]
+        places = (self.x if v_x is None else v_x, self.w if v_w is None else v_w)
+        if not any(wanted):
+            return None, None, None
+        return torch.ops.aten.convolution_backward(  # type: ignore[no-any-return]
+            u, *places, None, *self.settings, wanted
+        )
 
 
 class LayerNorm(Rule):

@@ -11,9 +11,14 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from llqr.rules.attention import Attention
-from llqr.rules.base import Maybe, record
+from llqr.rules.base import Maybe, record, record_twice
 from llqr.rules.embeddings import embedding, embedding_bag
 from llqr.rules.layers import Activated, Affine, BatchNorm, Convolution, LayerNorm, Pointwise
+from llqr.rules.second import Smooth
+
+Map = Callable[[Tensor], Tensor]
+SMOOTH = (functional.gelu, functional.silu, functional.mish, functional.softplus)
+"""Activations whose derivatives torch computes anew from their inputs each time."""
 
 
 class _Replacing(TorchFunctionMode):
@@ -45,7 +50,7 @@ def _rule_of(tensor: Tensor) -> object:
     return None if tensor._version else getattr(tensor.grad_fn, "rule", None)
 
 
-def _convolve(spatial: int) -> Callable[..., Maybe]:
+def _convolve(spatial: int, recorded: Callable[[Convolution], Tensor]) -> Callable[..., Maybe]:
     def convolve(
         input: Tensor,
         weight: Tensor,
@@ -63,9 +68,18 @@ def _convolve(spatial: int) -> Callable[..., Maybe]:
             [0] * spatial,
             groups,
         )
-        return record(Convolution(input, weight, bias, settings), input, weight, bias)
+        return recorded(Convolution(input, weight, bias, settings))
 
     return convolve
+
+
+def _convolutions(recorded: Callable[[Convolution], Tensor]) -> dict[Callable[..., Any], Callable[..., Maybe]]:
+    functions = (torch.conv1d, torch.conv2d, torch.conv3d)
+    return {function: _convolve(spatial, recorded) for spatial, function in enumerate(functions, start=1)}
+
+
+def _once(rule: Convolution) -> Tensor:
+    return record(rule, *rule.inputs)
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Maybe = None) -> Maybe:
@@ -79,16 +93,25 @@ def _autocast(tensor: Tensor) -> bool:
     return torch.is_autocast_enabled(tensor.device.type)
 
 
-def _pointwise(function: Callable[..., Tensor]) -> Callable[..., Maybe]:
+def _pointwise(function: Callable[..., Tensor], recorded: Callable[[Tensor, Map], Tensor]) -> Callable[..., Maybe]:
     def replacement(input: Tensor, *args: Any, inplace: bool = False, **kwargs: Any) -> Maybe:
         if inplace or any(argument is True for argument in args):
             return None  # what else reads the input has to see the change
         if not input.requires_grad:
             return None
-        rule, before = Pointwise(input, lambda x: function(x, *args, **kwargs)), _rule_of(input)
-        return record(Activated(before, rule), *before.inputs) if isinstance(before, Affine) else record(rule, input)
+        return recorded(input, lambda x: function(x, *args, **kwargs))
 
     return replacement
+
+
+def _recorded(input: Tensor, function: Map) -> Tensor:
+    """By its rule, together with the affine map before it."""
+    rule, before = Pointwise(input, function), _rule_of(input)
+    return record(Activated(before, rule), *before.inputs) if isinstance(before, Affine) else record(rule, input)
+
+
+def _twice(input: Tensor, function: Map) -> Tensor:
+    return Smooth.apply(input, function)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _layer_norm(
@@ -142,12 +165,13 @@ def _batch_norm(by_rule: bool) -> Callable[..., Maybe]:
         if training or running_mean is None or running_var is None:
             return None
         dtypes = {part.dtype for part in (input, running_mean, running_var, weight, bias) if part is not None}
-        if by_rule and len(dtypes) == 1 and not _autocast(input):
+        if len(dtypes) == 1 and not _autocast(input):
             before = _rule_of(input)
             if isinstance(before, Convolution):
                 rule = before.normalised(input.detach(), running_mean, running_var, weight, bias, eps)
-                return record(rule, *rule.inputs)
-            return record(BatchNorm(input, running_mean, running_var, weight, bias, eps), input, weight, bias)
+                return _once(rule) if by_rule else record_twice(rule)
+            if by_rule:
+                return record(BatchNorm(input, running_mean, running_var, weight, bias, eps), input, weight, bias)
         shape = [1, -1] + [1] * (input.dim() - 2)
         inverse_std = (running_var + eps).rsqrt()
         scale = inverse_std if weight is None else weight * inverse_std
@@ -169,9 +193,14 @@ class embedding_rules(_Replacing):  # noqa: N801  (used as `with embedding_rules
 
 
 class exact_rules(_Replacing):  # noqa: N801
-    """Replacements by plain operations, right to every order."""
+    """Replacements that are right to second order."""
 
-    replacements = {**embedding_rules.replacements, functional.batch_norm: _batch_norm(by_rule=False)}  # noqa: RUF012
+    replacements = {  # noqa: RUF012
+        **embedding_rules.replacements,
+        functional.batch_norm: _batch_norm(by_rule=False),
+        **_convolutions(record_twice),
+        **{function: _pointwise(function, _twice) for function in SMOOTH},
+    }
 
 
 class linear_rules(_Replacing):  # noqa: N801
@@ -181,11 +210,9 @@ class linear_rules(_Replacing):  # noqa: N801
         **exact_rules.replacements,
         functional.batch_norm: _batch_norm(by_rule=True),
         functional.linear: _linear,
-        torch.conv1d: _convolve(1),
-        torch.conv2d: _convolve(2),
-        torch.conv3d: _convolve(3),
+        **_convolutions(_once),
         torch.layer_norm: _layer_norm,
         functional.layer_norm: _layer_norm,
         functional.scaled_dot_product_attention: _attention,
-        **{f: _pointwise(f) for f in (functional.gelu, functional.silu, functional.mish, functional.softplus)},
+        **{function: _pointwise(function, _recorded) for function in SMOOTH},
     }

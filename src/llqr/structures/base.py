@@ -74,6 +74,10 @@ class Structure(Described, ABC):
         """U x with its derivatives by the tensors: by differentiating `apply`, unless there is something cheaper."""
         return Differentiated(self, tensors, x)
 
+    def linearize_identity(self, tensors: Tensors, x: Tensor) -> Linearization:
+        """The same where the tensors are those of `identity`, as at the start of a fit."""
+        return self.linearize(tensors, x)
+
     @abstractmethod
     def degree(self, shape: Sequence[int]) -> int:
         """The degree of U x as a polynomial in the tensors of a block for a parameter of this shape."""

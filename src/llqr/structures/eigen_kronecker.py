@@ -11,6 +11,7 @@ from llqr.structures.base import Linearization, Modes, Structure, Tensors, check
 from llqr.structures.diagonal import Diagonal
 from llqr.structures.modes import (
     AllButOne,
+    Factor,
     factor_size,
     identity_factor,
     longest,
@@ -67,9 +68,16 @@ class EigenKronecker(Structure):
         return multiply_all(tensors[SCALE] * hat, bases).reshape(x.shape)
 
     def linearize(self, tensors: Tensors, x: Tensor) -> Linearization:
+        return self._linearized(tensors, x, _bases(tensors))
+
+    def linearize_identity(self, tensors: Tensors, x: Tensor) -> Linearization:
+        """Nothing is multiplied with I: of eleven products with bases four are left."""
+        return self._linearized(tensors, x, [None] * len(_bases(tensors)))
+
+    def _linearized(self, tensors: Tensors, x: Tensor, bases: Sequence[Factor]) -> Linearization:
         if x.dim() < 3:
             return VECTOR.linearize(tensors, x)
-        return _Linearization(tensors, self._folded(x), x.shape)
+        return _Linearization(tensors, bases, self._folded(x), x.shape)
 
     def degree(self, shape: Sequence[int]) -> int:
         return 2 * len(self.sizes(shape)) - 1
@@ -93,9 +101,9 @@ class _Linearization(Linearization):
     what Y (for the longer side) and P̂ (for the others) need anyway, so that five products involve the longer side, not seven.
     """
 
-    def __init__(self, tensors: Tensors, x: Tensor, shape: Sequence[int]) -> None:
-        self._shape, self._scale, self._bases = shape, tensors[SCALE], _bases(tensors)
-        self._names = BASES[: len(self._bases)]
+    def __init__(self, tensors: Tensors, bases: Sequence[Factor], x: Tensor, shape: Sequence[int]) -> None:
+        self._shape, self._scale, self._bases = shape, tensors[SCALE], bases
+        self._stored = {name: tensors[name] for name in BASES[: len(bases)]}
         self._transposed = [transpose(basis) for basis in self._bases]
         self._long, self._short = longest(x.shape), shortest(x.shape)
         self._inner = AllButOne(x, self._transposed)
@@ -107,7 +115,7 @@ class _Linearization(Linearization):
         return multiply(self._outer[self._long], self._bases[self._long], self._long).reshape(self._shape)
 
     def derivative(self, change: Tensors) -> Tensor:
-        names = list(enumerate(self._names))
+        names = list(enumerate(self._stored))
         hat = sum(multiply(self._inner[mode], transpose(change[name]), mode) for mode, name in names)
         moved = multiply_all(change[SCALE] * self._hat + self._scale * hat, self._bases)
         for mode, name in names:
@@ -128,7 +136,7 @@ class _Linearization(Linearization):
         hat = multiply(pulled[self._short], self._transposed[self._short], self._short)
         scaled = self._scale * hat
         gradient: dict[str, Tensor] = {}
-        for mode, (name, basis) in enumerate(zip(self._names, self._bases, strict=True)):
+        for mode, (name, basis) in enumerate(self._stored.items()):
             if mode == self._long:
                 direct = outer(cotangent, self._outer[mode], mode, basis, total.get(name), decay)
             else:

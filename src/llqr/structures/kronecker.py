@@ -11,6 +11,7 @@ from llqr.structures.base import Linearization, Modes, Structure, Tensors, check
 from llqr.structures.diagonal import Diagonal
 from llqr.structures.modes import (
     AllButOne,
+    Factor,
     factor_size,
     identity_factor,
     multiply,
@@ -60,9 +61,16 @@ class Kronecker(Structure):
         return multiply_all(self._folded(x), list(tensors.values())).reshape(x.shape)
 
     def linearize(self, tensors: Tensors, x: Tensor) -> Linearization:
+        return self._linearized(tensors, x, list(tensors.values()))
+
+    def linearize_identity(self, tensors: Tensors, x: Tensor) -> Linearization:
+        """Nothing is multiplied with I: of five products with factors two are left."""
+        return self._linearized(tensors, x, [None] * len(tensors))
+
+    def _linearized(self, tensors: Tensors, x: Tensor, factors: Sequence[Factor]) -> Linearization:
         if x.dim() < 3:
             return VECTOR.linearize(tensors, x)
-        return _Linearization(tensors, self._folded(x), x.shape)
+        return _Linearization(tensors, factors, self._folded(x), x.shape)
 
     def degree(self, shape: Sequence[int]) -> int:
         return len(self.sizes(shape))
@@ -81,13 +89,13 @@ class _Linearization(Linearization):
     Both X Dᵀ and C X are there for the pullback, so the value is one product more: with the factor of the shorter side.
     """
 
-    def __init__(self, tensors: Tensors, x: Tensor, shape: Sequence[int]) -> None:
-        self._tensors, self._shape, self._sides = tensors, shape, x.shape
-        self._rest = AllButOne(x, list(tensors.values()))
+    def __init__(self, tensors: Tensors, factors: Sequence[Factor], x: Tensor, shape: Sequence[int]) -> None:
+        self._tensors, self._factors, self._shape, self._sides = tensors, factors, shape, x.shape
+        self._rest = AllButOne(x, factors)
 
     def value(self) -> Tensor:
         last = shortest(self._sides)
-        return multiply(self._rest[last], list(self._tensors.values())[last], last).reshape(self._shape)
+        return multiply(self._rest[last], self._factors[last], last).reshape(self._shape)
 
     def derivative(self, change: Tensors) -> Tensor:
         parts = [multiply(self._rest[mode], change[name], mode) for mode, name in enumerate(self._tensors)]

@@ -1,7 +1,7 @@
 """Products of stacked tensors with a matrix along one of their sides (modes): the algebra of Kronecker factors.
 
 A stack `x` has shape (k, n_0, n_1, …). The factor of side i is a stack of matrices (k, n_i, n_i), or of vectors (k, n_i)
-that stand for diagonal matrices.
+that stand for diagonal matrices, or None, which stands for the identity.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from llqr.structures.base import Modes, eye, ones
+
+Factor = Tensor | None
 
 
 def sides(shape: Sequence[int], modes: Modes) -> tuple[int, ...]:
@@ -41,12 +43,14 @@ def identity_factor(size: tuple[int, ...], like: Tensor, count: int) -> Tensor:
     return eye(size[0], like, count) if len(size) == 2 else ones(size, like, count)
 
 
-def transpose(factor: Tensor) -> Tensor:
-    return factor.mT if factor.dim() == 3 else factor
+def transpose(factor: Factor) -> Factor:
+    return factor.mT if factor is not None and factor.dim() == 3 else factor
 
 
-def multiply(x: Tensor, factor: Tensor, mode: int) -> Tensor:
+def multiply(x: Tensor, factor: Factor, mode: int) -> Tensor:
     """x with its side `mode` multiplied by the factor: F X for mode 0 of a matrix, X Fᵀ for mode 1."""
+    if factor is None:
+        return x
     if factor.dim() == 2:
         return x * _along(factor, x, mode)
     if mode == 0:
@@ -56,7 +60,7 @@ def multiply(x: Tensor, factor: Tensor, mode: int) -> Tensor:
     return torch.einsum("kij,kajc->kaic", factor, x)
 
 
-def multiply_all(x: Tensor, factors: Sequence[Tensor]) -> Tensor:
+def multiply_all(x: Tensor, factors: Sequence[Factor]) -> Tensor:
     for mode, factor in enumerate(factors):
         x = multiply(x, factor, mode)
     return x
@@ -65,7 +69,7 @@ def multiply_all(x: Tensor, factors: Sequence[Tensor]) -> Tensor:
 class AllButOne:
     """For each side, x multiplied by the factors of all the others (X Dᵀ and C X for a matrix); computed when asked for."""
 
-    def __init__(self, x: Tensor, factors: Sequence[Tensor]) -> None:
+    def __init__(self, x: Tensor, factors: Sequence[Factor]) -> None:
         self._x, self._factors = x, factors
         self._products: dict[int, Tensor] = {}
 

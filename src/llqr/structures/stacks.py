@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from llqr.precision import at_least_single
 from llqr.structures.assign import StructureSpec, assign, owner
 from llqr.structures.base import Linearization, Structure
 
-STACK_LIMIT = 2**15
+STACK_LIMIT = 2**16
 """Parameters with more numbers than this are not stacked: their products fill a processor alone, and stacking copies them."""
 
 BLOCK_LIMIT = 2 * 2**30
@@ -30,6 +30,8 @@ class Group:
     members: tuple[tuple[str, ...], ...]
     shapes: tuple[torch.Size, ...]
     tensors: dict[str, Tensor]
+    identity: tuple[int, ...] = ()
+    """The versions of the tensors when they were made as the identity: as long as they have these, they are it."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -78,12 +80,12 @@ class Group:
     def _subset(self, chosen: list[int]) -> Group:
         if len(chosen) == len(self.keys):
             return self
-        return replace(
-            self,
-            keys=tuple(self.keys[i] for i in chosen),
-            members=tuple(self.members[i] for i in chosen),
-            tensors={name: tensor[chosen] for name, tensor in self.tensors.items()},
-        )
+        rest = replace(self, keys=tuple(self.keys[i] for i in chosen), members=tuple(self.members[i] for i in chosen))
+        return rest.holding({name: tensor[chosen] for name, tensor in self.tensors.items()})
+
+    def holding(self, tensors: dict[str, Tensor]) -> Group:
+        """The same blocks with other tensors."""
+        return replace(self, tensors=tensors, identity=())
 
     def zeros_beside(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Zeros for the members that have no value in blocks where others have one."""
@@ -98,9 +100,12 @@ class Group:
             if name not in values
         }
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "identity": ()}  # the versions of a copy's tensors begin anew
+
     def layout(self) -> Group:
         """The group without its numbers: enough to gather and scatter."""
-        return replace(self, tensors={name: tensor.new_empty(0) for name, tensor in self.tensors.items()})
+        return self.holding({name: tensor.new_empty(0) for name, tensor in self.tensors.items()})
 
     def check(self, values: Mapping[str, Tensor]) -> None:
         """Raise for a member's value that isn't a dense tensor of real numbers of its shape, on the device of the block."""
@@ -111,12 +116,18 @@ class Group:
                     _check_value(name, values[name], shape, device)
 
     def linearize(self, stack: Tensor) -> Linearization:
-        return self.structure.linearize(self.tensors, stack)
+        at_identity = self.identity == _versions(self.tensors)
+        linearize = self.structure.linearize_identity if at_identity else self.structure.linearize
+        return linearize(self.tensors, stack)
 
     def _block(self, values: Sequence[Tensor]) -> Tensor:
         if self.structure.per == "parameter":
             return values[0].to(self.dtype)
         return torch.cat([value.reshape(-1).to(self.dtype) for value in values])
+
+
+def _versions(tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
+    return tuple(tensor._version for tensor in tensors.values())
 
 
 def _check_value(name: str, value: object, shape: torch.Size, device: torch.device) -> None:
@@ -145,7 +156,9 @@ def identity_groups(parameters: Mapping[str, Tensor], structure: StructureSpec) 
     groups = []
     for kind, entries in stacks.items():
         keys, covered = (tuple(column) for column in zip(*entries, strict=True))
-        groups.append(Group(kind.structure, keys, covered, kind.shapes, kind.identity(len(keys))))
+        tensors = kind.identity(len(keys))
+        identity = _versions(tensors) if _is_ours(kind.structure) else ()
+        groups.append(Group(kind.structure, keys, covered, kind.shapes, tensors, identity))
     return groups
 
 
@@ -182,9 +195,14 @@ class _Kind(NamedTuple):
         like = torch.empty(0, dtype=self.dtype, device=self.device)
         shape = _seen(self.structure, self.shapes)
         tensors = self.structure.identity(shape, like, count)
-        if not type(self.structure).__module__.startswith("llqr.structures."):
+        if not _is_ours(self.structure):
             _check_own(self.structure, tensors, like.new_empty(count, *shape))
         return tensors
+
+
+def _is_ours(structure: Structure) -> bool:
+    """Of the library, and not a class of the user's own, which may be derived from one of ours and act otherwise."""
+    return type(structure).__module__.startswith("llqr.structures.")
 
 
 def _check_own(structure: Structure, tensors: dict[str, Tensor], x: Tensor) -> None:
