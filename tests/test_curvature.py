@@ -384,6 +384,35 @@ def test_metrics_before_in_place_functions() -> None:
         torch.testing.assert_close(q.curvature(q.gradient)[name], expected)
 
 
+class Sums(nn.Module):
+    """Autograd hands the gradient of a sum on to its terms as it is, and to what was broadcast as an expanded tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Parameter(torch.randn(3, 4).double()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.a + self.b + self.c.sum()
+
+
+@pytest.mark.parametrize("divergence", [Newton(), GaussNewton()], ids=repr)
+@pytest.mark.parametrize("damping", [0.0, {"a": 0.1}], ids=str)
+def test_products_are_the_callers_own(divergence: Divergence, damping: float | dict[str, float]) -> None:
+    """Written to in place, a product changes neither another one, nor the direction, nor the next product."""
+    model, x = Sums(), torch.randn(3, 4).double()
+    q = QuadraticModel.build(model, x, torch.zeros(3, 4).double(), nn.functional.mse_loss, divergence, damping)
+    v = {name: torch.randn_like(g) for name, g in q.gradient.items()}
+    before = {name: part.clone() for name, part in v.items()}
+    expected = {name: part.clone() for name, part in q.curvature(v).items()}
+    for name in v:
+        product = q.curvature(v)
+        product[name].add_(torch.arange(12).reshape(3, 4))
+        for other in v.keys() - {name}:
+            torch.testing.assert_close(product[other], expected[other])
+        torch.testing.assert_close(v, before, rtol=0, atol=0)
+    torch.testing.assert_close(q.curvature(v), expected)
+
+
 def test_later_changes_of_the_model_do_not_reach_it() -> None:
     """Chunks run the model again at every product, in the modes and with the buffers of the time when it was built."""
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double().eval()

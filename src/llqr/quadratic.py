@@ -121,8 +121,16 @@ class QuadraticModel:
 
     def curvature(self, direction: Mapping[str, Tensor]) -> Parameters:
         """H·v, damping included."""
-        product = self.product(direction)
-        return {name: torch.add(product[name], v.detach(), alpha=self.diagonal[name]) for name, v in direction.items()}
+        product, held = self.product(direction), {_memory(v) for v in direction.values()}
+        for name, v in direction.items():
+            if self.diagonal[name]:
+                product[name] = torch.add(product[name], v.detach(), alpha=self.diagonal[name])
+            elif _memory(product[name]) in held or not product[name].is_contiguous():
+                product[name] = product[
+                    name
+                ].clone()  # autograd passes tensors on: as they came, to two parameters, expanded
+            held.add(_memory(product[name]))
+        return product
 
     def product(self, direction: Mapping[str, Tensor]) -> Parameters:
         """What the batch contributes to H·v: all but the diagonal."""
@@ -161,6 +169,10 @@ class QuadraticModel:
         """m(δ) = g·δ + ½ δ·Hδ."""
         bend = self.bend(step)
         return torch.stack([(self.gradient[name] * v).sum() for name, v in step.items()]).sum() + 0.5 * bend
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _asks_for_loss(term: Term) -> bool:

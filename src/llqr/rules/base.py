@@ -69,6 +69,23 @@ class _RecordedTwice(_Recorded):
         return (None, *_TransposedOfAll.apply(u, ctx.rule, *ctx.rule.inputs))  # type: ignore[no-untyped-call]
 
 
+class Room:
+    """Memory for what a rule makes and uses up within one product, shared by the rules of a recording.
+
+    Of new memory a processor has to map every page before it can write to it, which takes longer than the product.
+    """
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+
+    def like(self, x: Tensor) -> Tensor:
+        """A contiguous tensor of this shape, dtype and device; what the last one held is lost."""
+        held = self._memory
+        if held is None or held.numel() < x.numel() or held.dtype != x.dtype or held.device != x.device:
+            self._memory = held = x.new_empty(x.numel())
+        return held[: x.numel()].view(x.shape)
+
+
 class Rule(ABC):
     """One operation at one point: its value, Jᵀu and Jv."""
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llqr.rules.base import Bilinear, Maybe, Rule
+from llqr.rules.base import Bilinear, Maybe, Room, Rule
 
 
 class Affine(Rule):
@@ -199,10 +199,10 @@ class Pointwise(Rule):
 
 
 class Activated(Rule):
-    """f(y) of an affine map y, as one rule: Jv is multiplied by f'(y) where it is, not into new memory."""
+    """f(y) of an affine map y, as one rule: Jv is multiplied by f'(y) where it is, and u in a room, not into new memory."""
 
-    def __init__(self, affine: Affine, function: Pointwise) -> None:
-        self._affine, self._function = affine, function
+    def __init__(self, affine: Affine, function: Pointwise, room: Room) -> None:
+        self._affine, self._function, self._room = affine, function, room
 
     def check(self) -> None:
         self._affine.check()
@@ -211,7 +211,8 @@ class Activated(Rule):
         return self._function.forward()
 
     def pull(self, u: Tensor) -> tuple[Maybe, ...]:
-        return self._affine.pull(u * self._function.slope)
+        slope = self._function.slope
+        return self._affine.pull(torch.mul(u, slope, out=self._room.like(slope)))
 
     def push(self, v: Sequence[Maybe]) -> Maybe:
         moved = self._affine.push(v)

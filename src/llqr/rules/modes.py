@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from llqr.rules.attention import Attention
-from llqr.rules.base import Maybe, record, record_twice
+from llqr.rules.base import Maybe, Room, record, record_twice
 from llqr.rules.embeddings import embedding, embedding_bag
 from llqr.rules.layers import Activated, Affine, BatchNorm, Convolution, LayerNorm, Pointwise
 from llqr.rules.second import Smooth
@@ -104,10 +105,10 @@ def _pointwise(function: Callable[..., Tensor], recorded: Callable[[Tensor, Map]
     return replacement
 
 
-def _recorded(input: Tensor, function: Map) -> Tensor:
+def _activated(room: Room, input: Tensor, function: Map) -> Tensor:
     """By its rule, together with the affine map before it."""
     rule, before = Pointwise(input, function), _rule_of(input)
-    return record(Activated(before, rule), *before.inputs) if isinstance(before, Affine) else record(rule, input)
+    return record(Activated(before, rule, room), *before.inputs) if isinstance(before, Affine) else record(rule, input)
 
 
 def _twice(input: Tensor, function: Map) -> Tensor:
@@ -214,5 +215,9 @@ class linear_rules(_Replacing):  # noqa: N801
         torch.layer_norm: _layer_norm,
         functional.layer_norm: _layer_norm,
         functional.scaled_dot_product_attention: _attention,
-        **{function: _pointwise(function, _recorded) for function in SMOOTH},
     }
+
+    def __init__(self) -> None:
+        super().__init__()
+        activated = partial(_activated, Room())
+        self.replacements = {**self.replacements, **{f: _pointwise(f, activated) for f in SMOOTH}}
