@@ -4,7 +4,8 @@ A Jacobian-vector product is read off the graph of a vector-Jacobian product by 
 u ↦ Jᵀu is linear, and its transpose is v ↦ Jv. Torch's own graph for Jᵀu also carries the way back to the activations, and
 for normalisations and convolutions its double-backward formulas pay for that even when nobody asks. Here Jᵀ is one node whose
 derivative is J and nothing else: exact for products with J and Jᵀ, and wrong for anything beyond, so these rules are in force
-only while a forward pass is recorded for such products (`linear_rules`).
+only while a forward pass is recorded for such products (`linear_rules`). For Hessian products there are fewer rules, right to
+second order (`exact_rules`).
 """
 
 from llqr.rules.modes import embedding_rules, exact_rules, linear_rules

@@ -116,7 +116,7 @@ class Group:
                     _check_value(name, values[name], shape, device)
 
     def linearize(self, stack: Tensor) -> Linearization:
-        at_identity = self.identity == _versions(self.tensors)
+        at_identity = bool(self.identity) and self.identity == _versions(self.tensors)
         linearize = self.structure.linearize_identity if at_identity else self.structure.linearize
         return linearize(self.tensors, stack)
 
@@ -127,7 +127,8 @@ class Group:
 
 
 def _versions(tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
-    return tuple(tensor._version for tensor in tensors.values())
+    """None at all in inference mode, where tensors don't have one."""
+    return tuple(tensor._version for tensor in tensors.values() if not tensor.is_inference())
 
 
 def _check_value(name: str, value: object, shape: torch.Size, device: torch.device) -> None:
