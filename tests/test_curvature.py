@@ -413,6 +413,20 @@ def test_products_are_the_callers_own(divergence: Divergence, damping: float | d
     torch.testing.assert_close(q.curvature(v), expected)
 
 
+@pytest.mark.parametrize("damping", [0.0, {"a": 0.1}], ids=str)
+def test_products_come_as_the_direction_does(damping: float | dict[str, float]) -> None:
+    """In its order, at least in its precision, and for many directions at once."""
+    model, x = Sums().float(), torch.randn(3, 4)
+    q = QuadraticModel.build(model, x, torch.zeros(3, 4), nn.functional.mse_loss, Newton(), damping)
+    v = {name: torch.randn_like(q.gradient[name]).double() for name in ("c", "a", "b")}
+    product = q.curvature(v)
+    assert list(product) == ["c", "a", "b"]
+    assert {part.dtype for part in product.values()} == {torch.float64}
+    many = {name: torch.stack([part, 2 * part]).float() for name, part in v.items()}
+    for name, parts in torch.func.vmap(q.curvature)(many).items():
+        torch.testing.assert_close(parts, torch.stack([product[name], 2 * product[name]]).float())
+
+
 def test_later_changes_of_the_model_do_not_reach_it() -> None:
     """Chunks run the model again at every product, in the modes and with the buffers of the time when it was built."""
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double().eval()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -118,6 +119,9 @@ def test_batch_norm_by_running_statistics(layer: nn.BatchNorm1d, frozen: tuple[s
         torch.testing.assert_close(product, expected[name], rtol=1e-9, atol=1e-12)
 
 
+WAYS = ["plain", "changed", "read", "in place"]
+
+
 class Together(nn.Module):
     """Layers that are recorded together with what follows them, unless something else comes between or reads them too."""
 
@@ -133,6 +137,11 @@ class Together(nn.Module):
         y = self.conv(x)
         if self.way == "changed":
             y.sin_()
+        if self.way == "watched" and y.requires_grad:
+            y.register_hook(lambda g: 2 * g)
+        if self.way == "written":
+            with torch.no_grad():
+                y.mul_(2)
         normal = self.norm(y)
         if self.way == "read":
             normal = normal + 0.3 * y
@@ -145,7 +154,7 @@ class Together(nn.Module):
         return self.out(active + 0.2 * z if self.way == "read" else active)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("way", ["plain", "changed", "read", "in place"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "frozen", [(), ("conv.weight",), ("norm.weight", "linear.weight"), ("linear.bias", "conv.bias")]
 )
@@ -180,7 +189,7 @@ def hessian_product(model: nn.Module, x: Tensor, v: dict[str, Tensor]) -> dict[s
     return dict(zip(free, products, strict=True))
 
 
-@pytest.mark.parametrize("way", ["plain", "changed", "read", "in place"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "frozen", [(), ("conv.weight",), ("norm.weight", "linear.weight"), ("linear.bias", "conv.bias")]
 )
@@ -248,3 +257,104 @@ def test_our_own_rules_arent_taken_for_formulas_written_by_hand() -> None:
     q = QuadraticModel.build(model, torch.randn(5, 3).double(), torch.zeros(5, 2), nn.functional.mse_loss, Newton())
     q.curvature(q.gradient)
     assert len(runs) == 1
+
+
+class Penalised(nn.Module):
+    """Returns its output beside the gradient of it by the input, as gradient penalties and physics-informed networks do."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y = self.layers(x)
+            (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return torch.cat([y.flatten(1), slope.flatten(1)], 1)
+
+
+class Batched(nn.Module):
+    """A convolution and an activation inside of torch.func."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = nn.Parameter(torch.randn(3, 2, 3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(lambda row: nn.functional.silu(nn.functional.conv2d(row[None], self.kernel)[0]))(x).flatten(1)
+
+
+class Backbone(nn.Module):
+    """Two layers that are never stepped, in inference mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.out = nn.Conv2d(2, 3, 3), nn.Conv2d(3, 2, 2), nn.Linear(2, 3)
+        for parameter in (*self.first.parameters(), *self.second.parameters()):
+            parameter.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            features = nn.functional.gelu(self.second(self.first(x))).flatten(1)
+        return self.out(features.clone())  # type: ignore[no-any-return]
+
+
+class Complex(nn.Module):
+    """A convolution with complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = nn.Parameter(torch.randn(3, 2, 3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.conv2d(x + 1j, self.kernel + 0.5j).flatten(1).abs()
+
+
+UNUSUAL: dict[str, Any] = {
+    "inner gradient, linear": lambda: Penalised(nn.Flatten(), nn.Linear(32, 5), nn.SiLU(), nn.Linear(5, 2)),
+    "inner gradient, convolution": lambda: Penalised(
+        nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.GELU(), nn.Flatten(), nn.Linear(12, 1)
+    ),
+    "inside of torch.func": Batched,
+    "inference mode": Backbone,
+    "complex": Complex,
+    "watched": lambda: Together("watched"),
+    "written to, unrecorded": lambda: Together("written"),
+}
+
+
+@pytest.mark.parametrize("divergence", [Newton(), GaussNewton()], ids=repr)
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_models_that_rules_must_leave_to_torch(kind: str, divergence: Newton | GaussNewton) -> None:
+    """Products by plain double backward passes: J from the transpose of u ↦ Jᵀu, H from the gradient."""
+    torch.manual_seed(0)
+    model, x = UNUSUAL[kind]().double().eval(), torch.randn(3, 2, 4, 4).double()
+    free = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    v = {name: torch.randn_like(p) for name, p in free.items()}
+    output = model(x)
+    if isinstance(divergence, Newton):
+        expected = hessian_product(model, x, v)
+    else:
+        u = torch.zeros_like(output).requires_grad_()
+        rows = torch.autograd.grad(output, list(free.values()), u, create_graph=True)
+        (pushed,) = torch.autograd.grad(rows, u, list(v.values()))
+        pulled = torch.autograd.grad(model(x), list(free.values()), pushed * 2 / pushed.numel())
+        expected = dict(zip(free, pulled, strict=True))
+    q = QuadraticModel.build(model, x, torch.zeros_like(output), nn.functional.mse_loss, divergence)
+    for name, product in q.curvature(v).items():
+        torch.testing.assert_close(product, expected[name], rtol=1e-9, atol=1e-12)
+
+
+def test_products_in_two_threads() -> None:
+    """What a rule works with in one thread isn't written to by another."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(3) for layer in (nn.Linear(200, 200), nn.GELU())]
+    model, x = nn.Sequential(*layers), torch.randn(300, 200)
+    q = QuadraticModel.build(model, x, torch.zeros(300, 200), nn.functional.mse_loss, GaussNewton())
+    directions = [{name: torch.randn_like(g) for name, g in q.gradient.items()} for _ in range(2)]
+    expected = [q.curvature(v) for v in directions]
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda i: q.curvature(directions[i % 2]), range(24)))
+    for i, product in enumerate(found):
+        torch.testing.assert_close(product, expected[i % 2])

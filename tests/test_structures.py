@@ -88,6 +88,7 @@ def test_at_the_identity_nothing_is_multiplied_and_all_is_the_same(
 def test_what_was_the_identity_isnt_taken_for_it_any_more(structure: Structure) -> None:
     """However its tensors are changed, replaced or copied, a block acts by the tensors that it has."""
     x = {"w": torch.randn(3, 4).double()}
+    two = Preconditioner.identity({**x, "v": torch.randn(3, 4).double()}, structure)
 
     def step(u: Preconditioner) -> torch.Tensor:
         return u.groups[0].linearize(x["w"][None]).value()[0]
@@ -107,10 +108,30 @@ def test_what_was_the_identity_isnt_taken_for_it_any_more(structure: Structure) 
     loaded = identity()
     loaded.load_state_dict(moved.state_dict())
     others = [identity().moved(change(moved), 1.0), identity().scaled(3.0), moved.clone(), copy.deepcopy(moved)]
+    two.move_(change(two), 1.0)
+    others.append(two.restricted(["w"]))
+    replaced_ = identity()
+    replaced_.groups[0].tensors.update({name: tensor.clone() for name, tensor in moved.groups[0].tensors.items()})
+    others.append(replaced_)
     others += [pickle.loads(pickle.dumps(moved)), moved.restricted(["w"]), identity().blend(moved, 0.5)]
     for u in (moved, written, loaded, *others):
         torch.testing.assert_close(step(u), u.apply(x)["w"], rtol=1e-12, atol=1e-12)
         assert not torch.allclose(step(u), x["w"])
+
+
+@pytest.mark.parametrize("structure", [Kronecker(), EigenKronecker()])
+def test_a_fit_begins_by_the_short_way(structure: Structure, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the identity, and only there: what isn't it goes the long way."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the long way")
+
+    u = Preconditioner.identity({"w": torch.randn(3, 4)}, structure)
+    monkeypatch.setattr(type(structure), "linearize", refuse)
+    u.groups[0].linearize(torch.randn(1, 3, 4))
+    u.groups[0].tensors[next(iter(u.groups[0].tensors))].mul_(2)
+    with pytest.raises(AssertionError, match="the long way"):
+        u.groups[0].linearize(torch.randn(1, 3, 4))
 
 
 def test_an_own_structure_derived_from_ours_acts_as_it_says_at_the_identity() -> None:

@@ -29,7 +29,7 @@ from llqr.errors import LLQRError, NotTwiceDifferentiableError
 from llqr.exact.derivatives import graph_nodes, refuse_once_differentiable
 from llqr.precision import in_double
 from llqr.recorder import Parameters, Recorder
-from llqr.rules import embedding_rules, exact_rules, linear_rules
+from llqr.rules import InnerGradientError, embedding_rules, hessian_rules, linear_rules, plain_rules
 
 
 class Recording:
@@ -42,8 +42,12 @@ class Recording:
         self._record(rules)
 
     def _record(self, rules: TorchFunctionMode) -> None:
-        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), rules:  # fused attention has no second derivative
-            self._outputs = self._recorder.run(dict(zip(self._names, self._leaves, strict=True)), self._inputs)
+        try:
+            with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), rules:  # fused attention has no second derivative
+                self._outputs = self._recorder.run(dict(zip(self._names, self._leaves, strict=True)), self._inputs)
+        except InnerGradientError:  # as gradient penalties and physics-informed networks do
+            self._record(plain_rules())
+            return
         self.values = [output.detach() for output in self._outputs]
         if not all(output.requires_grad for output in self._outputs):
             raise LLQRError("the output doesn't depend on the parameters by anything differentiable (was it detached?)")
@@ -81,7 +85,7 @@ class Linearization(Recording):
             if self._plain and not self._recorder.lower(error):  # nor that autocast was off, and parameters converted
                 raise
             self._plain = True
-            self._record(exact_rules())  # recomputed blocks don't see the linear rules
+            self._record(plain_rules())  # recomputed blocks don't see the linear rules
             return self.pull_first(cotangents)
         except RuntimeError as error:
             refuse_reentrant(self._outputs, error)
@@ -90,7 +94,7 @@ class Linearization(Recording):
             except RuntimeError:  # not even once differentiable: a recomputed block again, of another dtype
                 if not self._recorder.lower(error):
                     raise
-                self._record(exact_rules())
+                self._record(plain_rules())
                 return self.pull_first(cotangents)
             self.use_forward_mode(str(error))
             return pulled
@@ -137,7 +141,7 @@ class SecondDerivative(Recording):
     """The Hessian of a scalar function of a model's output, as products; say which function with `of` first."""
 
     def __init__(self, recorder: Recorder, parameters: Parameters, inputs: Inputs) -> None:
-        super().__init__(recorder, parameters, inputs, exact_rules())
+        super().__init__(recorder, parameters, inputs, hessian_rules())
         self._slopes: Sequence[GradientEdge | None] = ()
 
     def of(self, scalar: Callable[[Tensor], Tensor]) -> list[Tensor]:
@@ -150,7 +154,7 @@ class SecondDerivative(Recording):
         except RuntimeError as error:
             refuse_reentrant(self._outputs, error)
             if self._recorder.lower(error):  # as recomputed blocks ask for
-                self._record(exact_rules())
+                self._record(plain_rules())
                 return self.of(scalar)
             raise _not_twice(error) from error
         self._slopes = _edges(slopes)
@@ -161,7 +165,7 @@ class SecondDerivative(Recording):
         recorder, inputs = self._recorder.in_double(), in_double(self._inputs)
 
         def run(leaves: list[Tensor]) -> Tensor:
-            with sdpa_kernel(SDPBackend.MATH), exact_rules():
+            with sdpa_kernel(SDPBackend.MATH), plain_rules():
                 return recorder.run(dict(zip(self._names, leaves, strict=True)), inputs)[0]
 
         hidden.check_model(self._outputs, run, self._leaves, slope)

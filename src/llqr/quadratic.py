@@ -121,16 +121,18 @@ class QuadraticModel:
 
     def curvature(self, direction: Mapping[str, Tensor]) -> Parameters:
         """H·v, damping included."""
-        product, held = self.product(direction), {_memory(v) for v in direction.values()}
+        product = self.product(direction)
+        held = {_memory(v) for v in direction.values()}
+        result: Parameters = {}
         for name, v in direction.items():
-            if self.diagonal[name]:
-                product[name] = torch.add(product[name], v.detach(), alpha=self.diagonal[name])
-            elif _memory(product[name]) in held or not product[name].is_contiguous():
-                product[name] = product[
-                    name
-                ].clone()  # autograd passes tensors on: as they came, to two parameters, expanded
-            held.add(_memory(product[name]))
-        return product
+            value = product[name].to(torch.promote_types(product[name].dtype, v.dtype))
+            # autograd passes tensors on: as they came, to two parameters, expanded
+            shared = _memory(value) in held or not value.is_contiguous()
+            if self.diagonal[name] or shared:
+                value = torch.add(value, v.detach(), alpha=self.diagonal[name])
+            held.add(_memory(value))
+            result[name] = value
+        return result
 
     def product(self, direction: Mapping[str, Tensor]) -> Parameters:
         """What the batch contributes to H·v: all but the diagonal."""
@@ -171,8 +173,9 @@ class QuadraticModel:
         return torch.stack([(self.gradient[name] * v).sum() for name, v in step.items()]).sum() + 0.5 * bend
 
 
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _memory(tensor: Tensor) -> int | None:
+    """Where its numbers are; None for all of torch.func's tensors, which don't tell."""
+    return None if torch._C._functorch.is_functorch_wrapped_tensor(tensor) else tensor.untyped_storage().data_ptr()
 
 
 def _asks_for_loss(term: Term) -> bool:

@@ -5,9 +5,10 @@ u ↦ Jᵀu is linear, and its transpose is v ↦ Jv. Torch's own graph for Jᵀ
 for normalisations and convolutions its double-backward formulas pay for that even when nobody asks. Here Jᵀ is one node whose
 derivative is J and nothing else: exact for products with J and Jᵀ, and wrong for anything beyond, so these rules are in force
 only while a forward pass is recorded for such products (`linear_rules`). For Hessian products there are fewer rules, right to
-second order (`exact_rules`).
+second order (`hessian_rules`), and where neither will do, plain operations (`plain_rules`).
 """
 
-from llqr.rules.modes import embedding_rules, exact_rules, linear_rules
+from llqr.rules.base import InnerGradientError
+from llqr.rules.modes import embedding_rules, hessian_rules, linear_rules, plain_rules
 
-__all__ = ["embedding_rules", "exact_rules", "linear_rules"]
+__all__ = ["InnerGradientError", "embedding_rules", "hessian_rules", "linear_rules", "plain_rules"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +13,24 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 Maybe = Tensor | None
+
+
+class InnerGradientError(Exception):
+    """A model takes a gradient in its forward pass: then rules would have to be right to one order more than they are."""
+
+
+class _Recording(threading.local):
+    """Whether a forward pass is being recorded by rules in this thread."""
+
+    now = False
+
+
+recording = _Recording()
+
+
+def check_outside() -> None:
+    if recording.now:
+        raise InnerGradientError("the model takes a gradient in its forward pass")
 
 
 class _Transposed(torch.autograd.Function):
@@ -39,6 +59,7 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, u: Tensor) -> tuple[Maybe, ...]:
+        check_outside()
         return (None, *_Transposed.apply(u, ctx.rule))  # type: ignore[no-untyped-call]
 
 
@@ -66,6 +87,10 @@ class _RecordedTwice(_Recorded):
 
     @staticmethod
     def backward(ctx: Any, u: Tensor) -> tuple[Maybe, ...]:
+        check_outside()
+        if not torch.is_grad_enabled():
+            ctx.rule.check()
+            return None, *ctx.rule.pull(u)
         return (None, *_TransposedOfAll.apply(u, ctx.rule, *ctx.rule.inputs))  # type: ignore[no-untyped-call]
 
 
@@ -76,14 +101,19 @@ class Room:
     """
 
     def __init__(self) -> None:
-        self._memory: Tensor | None = None
+        self._free: list[Tensor] = []
 
-    def like(self, x: Tensor) -> Tensor:
-        """A contiguous tensor of this shape, dtype and device; what the last one held is lost."""
-        held = self._memory
-        if held is None or held.numel() < x.numel() or held.dtype != x.dtype or held.device != x.device:
-            self._memory = held = x.new_empty(x.numel())
-        return held[: x.numel()].view(x.shape)
+    @contextmanager
+    def like(self, x: Tensor) -> Iterator[Tensor]:
+        """A contiguous tensor of this shape, dtype and device, for a while; another thread gets another one."""
+        try:
+            held = self._free.pop()
+        except IndexError:
+            held = x.new_empty(0)
+        if held.numel() < x.numel() or held.dtype != x.dtype or held.device != x.device:
+            held = x.new_empty(x.numel())
+        yield held[: x.numel()].view(x.shape)
+        self._free[:] = [held]
 
 
 class Rule(ABC):

@@ -212,7 +212,8 @@ class Activated(Rule):
 
     def pull(self, u: Tensor) -> tuple[Maybe, ...]:
         slope = self._function.slope
-        return self._affine.pull(torch.mul(u, slope, out=self._room.like(slope)))
+        with self._room.like(slope) as room:
+            return self._affine.pull(torch.mul(u, slope, out=room))
 
     def push(self, v: Sequence[Maybe]) -> Maybe:
         moved = self._affine.push(v)

@@ -12,12 +12,11 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from llqr.rules.attention import Attention
-from llqr.rules.base import Maybe, Room, record, record_twice
+from llqr.rules.base import Maybe, Room, record, record_twice, recording
 from llqr.rules.embeddings import embedding, embedding_bag
 from llqr.rules.layers import Activated, Affine, BatchNorm, Convolution, LayerNorm, Pointwise
-from llqr.rules.second import Smooth
+from llqr.rules.second import Map, Smooth
 
-Map = Callable[[Tensor], Tensor]
 SMOOTH = (functional.gelu, functional.silu, functional.mish, functional.softplus)
 """Activations whose derivatives torch computes anew from their inputs each time."""
 
@@ -47,8 +46,9 @@ def _saved_elsewhere() -> bool:
 
 
 def _rule_of(tensor: Tensor) -> object:
-    """The rule that gave this tensor, if nobody has changed it since: what follows can be recorded together with it."""
-    return None if tensor._version else getattr(tensor.grad_fn, "rule", None)
+    """The rule that gave this tensor, if nobody has changed it since, or asked to see its gradient: what follows can be
+    recorded together with it."""
+    return None if tensor._version or tensor._backward_hooks else getattr(tensor.grad_fn, "rule", None)
 
 
 def _convolve(spatial: int, recorded: Callable[[Convolution], Tensor]) -> Callable[..., Maybe]:
@@ -61,7 +61,7 @@ def _convolve(spatial: int, recorded: Callable[[Convolution], Tensor]) -> Callab
         dilation: Any = 1,
         groups: int = 1,
     ) -> Maybe:
-        if input.dim() != spatial + 2 or isinstance(padding, str) or _autocast(input):
+        if input.dim() != spatial + 2 or isinstance(padding, str) or _torchs_own(input):
             return None
         settings = (
             *(_tuple(value, spatial) for value in (stride, padding, dilation)),
@@ -84,21 +84,28 @@ def _once(rule: Convolution) -> Tensor:
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Maybe = None) -> Maybe:
-    if weight.dim() != 2 or _autocast(input):
+    if weight.dim() != 2 or _torchs_own(input):
         return None
     return record(Affine(input, weight, bias), input, weight, bias)
 
 
-def _autocast(tensor: Tensor) -> bool:
-    """Under autocast torch chooses the dtypes, and knows how to go back."""
-    return torch.is_autocast_enabled(tensor.device.type)
+def _torchs_own(tensor: Tensor) -> bool:
+    """Whether torch has to do this itself: under autocast, where it chooses the dtypes and knows how to go back; inside of
+    torch.func, whose tensors aren't plain ones; without any record, in inference mode; and for complex numbers."""
+    return (
+        torch.is_autocast_enabled(tensor.device.type)
+        or torch._C._functorch.maybe_current_level() is not None
+        or torch.is_inference_mode_enabled()
+        or tensor.is_inference()
+        or tensor.is_complex()
+    )
 
 
 def _pointwise(function: Callable[..., Tensor], recorded: Callable[[Tensor, Map], Tensor]) -> Callable[..., Maybe]:
     def replacement(input: Tensor, *args: Any, inplace: bool = False, **kwargs: Any) -> Maybe:
         if inplace or any(argument is True for argument in args):
             return None  # what else reads the input has to see the change
-        if not input.requires_grad:
+        if not input.requires_grad or _torchs_own(input):
             return None
         return recorded(input, lambda x: function(x, *args, **kwargs))
 
@@ -111,7 +118,7 @@ def _activated(room: Room, input: Tensor, function: Map) -> Tensor:
     return record(Activated(before, rule, room), *before.inputs) if isinstance(before, Affine) else record(rule, input)
 
 
-def _twice(input: Tensor, function: Map) -> Tensor:
+def _smooth(input: Tensor, function: Map) -> Tensor:
     return Smooth.apply(input, function)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -123,7 +130,7 @@ def _layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Maybe:
-    if _autocast(input):
+    if _torchs_own(input):
         return None
     return record(LayerNorm(input, normalized_shape, weight, bias, eps), input, weight, bias)
 
@@ -140,7 +147,7 @@ def _attention(
 ) -> Maybe:
     batch = query.shape[:-2]
     alike = batch == key.shape[:-2] == value.shape[:-2] and query.dtype == key.dtype == value.dtype
-    if dropout_p or enable_gqa or not alike or not batch or _autocast(query):
+    if dropout_p or enable_gqa or not alike or not batch or _torchs_own(query):
         return None
     if attn_mask is not None and (attn_mask.requires_grad or is_causal):
         return None
@@ -150,8 +157,9 @@ def _attention(
     return record(Attention(query, key, value, attn_mask, factor), query, key, value)
 
 
-def _batch_norm(by_rule: bool) -> Callable[..., Maybe]:
-    """With running statistics a batch norm is an affine map: by its rule, or by plain operations that say so."""
+def _batch_norm(recorded: Callable[[Convolution], Tensor] | None = None) -> Callable[..., Maybe]:
+    """With running statistics a batch norm is an affine map: a part of the convolution before it, if that is recorded by a
+    rule; or by its own; or by plain operations that say so."""
 
     def normalise(
         input: Tensor,
@@ -166,12 +174,12 @@ def _batch_norm(by_rule: bool) -> Callable[..., Maybe]:
         if training or running_mean is None or running_var is None:
             return None
         dtypes = {part.dtype for part in (input, running_mean, running_var, weight, bias) if part is not None}
-        if len(dtypes) == 1 and not _autocast(input):
+        if recorded is not None and len(dtypes) == 1 and not _torchs_own(input):
             before = _rule_of(input)
             if isinstance(before, Convolution):
                 rule = before.normalised(input.detach(), running_mean, running_var, weight, bias, eps)
-                return _once(rule) if by_rule else record_twice(rule)
-            if by_rule:
+                return recorded(rule)
+            if recorded is _once:
                 return record(BatchNorm(input, running_mean, running_var, weight, bias, eps), input, weight, bias)
         shape = [1, -1] + [1] * (input.dim() - 2)
         inverse_std = (running_var + eps).rsqrt()
@@ -193,25 +201,44 @@ class embedding_rules(_Replacing):  # noqa: N801  (used as `with embedding_rules
     replacements = {functional.embedding: embedding, functional.embedding_bag: embedding_bag}  # noqa: RUF012
 
 
-class exact_rules(_Replacing):  # noqa: N801
-    """Replacements that are right to second order."""
+class plain_rules(_Replacing):  # noqa: N801
+    """Replacements by plain operations, right to every order."""
+
+    replacements = {**embedding_rules.replacements, functional.batch_norm: _batch_norm()}  # noqa: RUF012
+
+
+class _Recording(_Replacing):
+    """Replacements by rules, right to the order that is asked for."""
+
+    def __enter__(self) -> _Recording:
+        recording.now = True
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        recording.now = False
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+
+
+class hessian_rules(_Recording):  # noqa: N801
+    """Right to second order, for Hessian products."""
 
     replacements = {  # noqa: RUF012
         **embedding_rules.replacements,
-        functional.batch_norm: _batch_norm(by_rule=False),
+        functional.batch_norm: _batch_norm(record_twice),
         **_convolutions(record_twice),
-        **{function: _pointwise(function, _twice) for function in SMOOTH},
+        **{function: _pointwise(function, _smooth) for function in SMOOTH},
     }
 
 
-class linear_rules(_Replacing):  # noqa: N801
-    """Those, and the linear rules above: right for products with the Jacobian, and for nothing beyond."""
+class linear_rules(_Recording):  # noqa: N801
+    """Right for products with the Jacobian, and for nothing beyond."""
 
     replacements = {  # noqa: RUF012
-        **exact_rules.replacements,
-        functional.batch_norm: _batch_norm(by_rule=True),
-        functional.linear: _linear,
+        **embedding_rules.replacements,
+        functional.batch_norm: _batch_norm(_once),
         **_convolutions(_once),
+        functional.linear: _linear,
         torch.layer_norm: _layer_norm,
         functional.layer_norm: _layer_norm,
         functional.scaled_dot_product_attention: _attention,

@@ -30,8 +30,9 @@ class Group:
     members: tuple[tuple[str, ...], ...]
     shapes: tuple[torch.Size, ...]
     tensors: dict[str, Tensor]
-    identity: tuple[int, ...] = ()
-    """The versions of the tensors when they were made as the identity: as long as they have these, they are it."""
+    identity: tuple[tuple[int, int], ...] = ()
+    """The tensors and their versions when they were made as the identity: as long as these are the same, they are it. (What is
+    written to `.data` or to an array that shares the memory changes no version.)"""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -126,9 +127,9 @@ class Group:
         return torch.cat([value.reshape(-1).to(self.dtype) for value in values])
 
 
-def _versions(tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
+def _versions(tensors: Mapping[str, Tensor]) -> tuple[tuple[int, int], ...]:
     """None at all in inference mode, where tensors don't have one."""
-    return tuple(tensor._version for tensor in tensors.values() if not tensor.is_inference())
+    return tuple((id(tensor), tensor._version) for tensor in tensors.values() if not tensor.is_inference())
 
 
 def _check_value(name: str, value: object, shape: torch.Size, device: torch.device) -> None:
