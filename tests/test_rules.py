@@ -311,7 +311,21 @@ class Complex(nn.Module):
         return nn.functional.conv2d(x + 1j, self.kernel + 0.5j).flatten(1).abs()
 
 
+class Overwritten(nn.Module):
+    """What a frozen layer has read is changed in place: no derivative needs it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.frozen = nn.Conv2d(2, 4, 1), nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x).sin()
+        seen = self.frozen(hidden)
+        return (seen + hidden.mul_(2)).sin().flatten(1)  # type: ignore[no-any-return]
+
+
 UNUSUAL: dict[str, Any] = {
+    "read and overwritten": Overwritten,
     "inner gradient, linear": lambda: Penalised(nn.Flatten(), nn.Linear(32, 5), nn.SiLU(), nn.Linear(5, 2)),
     "inner gradient, convolution": lambda: Penalised(
         nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.GELU(), nn.Flatten(), nn.Linear(12, 1)

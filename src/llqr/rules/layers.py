@@ -12,6 +12,11 @@ from torch import Tensor
 from llqr.rules.base import Bilinear, Maybe, Room, Rule
 
 
+def _read(x: Tensor, w: Tensor, needed: Sequence[bool]) -> list[Tensor]:
+    """What the derivatives of a product of x and w read: x for those by w, and w for those by x."""
+    return [tensor for tensor, wanted in ((x, needed[1]), (w, needed[0])) if wanted]
+
+
 class Affine(Rule):
     """y = x wᵀ + b: Jv = v_x wᵀ + x v_wᵀ + v_b, added up inside the matrix products."""
 
@@ -19,9 +24,9 @@ class Affine(Rule):
         self.inputs = (x, w, b)
         self.x, self.w, self.b = x.detach(), w.detach(), None if b is None else b.detach()
         self.shape = (*x.shape[:-1], len(w))
-        self.keep(self.x, self.w)
 
     def forward(self) -> Tensor:
+        self.keep(*_read(self.x, self.w, self.needed))
         return torch._C._nn.linear(self.x, self.w, self.b)
 
     def pull(self, u: Tensor) -> tuple[Maybe, ...]:
@@ -54,9 +59,9 @@ class Convolution(Bilinear):
         self.inputs: tuple[Tensor, Tensor, Maybe] = (x, w, b)
         self.x, self.w, self.b = x.detach(), w.detach(), None if b is None else b.detach()
         self.settings, self._value = settings, value
-        self.keep(self.x, self.w)
 
     def forward(self) -> Tensor:
+        self.keep(*_read(self.x, self.w, self.needed))
         y, self._value = self._value, None  # the products don't need it
         if y is None:
             y = torch.ops.aten.convolution(self.x, self.w, self.b, *self.settings)
