@@ -217,6 +217,8 @@ ACTIVATIONS: list[nn.Module] = [
     nn.Mish(),
     nn.Softplus(),
     nn.Softplus(beta=2.0, threshold=1.0),
+    nn.ReLU(),
+    nn.ReLU(inplace=True),
 ]
 
 

@@ -6,7 +6,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -40,8 +40,7 @@ class _Transposed(torch.autograd.Function):
     def forward(ctx: Any, u: Tensor, rule: Rule) -> tuple[Maybe, ...]:
         ctx.rule = rule
         ctx.set_materialize_grads(False)
-        rule.check()
-        return rule.pull(u)
+        return rule.checked().pull(u)
 
     @staticmethod
     def backward(ctx: Any, *v: Maybe) -> tuple[Maybe, None]:
@@ -60,6 +59,8 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, u: Tensor) -> tuple[Maybe, ...]:
         check_outside()
+        if not torch.is_grad_enabled():
+            return None, *ctx.rule.checked().pull(u)
         return (None, *_Transposed.apply(u, ctx.rule))  # type: ignore[no-untyped-call]
 
 
@@ -71,8 +72,7 @@ class _TransposedOfAll(torch.autograd.Function):
         ctx.rule = rule
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(u)
-        rule.check()
-        return rule.pull(u)
+        return rule.checked().pull(u)
 
     @staticmethod
     @once_differentiable
@@ -89,8 +89,7 @@ class _RecordedTwice(_Recorded):
     def backward(ctx: Any, u: Tensor) -> tuple[Maybe, ...]:
         check_outside()
         if not torch.is_grad_enabled():
-            ctx.rule.check()
-            return None, *ctx.rule.pull(u)
+            return None, *ctx.rule.checked().pull(u)
         return (None, *_TransposedOfAll.apply(u, ctx.rule, *ctx.rule.inputs))  # type: ignore[no-untyped-call]
 
 
@@ -132,6 +131,10 @@ class Rule(ABC):
         """Raise as autograd does where a tensor that it saved was changed."""
         if any(tensor._version != version for tensor, version in zip(self.kept, self.versions, strict=True)):
             raise RuntimeError("a tensor that a derivative needs was changed by an in-place operation")
+
+    def checked(self) -> Self:
+        self.check()
+        return self
 
     @abstractmethod
     def forward(self) -> Tensor:

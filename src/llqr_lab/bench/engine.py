@@ -39,6 +39,9 @@ FITS = {
 }
 BETWEEN = 7
 """Training steps between two jobs, whose median counts: a single one is off by a tenth."""
+PATIENCE, MOST = 20.0, 10
+"""Seconds that products of a network with short steps may take for rounds beyond those that were asked for, and how many times
+as many at most: a few rounds of ten milliseconds are over before the machine is another one."""
 GROWTH = {
     "width": (64, 128, 256, 512),
     "depth": (1, 2, 4, 8),
@@ -95,7 +98,7 @@ def _products(size: Size, seed: int, repeats: int, done: Done) -> Row:
         "record kl": partial(_first_product, bench, "kl"),
         "record newton": partial(_first_product, bench, "newton"),
     }
-    ratios, train = in_training_steps(bench, jobs, repeats)
+    ratios, train = in_training_steps(bench, jobs, repeats, PATIENCE if repeats > 1 else 0.0)
     done()
     return {
         **asdict(size),
@@ -155,16 +158,21 @@ def _resized(base: Size, name: str, value: int) -> Size:
 
 
 def in_training_steps(
-    bench: Bench, jobs: Mapping[str, Callable[[], object]], repeats: int
+    bench: Bench, jobs: Mapping[str, Callable[[], object]], repeats: int, patience: float = 0.0
 ) -> tuple[dict[str, float], float]:
-    """The median of each job's seconds over those of the training steps around it, and the median training step."""
+    """The median of each job's seconds over those of the training steps around it, and the median training step.
+
+    In `repeats` rounds, or as many more as fit into so many seconds.
+    """
     ratios: dict[str, list[float]] = {name: [] for name in jobs}
     steps: list[float] = [_seconds(bench.train)]
-    for _ in range(repeats):
+    begun, rounds = time.perf_counter(), 0
+    while rounds < repeats or (rounds < MOST * repeats and time.perf_counter() - begun < patience):
         for name, job in jobs.items():
             spent = _seconds(job)
             steps.append(statistics.median(_seconds(bench.train) for _ in range(BETWEEN)))
             ratios[name].append(2 * spent / (steps[-2] + steps[-1]))
+        rounds += 1
     return {name: statistics.median(values) for name, values in ratios.items()}, statistics.median(steps)
 
 
