@@ -30,6 +30,10 @@ class Family(ABC):
     def fisher_product(self, p: Tensor, v: Tensor) -> Tensor:
         """F(p) v for each variable: the Hessian of KL at q = p."""
 
+    def draw(self, p: Tensor, generator: torch.Generator) -> Tensor:
+        """A random vector for each variable whose second moment is F(p): the slope of -log p at a value drawn from p."""
+        raise LLQRError(f"{self!r} can't be drawn from: write draw(p, generator), with the second moment F(p)")
+
     @abstractmethod
     def variables(self, output: Tensor) -> torch.Size:
         """The shape of the array of variables that an output holds; an error where it can't hold any."""
@@ -57,6 +61,13 @@ class Categorical(Family):
         probability = p.softmax(self.dim)
         scaled = probability * v
         return scaled - probability * scaled.sum(self.dim, keepdim=True)
+
+    def draw(self, p: Tensor, generator: torch.Generator) -> Tensor:
+        probability = p.softmax(self.dim)
+        classes = probability.movedim(self.dim, -1)
+        label = torch.multinomial(classes.reshape(-1, classes.shape[-1]), 1, generator=generator)
+        drawn = torch.zeros_like(classes).scatter_(-1, label.reshape(*classes.shape[:-1], 1), 1.0)
+        return probability - drawn.movedim(-1, self.dim)
 
     def variables(self, output: Tensor) -> torch.Size:
         if not -output.dim() <= self.dim < output.dim() or output.shape[self.dim] < 2:
@@ -102,6 +113,10 @@ class Bernoulli(Elementwise):
         probability = p.sigmoid()
         return probability * (1 - probability) * v
 
+    def draw(self, p: Tensor, generator: torch.Generator) -> Tensor:
+        probability = p.sigmoid()
+        return probability - torch.bernoulli(probability, generator=generator)
+
     @staticmethod
     def _two_classes(logit: Tensor) -> Tensor:
         return torch.stack((logit, torch.zeros_like(logit)), dim=-1)
@@ -124,8 +139,15 @@ class Gaussian(Elementwise):
     def fisher_product(self, p: Tensor, v: Tensor) -> Tensor:
         return v / self.variance
 
+    def draw(self, p: Tensor, generator: torch.Generator) -> Tensor:
+        return standard_normal(p, generator) / self.variance**0.5
+
     def __repr__(self) -> str:
         return f"Gaussian(variance={self.variance})"
+
+
+def standard_normal(like: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=generator)
 
 
 FAMILIES: dict[str, type[Family]] = {"categorical": Categorical, "bernoulli": Bernoulli, "gaussian": Gaussian}

@@ -126,13 +126,17 @@ class Recorder:
                     "the model draws random numbers (dropout?), other ones in chunks than in the whole batch: give the batch "
                     "whole, or training=False"
                 )
-        return [raised(self.selected(output)), *(raised(caught[place]) for place in self.places)]
+        return [*map(raised, self.chosen(output)), *(raised(caught[place]) for place in self.places)]
 
     def _output(self, tensors: Parameters, inputs: Inputs) -> Any:
         if self._call is None:
             return functional_call(self.model, tensors, *as_arguments(inputs))
         held = {f"model.{name}": tensor for name, tensor in tensors.items()}
         return functional_call(_Calling(self.model, self._call), held, ())
+
+    def chosen(self, output: Any) -> list[Tensor]:
+        """What is recorded of what the model returns."""
+        return [self.selected(output)]
 
     def selected(self, output: Any) -> Tensor:
         if self.select is not None:

@@ -13,10 +13,14 @@ from torch import Tensor
 from llqr.divergences.base import BasePoint, Divergence, Reduction, check_reduction
 from llqr.divergences.places import L2
 from llqr.errors import LLQRError
-from llqr.families import Categorical, Family, resolve_family
+from llqr.families import Categorical, Family, resolve_family, standard_normal
 
 if TYPE_CHECKING:
     from llqr.divergences import Term
+
+
+DENSE_LIMIT = 1024
+"""Numbers of one example's output whose second derivatives are written out."""
 
 
 class OutputTerm(Divergence):
@@ -37,6 +41,29 @@ class OutputTerm(Divergence):
     def hessian_product(self, tangent: Tensor, base: BasePoint) -> Tensor:
         """∇²ψ_N(x_N^k) v: `state_cost` Q_N times a vector. By differentiating ψ_N twice, unless there is a closed form."""
         return _hessian_product(lambda output: self.psi(output, base), base.output, tangent)
+
+    def draw(self, base: BasePoint, generator: torch.Generator) -> Tensor:
+        """A random slope at the output, Q_N^½ ε, whose second moment is Q_N = ∇²ψ_N(x_N^k), example by example.
+
+        By the eigenvalues of each example's Q_N, unless there is a closed form. Negative ones (of losses that aren't convex in
+        the output) count as zero.
+        """
+        output = base.output
+        count = len(output) if output.dim() > 1 else 1
+        size = output.numel() // count
+        if size > DENSE_LIMIT:
+            raise LLQRError(
+                f"{self!r} of {size:,} numbers for each example has no closed form to be drawn from: write draw(base, generator), "
+                "or leave divergence out"
+            )
+        columns = []
+        for place in range(size):
+            unit = torch.zeros_like(output).reshape(count, size)
+            unit[:, place] = 1
+            columns.append(self.hessian_product(unit.reshape(output.shape), base).detach().reshape(count, size))
+        values, basis = torch.linalg.eigh(torch.stack(columns, 2))
+        noise = standard_normal(output.reshape(count, size), generator)
+        return (basis @ (values.clamp_min(0).sqrt() * noise)[..., None]).reshape(output.shape)
 
     def check(self, output: Tensor, weights: Tensor | None = None) -> None:
         """Raise where this divergence can't be taken of such an output, or the weights don't fit it."""
@@ -177,6 +204,12 @@ class _Distributional(OutputTerm):
         if base.weights is not None:
             product = product * self.family.spread(base.weights)
         return product * (self.curvature / self._total(base))
+
+    def draw(self, base: BasePoint, generator: torch.Generator) -> Tensor:
+        drawn = self.family.draw(base.output, generator)
+        if base.weights is not None:
+            drawn = drawn * self.family.spread(base.weights).sqrt()
+        return drawn * (self.curvature / self._total(base)) ** 0.5
 
     def check(self, output: Tensor, weights: Tensor | None = None) -> None:
         shape = self.family.variables(output)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from llqr.divergences.base import Divergence, Reduction, check_reduction
 from llqr.errors import LLQRError
+from llqr.families import standard_normal
 
 if TYPE_CHECKING:
     from llqr.divergences import Term
@@ -42,6 +43,18 @@ class ActivationTerm(Divergence):
         if metric.numel() == examples.shape[1]:
             return (examples * metric.reshape(-1)).reshape(tangent.shape)
         return (examples @ metric).reshape(tangent.shape)
+
+    def draw(self, activation: Tensor, batch_size: int, generator: torch.Generator) -> Tensor:
+        """W^½ ε for each example: its second moment is that of ψ_i."""
+        noise = standard_normal(activation, generator)
+        scale = batch_size**-0.5 if self.reduction == "mean" else 1.0
+        if not isinstance(self.metric, Tensor):
+            return noise * (self.metric**0.5 * scale)
+        metric, examples = self.metric.to(activation), noise.reshape(batch_size, -1)
+        if metric.numel() == examples.shape[1]:
+            return (examples * (metric.reshape(-1).sqrt() * scale)).reshape(activation.shape)
+        values, basis = torch.linalg.eigh(metric)
+        return ((examples * (values.clamp_min(0).sqrt() * scale)) @ basis.mT).reshape(activation.shape)
 
     def check(self, activation: Tensor, batch_size: int) -> None:
         """Raise where the metric doesn't fit the activation."""

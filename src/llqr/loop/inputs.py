@@ -34,7 +34,7 @@ class InputHook:
         return model.register_forward_pre_hook(partial(_listen, self), with_kwargs=True)
 
     def hold(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._call = (_copied(args), _copied(kwargs))
+        self._call = (copied(args), copied(kwargs))
 
     def has_schedule(self) -> bool:
         return self._schedule is not None
@@ -57,10 +57,7 @@ class InputHook:
         """What the module was called with: a tensor, a tuple, or a dict where there were keywords."""
         if self._call is None:
             return None
-        args, kwargs = self._call
-        if kwargs:
-            return {**_named(module.forward, args), **kwargs} if args else kwargs
-        return args[0] if len(args) == 1 and isinstance(args[0], Tensor) else args
+        return as_inputs(module, *self._call)
 
     def forget(self) -> None:
         self._call = None
@@ -71,7 +68,7 @@ class InputHook:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _listen(hook: InputHook, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if torch.is_grad_enabled() and _is_own_call(module) and hook.wanted():
+    if torch.is_grad_enabled() and is_own_call(module) and hook.wanted():
         hook.hold(args, kwargs)
 
 
@@ -86,7 +83,14 @@ def _traced(hook: InputHook, module: nn.Module, args: tuple[Any, ...], kwargs: d
         hook.hold(args, kwargs)
 
 
-def _is_own_call(module: nn.Module) -> bool:
+def as_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+    """What the module was called with: a tensor, a tuple, or a dict where there were keywords."""
+    if kwargs:
+        return {**_named(module.forward, args), **kwargs} if args else kwargs
+    return args[0] if len(args) == 1 and isinstance(args[0], Tensor) else args
+
+
+def is_own_call(module: nn.Module) -> bool:
     """Not one by `torch.func.functional_call`, which puts other tensors in the place of parameters."""
     return isinstance(next(module.parameters(), None), nn.Parameter)
 
@@ -106,10 +110,10 @@ def _named(forward: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Any]
     return by_name
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
     """Copies, without their graphs: the model, or the loop after it, may write into its inputs."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if type(value) is dict or (isinstance(value, Mapping) and not hasattr(value, "to")):
-        return {name: _copied(part) for name, part in value.items()}
-    return type(value)(_copied(part) for part in value) if type(value) in (tuple, list) else value
+        return {name: copied(part) for name, part in value.items()}
+    return type(value)(copied(part) for part in value) if type(value) in (tuple, list) else value

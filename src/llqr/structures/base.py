@@ -86,6 +86,21 @@ class Structure(Described, ABC):
     def scaled(self, tensors: Tensors, factor: float) -> dict[str, Tensor]:
         """The tensors of factor · U, for a positive factor."""
 
+    def second_moments(self, rows: Tensor, columns: Tensor, kernel: int) -> dict[str, Tensor]:
+        """What `closed_form` needs of the gradients v = rows ⊗ columns of linear maps, summed over the T places where they act.
+
+        `rows` has shape (k, T, r) and `columns` (k, T, c); of a convolution the columns are `kernel` places for each channel.
+        """
+        raise LLQRError(f"{self!r} has no closed form: write second_moments() and closed_form(), or use LLQR.paper")
+
+    def joins_bias(self, kernel: int) -> bool:
+        """Whether a bias can be one more column of the weight that it goes with."""
+        return True
+
+    def closed_form(self, moments: Tensors, damping: float) -> dict[str, Tensor]:
+        """The tensors of (H + λ)⁻¹ within this structure, H the second moments; λ is `damping` times the mean of H's diagonal."""
+        raise LLQRError(f"{self!r} has no closed form: write second_moments() and closed_form(), or use LLQR.paper")
+
     def spread(self, shape: Sequence[int]) -> int:
         """How many numbers the block spreads the gradient's squared norm over: n for a diagonal, 1 for mixing blocks."""
         return 1
@@ -162,6 +177,22 @@ def eye(size: int, like: Tensor, count: int) -> Tensor:
 def ones(shape: Sequence[int], like: Tensor, count: int) -> Tensor:
     """`count` tensors of ones, (count, *shape)."""
     return torch.ones(count, *shape, dtype=at_least_single(like.dtype), device=like.device)
+
+
+def gram(x: Tensor) -> Tensor:
+    """Σ_t x_t x_tᵀ of stacked rows, (k, T, n) to (k, n, n)."""
+    return x.mT @ x
+
+
+def damped_inverse(moment: Tensor, damping: float) -> Tensor:
+    """(M + damping · mean(diag M))⁻¹, of matrices (k, n, n) or of diagonals (k, n)."""
+    diagonal = moment if moment.dim() == 2 else moment.diagonal(dim1=1, dim2=2)
+    shift = damping * diagonal.mean(1) + torch.finfo(moment.dtype).tiny
+    if moment.dim() == 2:
+        return (moment + shift[:, None]).reciprocal()
+    damped = moment.clone()
+    damped.diagonal(dim1=1, dim2=2).add_(shift[:, None])
+    return torch.cholesky_inverse(torch.linalg.cholesky_ex(damped).L)
 
 
 def check_per(per: Per) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llqr.structures.base import LinearStructure, Per, Tensors, check_per, eye
+from llqr.structures.base import LinearStructure, Per, Tensors, check_per, damped_inverse, eye, gram
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,13 @@ class Dense(LinearStructure):
 
     def apply(self, tensors: Tensors, x: Tensor) -> Tensor:
         return torch.bmm(tensors["U"], _columns(x)).reshape(x.shape)
+
+    def second_moments(self, rows: Tensor, columns: Tensor, kernel: int) -> dict[str, Tensor]:
+        return {"whole": gram((rows[..., None] * columns[:, :, None]).flatten(2))}
+
+    def closed_form(self, moments: Tensors, damping: float) -> dict[str, Tensor]:
+        """(H + λ)⁻¹."""
+        return {"U": damped_inverse(moments["whole"], damping)}
 
     def pullback(self, x: Tensor, cotangent: Tensor) -> dict[str, Tensor]:
         return {"U": _columns(cotangent) * _columns(x).mT}

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from llqr.structures.base import LinearStructure, Tensors, ones
@@ -29,6 +30,15 @@ class Diagonal(LinearStructure):
 
     def apply(self, tensors: Tensors, x: Tensor) -> Tensor:
         return tensors["d"] * x
+
+    def second_moments(self, rows: Tensor, columns: Tensor, kernel: int) -> dict[str, Tensor]:
+        return {"squares": rows.square().mT @ columns.square()}
+
+    def closed_form(self, moments: Tensors, damping: float) -> dict[str, Tensor]:
+        """1/(h + λ), h the diagonal of H."""
+        squares = moments["squares"]
+        shift = damping * squares.flatten(1).mean(1) + torch.finfo(squares.dtype).tiny
+        return {"d": (squares + shift.reshape(-1, 1, 1)).reciprocal()}
 
     def pullback(self, x: Tensor, cotangent: Tensor) -> dict[str, Tensor]:
         return {"d": x * cotangent}

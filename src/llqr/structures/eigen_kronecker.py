@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from llqr.structures.base import Linearization, Modes, Structure, Tensors, check_factors, ones
@@ -19,6 +20,7 @@ from llqr.structures.modes import (
     multiply_all,
     outer,
     shortest,
+    side_moments,
     sides,
     transpose,
 )
@@ -66,6 +68,22 @@ class EigenKronecker(Structure):
         bases = _bases(tensors)
         hat = multiply_all(self._folded(x), [transpose(basis) for basis in bases])
         return multiply_all(tensors[SCALE] * hat, bases).reshape(x.shape)
+
+    def second_moments(self, rows: Tensor, columns: Tensor, kernel: int) -> dict[str, Tensor]:
+        return side_moments(rows, columns, kernel, self.modes, self.max_dim)
+
+    def joins_bias(self, kernel: int) -> bool:
+        return self.modes == "matrix" or kernel == 1
+
+    def closed_form(self, moments: Tensors, damping: float) -> dict[str, Tensor]:
+        """(A ⊗ G + λ)⁻¹, exactly: in the eigenbases of A and G it divides by their eigenvalues' products plus λ."""
+        bases: dict[str, Tensor] = {}
+        curvature = moments["rows"].new_ones(())
+        for name, moment in zip(BASES, moments.values(), strict=False):
+            values, bases[name] = (moment, torch.ones_like(moment)) if moment.dim() == 2 else torch.linalg.eigh(moment)
+            curvature = curvature[..., None] * values.clamp_min(0).reshape(len(values), *[1] * (len(bases) - 1), -1)
+        shift = damping * curvature.flatten(1).mean(1) + torch.finfo(curvature.dtype).tiny
+        return {**bases, SCALE: (curvature + shift.reshape(-1, *[1] * (curvature.dim() - 1))).reciprocal()}
 
     def linearize(self, tensors: Tensors, x: Tensor) -> Linearization:
         return self._linearized(tensors, x, _bases(tensors))

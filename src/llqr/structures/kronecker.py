@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from llqr.structures.base import Linearization, Modes, Structure, Tensors, check_factors
+from llqr.structures.base import Linearization, Modes, Structure, Tensors, check_factors, damped_inverse
 from llqr.structures.diagonal import Diagonal
 from llqr.structures.modes import (
     AllButOne,
@@ -18,6 +18,7 @@ from llqr.structures.modes import (
     multiply_all,
     outer,
     shortest,
+    side_moments,
     sides,
 )
 
@@ -59,6 +60,17 @@ class Kronecker(Structure):
         if x.dim() < 3:
             return VECTOR.apply(tensors, x)
         return multiply_all(self._folded(x), list(tensors.values())).reshape(x.shape)
+
+    def second_moments(self, rows: Tensor, columns: Tensor, kernel: int) -> dict[str, Tensor]:
+        return side_moments(rows, columns, kernel, self.modes, self.max_dim)
+
+    def joins_bias(self, kernel: int) -> bool:
+        return self.modes == "matrix" or kernel == 1
+
+    def closed_form(self, moments: Tensors, damping: float) -> dict[str, Tensor]:
+        """C = (G + √λ ḡ)⁻¹ and D = (A + √λ ā)⁻¹, with ḡ and ā the means of their diagonals: the damping is split, so that each
+        factor is inverted by itself."""
+        return {name: damped_inverse(moment, damping**0.5) for name, moment in zip(FACTORS, moments.values(), strict=False)}
 
     def linearize(self, tensors: Tensors, x: Tensor) -> Linearization:
         return self._linearized(tensors, x, list(tensors.values()))

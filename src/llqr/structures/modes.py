@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from llqr.structures.base import Modes, eye, ones
+from llqr.structures.base import Modes, eye, gram, ones
 
 Factor = Tensor | None
 
@@ -22,6 +22,15 @@ def sides(shape: Sequence[int], modes: Modes) -> tuple[int, ...]:
     if modes == "all" and len(shape) > 2:
         return shape[0], shape[1], math.prod(shape[2:])
     return shape[0], math.prod(shape[1:])
+
+
+def side_moments(rows: Tensor, columns: Tensor, kernel: int, modes: Modes, max_dim: int) -> dict[str, Tensor]:
+    """Second moments along each side: matrices, or diagonals where the side is longer than max_dim."""
+    stacks = {"rows": rows, "columns": columns}
+    if modes == "all" and kernel > 1:
+        places = columns.unflatten(2, (-1, kernel))
+        stacks = {"rows": rows, "columns": places.mT.flatten(1, 2), "kernel": places.flatten(1, 2)}
+    return {name: gram(x) if x.shape[2] <= max_dim else x.square().sum(1) for name, x in stacks.items()}
 
 
 def shortest(stack: Sequence[int]) -> int:

@@ -1,0 +1,119 @@
+"""Collector: what LLQR sees of a training loop, by one hook on the model.
+
+In a step that begins with a refit the hook looks at the graph of what the model returns, and lets the loop's own backward pass
+tell the gradients at every linear map: no pass of its own is needed, and the loss can be anything. Where the maps can't be seen
+there (a compiled graph, a fused LSTM, sharded parameters), it holds the inputs and the gradients at the outputs, and LLQR runs
+the model once more itself (`llqr.drawn_gradients`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from llqr.checks import tensors_in
+from llqr.linear_maps import LinearMap, Sides, find_uses
+from llqr.loop.inputs import copied, is_own_call
+from llqr.loop.schedule import Schedule
+from llqr.statistics import Sums
+from llqr.structures.base import Structure
+
+
+@dataclass
+class Call:
+    """A call of the model: what it was given, and the gradients that came back to what it returned."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+    """By the output's place among the tensors that were returned."""
+
+
+class Collector:
+    """The second moments of all linear maps since the last step, or the last call of the model.
+
+    It knows the schedule, not the optimizer, so that neither keeps the other alive. A copy of it, as in a copy or a pickle of the
+    model, does nothing.
+    """
+
+    def __init__(self, schedule: Schedule | None = None, runs_again: bool = False) -> None:
+        self._schedule = schedule
+        self.runs_again = runs_again
+        """LLQR runs the model itself, and is told with what."""
+        self.names: Mapping[int, str] = {}
+        """Of the parameters that are stepped, by their ids."""
+        self.structures: Mapping[str, Structure] = {}
+        self.sums: dict[LinearMap, Sums] = {}
+        self.others: Mapping[str, str] = {}
+        """Parameters that aren't in linear maps alone, by what else uses them."""
+        self.call: Call | None = None
+        self._step = 0
+
+    def attach(self, model: nn.Module) -> RemovableHandle:
+        return model.register_forward_hook(partial(_listen, self), with_kwargs=True)
+
+    def forget(self) -> None:
+        """What comes back from now on belongs to another step."""
+        self.sums, self.call = {}, None
+        self._step += 1
+
+    def hear(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        outputs = [tensor for tensor in returned(output) if tensor.requires_grad]
+        if not outputs or self._schedule is None or not self._schedule.may_be_due():
+            return
+        if not self.runs_again:
+            found = find_uses(outputs, self.names)
+            self.others, self.runs_again = found.others, found.hidden
+            for use in () if found.hidden else found.uses:
+                use.node.register_prehook(partial(self._come_back, self._step, use.map, use.sides))
+        if self.runs_again:
+            self.call = Call(copied(args), copied(kwargs))
+            for place, tensor in enumerate(returned(output)):
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(_hold, self.call.gradients, place))
+
+    def _come_back(self, step: int, map_: LinearMap, sides: Callable[[Tensor], Sides], gradients: Sequence[Any]) -> None:
+        if step == self._step and gradients[0] is not None:
+            with torch.no_grad():
+                self.add(map_, sides(gradients[0].detach()))
+
+    def add(self, map_: LinearMap, sides: Sides) -> None:
+        """Count one use of a map."""
+        structure = self.structures[map_.weight]
+        if not structure.joins_bias(map_.kernel):
+            map_ = replace(map_, bias=None)
+        if map_ not in self.sums:
+            self.sums[map_] = Sums(map_, structure)
+        self.sums[map_].add(sides)
+
+    def __reduce__(self) -> tuple[type[Collector], tuple[()]]:
+        return Collector, ()
+
+
+def returned(output: Any) -> list[Tensor]:
+    """The floating-point tensors that a model returned, in order, however deep in what it returned."""
+    found = tensors_in(output)
+    if not found and hasattr(output, "__dict__"):
+        found = tensors_in(vars(output))
+    return [tensor for tensor in found if tensor.is_floating_point()]
+
+
+def _hold(gradients: dict[int, Tensor], place: int, gradient: Tensor) -> None:
+    gradients[place] = gradient.detach().clone()
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _listen(collector: Collector, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    if torch.is_grad_enabled() and is_own_call(module):
+        collector.hear(args, kwargs, output)
+
+
+@torch.compiler.substitute_in_graph(_listen, skip_signature_check=True)
+def _traced(collector: Collector, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """What stands for it inside of a compiled graph, where the outputs have no graph of their own to look at."""

@@ -1,0 +1,405 @@
+"""Linear maps of a network, found in the graph that autograd has recorded.
+
+A matrix W acts somewhere as y = W x: in a linear layer, a convolution, an attention's projection, a plain `x @ W`. Its gradient
+is a sum of b aᵀ over every place where it acts, with a the input there and b the gradient at the output. Both pass through the
+backward pass of a product node (`AddmmBackward0`, `ConvolutionBackward0`, …), whichever Python code has called it; so the graph
+of an output tells all uses of all weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+ROWS_PER_SIDE = 4
+"""How many places a use is looked at: so many times the longer side of its matrix. More of them would cost more than the
+inverse does; the average over refits sees others."""
+
+Edge = tuple[Node | None, int]
+
+VIEWS = frozenset(
+    f"{name}Backward0"
+    for name in (
+        "T Transpose Permute View UnsafeView ReshapeAlias Alias ToCopy Clone Expand Slice Split SplitWithSizes UnsafeSplit Unbind "
+        "Select Squeeze Unsqueeze Detach NumpyT".split()
+    )
+) | {"SqueezeBackward1", "SqueezeBackward2", "TransposeBackward1", "ViewBackward1"}
+"""Nodes that move the numbers of a weight, and don't change them."""
+
+SAME_PLACES = frozenset({"ToCopyBackward0", "AliasBackward0", "CloneBackward0", "DetachBackward0"})
+"""Those of them that leave every number where it is."""
+
+OPAQUE = frozenset(
+    {"CompiledFunctionBackward", "MkldnnRnnLayerBackward0", "CudnnRnnBackward0", "MiopenRnnBackward0", "CheckpointFunctionBackward"}
+)
+"""Nodes that stand for many, which can be looked into only if the model is run otherwise."""
+
+TRANSPOSING = frozenset({"TBackward0", "NumpyTBackward0"})
+
+
+@dataclass(frozen=True)
+class LinearMap:
+    """Which numbers of the parameters are the matrix W of a linear map: a stack of g matrices, r × c."""
+
+    weight: str
+    shape: tuple[int, int, int]
+    inputs_on_rows: bool = False
+    """The map is x ↦ xᵀ W in place of x ↦ W x: the columns are its outputs."""
+    kernel: int = 1
+    """Of a convolution: its columns are so many places for each of its channels."""
+    bias: str | None = None
+    """Joined to W as one more column (row), which meets a constant input of 1."""
+    places: Tensor | None = field(default=None, compare=False)
+    """Where the numbers of W are in its parameter, if they aren't all of it in order."""
+    first: int = 0
+    """The least of these places."""
+
+    @property
+    def key(self) -> str:
+        """Its name: that of the weight, and where in it if it is a part."""
+        return self.weight if self.places is None else f"{self.weight}[{self.first}]"
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+    @property
+    def joined(self) -> tuple[int, int, int]:
+        """The shape of W with its bias."""
+        g, r, c = self.shape
+        more = self.bias is not None
+        return (g, r + (more and self.inputs_on_rows), c + (more and not self.inputs_on_rows))
+
+    def read(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The matrix that these tensors (a gradient, a momentum) have at the places of W and its bias."""
+        weight = tensors[self.weight]
+        flat = weight.reshape(self.shape) if self.places is None else weight.reshape(-1)[self.places.to(weight.device)]
+        if self.bias is None:
+            return flat
+        line = tensors[self.bias].reshape(self.shape[0], -1)
+        return torch.cat([flat, line[:, None] if self.inputs_on_rows else line[..., None]], 1 + (not self.inputs_on_rows))
+
+    def write(self, matrix: Tensor, tensors: Mapping[str, Tensor]) -> None:
+        """The inverse of `read`: put a matrix where W and its bias are in these tensors."""
+        _, r, c = self.shape
+        weight = tensors[self.weight]
+        if self.places is None:
+            weight.copy_(matrix[:, :r, :c].reshape(weight.shape))
+        else:
+            flat = weight.reshape(-1)
+            flat[self.places.to(weight.device)] = matrix[:, :r, :c].to(weight.dtype)
+            weight.copy_(flat.reshape(weight.shape))
+        if self.bias is not None:
+            bias = tensors[self.bias]
+            bias.copy_((matrix[:, -1] if self.inputs_on_rows else matrix[..., -1]).reshape(bias.shape))
+
+
+Sides = tuple[Tensor, Tensor, float]
+"""What meets the rows of W, (g, T, r), and what meets its columns, (g, T, c), at T of the places where it acts; and how many
+times as many of these there are. One of the two is inputs, the other gradients."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """A node of the graph in which a linear map acts."""
+
+    node: Node
+    map: LinearMap
+    sides: Callable[[Tensor], Sides]
+    """From the gradient at the node's output. It holds the inputs, and not the node, whose hook it may be."""
+
+    def without_bias(self) -> Use:
+        return replace(self, map=replace(self.map, bias=None))
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the graph of some outputs tells."""
+
+    uses: list[Use]
+    others: dict[str, str]
+    """Parameters that something else than a linear map uses, by the name of that node: their curvature isn't known."""
+    hidden: bool
+    """Some uses are in a node that can't be looked into, or none of the parameters is in the graph."""
+
+
+def find_uses(outputs: Iterable[Tensor], names: Mapping[int, str]) -> Found:
+    """Every use of the parameters of these names (by their ids) in what these outputs were computed from."""
+    uses: list[Use] = []
+    others: dict[str, str] = {}
+    hidden, met = False, False
+    for node in _nodes(outputs):
+        kind = node.name()
+        met = met or id(getattr(node, "variable", None)) in names
+        hidden = hidden or kind in OPAQUE
+        if kind in VIEWS:
+            continue
+        read = READERS.get(kind)
+        use = None if read is None else read(node, names)
+        if use is not None:
+            uses.append(use)
+        known = () if use is None else use.map.members
+        for edge in node.next_functions:
+            origin = _origin(edge, names)
+            if origin is not None and origin.name not in known:
+                others[origin.name] = kind
+    kept = [use for use in uses if use.map.weight not in others]
+    return Found([use.without_bias() if use.map.bias in others else use for use in kept], others, hidden or not met)
+
+
+def _nodes(outputs: Iterable[Tensor]) -> Iterator[Node]:
+    waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for inner, _ in node.next_functions:
+            if inner is not None and inner not in seen:
+                seen.add(inner)
+                waiting.append(inner)
+
+
+# --- products of matrices ---
+
+
+def _addmm(node: Any, names: Mapping[int, str]) -> Use | None:
+    bias, first, second = node.next_functions
+    if node._saved_alpha != 1:
+        return None
+    shapes = [tuple(node._saved_mat1_sym_sizes), tuple(node._saved_mat2_sym_sizes)]
+    return _product(node, names, first, second, shapes, ("mat1", "mat2"), bias if node._saved_beta == 1 else None)
+
+
+def _mm(node: Any, names: Mapping[int, str]) -> Use | None:
+    first, second = node.next_functions
+    shapes = [tuple(node._saved_self_sym_sizes), tuple(node._saved_mat2_sym_sizes)]
+    return _product(node, names, first, second, shapes, ("self", "mat2"))
+
+
+def _bmm(node: Any, names: Mapping[int, str]) -> Use | None:
+    first, second = node.next_functions[-2:]
+    saved = ("self", "mat2") if node.name() == "BmmBackward0" else ("batch1", "batch2")
+    batch, t, n = node._input_metadata[0].shape
+    operands = [getattr(node, f"_saved_{name}") for name in saved]
+    inner = next((o.shape[2 - i] for i, o in enumerate(operands) if o is not None), None)
+    if inner is None:
+        return None
+    return _product(node, names, first, second, [(batch, t, inner), (batch, inner, n)], saved)
+
+
+def _linear(node: Any, names: Mapping[int, str]) -> Use | None:
+    """`aten::linear` as one node, which some back ends have."""
+    inputs, weight, bias = node.next_functions
+    origin = _origin(weight, names)
+    if origin is None or not origin.in_place:
+        return None
+    map_ = LinearMap(origin.name, (1, *origin.shape), bias=_bias(bias, names, origin.shape[0]))
+
+    x = node._saved_input
+
+    def sides(gradient: Tensor) -> Sides:
+        return _matching(gradient.flatten(0, -2)[None], x.detach().flatten(0, -2)[None])
+
+    return Use(node, map_, sides)
+
+
+def _product(
+    node: Any,
+    names: Mapping[int, str],
+    first: Edge,
+    second: Edge,
+    shapes: Sequence[tuple[int, ...]],
+    saved: tuple[str, str],
+    bias: Edge | None = None,
+) -> Use | None:
+    """y = x W or y = W x; one of the two is a weight."""
+    origins = [_origin(first, names), _origin(second, names)]
+    which = 0 if origins[1] is None else 1
+    origin, shape = origins[which], shapes[which]
+    if origin is None or origins[1 - which] is not None:
+        return None
+    map_ = origin.matrix(shape, which == 1)
+    if map_ is None:
+        return None
+    if bias is not None and which == 1:
+        outputs = map_.shape[2] if map_.inputs_on_rows else map_.shape[1]
+        name = _bias(bias, names, outputs) if map_.places is None and map_.shape[0] == 1 else None
+        map_ = replace(map_, bias=name)
+    saved_inputs, groups, inputs_on_rows = getattr(node, f"_saved_{saved[1 - which]}"), map_.shape[0], map_.inputs_on_rows
+
+    def sides(gradient: Tensor) -> Sides:
+        x, y = (t if which == 1 else t.mT for t in (saved_inputs.detach(), gradient))
+        x, y = (t.reshape(groups, -1, t.shape[-1]) for t in (x, y))
+        return _matching(x, y) if inputs_on_rows else _matching(y, x)
+
+    return Use(node, map_, sides)
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """The parameter that an operand comes from, and the nodes on the way."""
+
+    name: str
+    shape: torch.Size
+    chain: tuple[tuple[Any, int], ...]
+
+    @property
+    def moves(self) -> list[str]:
+        return [node.name() for node, _ in self.chain if node.name() not in SAME_PLACES]
+
+    @property
+    def in_place(self) -> bool:
+        return not self.moves
+
+    def matrix(self, operand: tuple[int, ...], is_second: bool) -> LinearMap | None:
+        """The map of a product whose first (y = W x) or second (y = x W) operand this is."""
+        if len(self.shape) == 2 and len(operand) == 2 and (self.in_place or self.moves in ([t] for t in TRANSPOSING)):
+            return LinearMap(self.name, (1, *self.shape), inputs_on_rows=is_second == self.in_place)
+        shared = len(operand) == 3 and "ExpandBackward0" in self.moves  # one matrix for the whole batch
+        places = self._places(operand, shared)
+        if places is None:
+            return None
+        g, r, c = (1 if shared or len(operand) == 2 else operand[0], *operand[-2:])
+        if torch.equal(places, torch.arange(self.shape.numel())):
+            return LinearMap(self.name, (g, r, c), is_second)
+        return LinearMap(self.name, (g, r, c), is_second, places=places.reshape(g, r, c), first=int(places.min()))
+
+    def _places(self, operand: tuple[int, ...], shared: bool) -> Tensor | None:
+        """Where in the parameter the numbers of the operand come from: their numbers, sent back along the chain."""
+        count = math.prod(operand[-2:] if shared else operand)
+        numbers = torch.zeros(operand, dtype=torch.float64)
+        (numbers[0] if shared else numbers).copy_(torch.arange(1, count + 1).reshape(operand[-2:] if shared else operand))
+        value: Any = numbers
+        try:
+            for node, output in self.chain:
+                if node.name() == "ToCopyBackward0":
+                    continue
+                arguments = [None] * len(node._input_metadata)
+                arguments[output] = value
+                value = node(*arguments)
+        except RuntimeError:
+            return None
+        found = value.reshape(-1).long()
+        positions = found.nonzero()[:, 0]
+        numbers = found[positions] - 1
+        if not torch.equal(numbers.sort().values, torch.arange(count)):
+            return None
+        places = torch.empty(count, dtype=torch.long)
+        places[numbers] = positions
+        return places
+
+
+def _origin(edge: Edge, names: Mapping[int, str]) -> _Origin | None:
+    """The parameter that this edge leads to by nothing but views and copies."""
+    node, output = edge
+    chain: list[tuple[Any, int]] = []
+    while node is not None:
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            name = names.get(id(variable))
+            return None if name is None else _Origin(name, variable.shape, tuple(chain))
+        if node.name() not in VIEWS:
+            return None
+        chain.append((node, output))
+        node, output = node.next_functions[0]
+    return None
+
+
+def _bias(edge: Edge, names: Mapping[int, str], size: int) -> str | None:
+    """The parameter that is added as a bias, as it is."""
+    origin = _origin(edge, names)
+    return origin.name if origin is not None and origin.in_place and origin.shape == (size,) else None
+
+
+# --- convolutions ---
+
+
+def _convolution(node: Any, names: Mapping[int, str]) -> Use | None:
+    _, weight, bias = node.next_functions
+    origin = _origin(weight, names)
+    if origin is None or not origin.in_place:
+        return None
+    rows, columns, *kernel = origin.shape
+    groups, places = node._saved_groups, math.prod(kernel)
+    transposed = node._saved_transposed
+    map_ = LinearMap(
+        origin.name,
+        (groups, rows // groups, columns * places),
+        inputs_on_rows=transposed,
+        kernel=places,
+        bias=None if transposed else _bias(bias, names, rows),
+    )
+
+    x, settings = node._saved_input, (node._saved_stride, node._saved_padding, node._saved_dilation)
+
+    def sides(gradient: Tensor) -> Sides:
+        # a transposed convolution is the adjoint: its output is what the kernel is laid over
+        under, over = (gradient, x.detach()) if transposed else (x.detach(), gradient)
+        return _patches(under, over, kernel, groups, *settings)
+
+    return Use(node, map_, sides)
+
+
+def _patches(
+    under: Tensor,
+    over: Tensor,
+    kernel: Sequence[int],
+    groups: int,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Sides:
+    """At some places of `over` (N, rows, …): its numbers there, and those of `under` (N, channels, …) that the kernel meets."""
+    sizes, laid = over.shape[2:], under.shape[2:]
+    count = len(over) * math.prod(sizes)
+    channels, rows = under.shape[1] // groups, over.shape[1] // groups
+    chosen = some_rows(count, max(channels * math.prod(kernel), rows), over.device)
+    batch = chosen // math.prod(sizes)
+    rest, where, inside = chosen % math.prod(sizes), torch.zeros_like(chosen)[:, None], None
+    for dim in range(len(sizes)):
+        after = math.prod(sizes[dim + 1 :])
+        start = (rest // after) * stride[dim] - padding[dim]
+        rest = rest % after
+        at = start[:, None] + torch.arange(kernel[dim], device=over.device) * dilation[dim]
+        within = (at >= 0) & (at < laid[dim])
+        where = (where[:, :, None] * laid[dim] + at.clamp(0, laid[dim] - 1)[:, None]).flatten(1)
+        inside = within if inside is None else (inside[:, :, None] & within[:, None]).flatten(1)
+    assert inside is not None
+    met = under.flatten(2)[batch[:, None], :, where].masked_fill(~inside[..., None], 0)  # (T, kernel, channels)
+    columns = met.unflatten(2, (groups, channels)).permute(2, 0, 3, 1).flatten(2)
+    left = over.flatten(2)[batch, :, chosen % math.prod(sizes)].unflatten(1, (groups, rows)).transpose(0, 1)
+    return left, columns, count / len(chosen)
+
+
+READERS: dict[str, Callable[[Any, Mapping[int, str]], Use | None]] = {
+    "AddmmBackward0": _addmm,
+    "MmBackward0": _mm,
+    "BmmBackward0": _bmm,
+    "BaddbmmBackward0": _bmm,
+    "LinearBackward0": _linear,
+    "ConvolutionBackward0": _convolution,
+}
+
+
+def _matching(left: Tensor, right: Tensor) -> Sides:
+    """The same rows of both, some of them where there are many."""
+    count = left.shape[1]
+    if count <= ROWS_PER_SIDE * max(left.shape[2], right.shape[2]):
+        return left, right, 1.0
+    chosen = some_rows(count, max(left.shape[2], right.shape[2]), left.device)
+    return left[:, chosen], right[:, chosen], count / len(chosen)
+
+
+def some_rows(count: int, side: int, device: torch.device) -> Tensor:
+    """Rows spread over all of them: steps of about the golden section, which falls in with no period of the data."""
+    wanted = min(count, ROWS_PER_SIDE * side)
+    stride = max(1, round(0.6180339887 * count))
+    while math.gcd(stride, count) > 1:
+        stride += 1
+    return torch.arange(wanted, device=device) * stride % count

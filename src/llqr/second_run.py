@@ -1,0 +1,144 @@
+"""A run of the model beside the loop's own: for divergences that draw their gradients, and where the loop's graph can't be read.
+
+With `v = Jᵀ Q_N^½ ε`, ε standard normal (for KL: the gradient with labels drawn from the model's own distribution), one for each
+example, E[v vᵀ] = H. One forward pass at θ and one backward pass with the drawn slopes at the output give all statistics; no
+gradient of a parameter is formed. Without a divergence the slopes are those that the loss itself has sent back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from llqr import sites
+from llqr.checks import batch_size_of, check_finite
+from llqr.collector import Call, returned
+from llqr.divergences import L2, ActivationTerm, BasePoint, Divergence, OutputTerm
+from llqr.errors import LLQRError
+from llqr.linear_maps import Found, LinearMap, Sides, find_uses
+from llqr.loop.closures import Closure, loss_of_output
+from llqr.loop.inputs import as_inputs
+from llqr.precision import no_autocast, raised
+from llqr.recorder import Recorder, Selector
+
+
+class SecondRun:
+    """How the model is run once more in a refit."""
+
+    def __init__(self, model: nn.Module, called: nn.Module, divergence: Divergence | None, output: Selector | None) -> None:
+        self._model, self._called, self._output = model, called, output
+        self._terms = [] if divergence is None else list(divergence.terms())
+        self._places = sites.metric_modules(model, self._terms)
+        self._needs_loss = any(isinstance(term, OutputTerm) and term.needs_loss for _, term in self._terms)
+        self.divergence = divergence
+        self.found: Found | None = None
+
+    def check_step(self, closure: Closure | None) -> None:
+        """Raise where the divergence asks for the loss, and the step doesn't tell it."""
+        if self._needs_loss and closure is None:
+            raise LLQRError(
+                f"{self.divergence!r} needs the loss: call optimizer.step(closure) with a closure that evaluates it, takes it "
+                "backward and returns it"
+            )
+
+    def __call__(
+        self, parameters: Mapping[str, Tensor], call: Call, closure: Closure | None, generator: torch.Generator
+    ) -> Iterator[tuple[LinearMap, Sides]]:
+        """What meets each side of every linear map, use by use."""
+        leaves = {name: raised(p.detach()).requires_grad_() for name, p in parameters.items()}
+        inputs = as_inputs(self._model, call.args, call.kwargs)
+        recorder = _Everything(self._model) if not self._terms else Recorder(self._model, list(self._places.values()), self._output)
+        with no_autocast(leaves), torch.enable_grad(), _unfused(self._model):
+            outputs = recorder.run(leaves, inputs)
+        self.found = find_uses(outputs, {id(leaf): name for name, leaf in leaves.items()})
+        uses = self.found.uses
+        slopes = self._slopes(outputs, call, closure, batch_size_of(inputs), generator)
+        pairs = [(output, slope) for output, slope in zip(outputs, slopes, strict=True) if slope is not None]
+        if not uses or not pairs:
+            return
+        edges = [GradientEdge(use.node, 0) for use in uses]
+        tensors, cotangents = zip(*pairs, strict=True)
+        pulled = torch.autograd.grad(tensors, edges, cotangents, allow_unused=True)
+        for use, gradient in zip(uses, pulled, strict=True):
+            if gradient is not None:
+                with torch.no_grad():
+                    yield use.map, use.sides(gradient)
+
+    def _slopes(
+        self, outputs: list[Tensor], call: Call, closure: Closure | None, examples: int, generator: torch.Generator
+    ) -> list[Tensor | None]:
+        if not self._terms:
+            return [raised(call.gradients[i]) if i in call.gradients else None for i in range(len(outputs))]
+        values = [output.detach() for output in outputs]
+        check_finite(values[0], "the output")
+        loss: Callable[[Tensor], Tensor] = _no_loss
+        if self._needs_loss and closure is not None:
+            of_output = loss_of_output(self._called, closure)
+            loss = lambda output: of_output(output, None)  # noqa: E731
+        base = BasePoint(values[0], loss)
+        slopes: list[Tensor | None] = [None] * len(values)
+        places = list(self._places)
+        for weight, term in self._terms:
+            if isinstance(term, L2):
+                continue  # on H's diagonal: see `diagonal`
+            if isinstance(term, ActivationTerm):
+                index = 1 + places.index(term.place)
+                term.check(values[index], examples)
+                drawn = term.draw(values[index], examples, generator)
+            else:
+                index = 0
+                term.check(values[0])
+                drawn = term.draw(BasePoint(values[0], loss, _counted(term, call, base)), generator)
+            drawn = drawn * weight**0.5
+            slope = slopes[index]
+            slopes[index] = drawn if slope is None else slope + drawn
+        return slopes
+
+    def diagonal(self, parameters: Mapping[str, Tensor]) -> dict[str, float]:
+        """What the divergence adds to H's diagonal, for each parameter."""
+        return sites.diagonal(self._model, parameters, self._terms, 0.0)
+
+
+class _Everything(Recorder):
+    """A recorder of all that the model returns."""
+
+    def chosen(self, output: Any) -> list[Tensor]:
+        return returned(output)
+
+
+def _counted(term: OutputTerm, call: Call, base: BasePoint) -> Tensor | None:
+    """A weight for each variable: 0 for those that the loss doesn't look at, as padding, whose slope is exactly 0."""
+    family = getattr(term, "family", None)
+    slope = next((g for g in call.gradients.values() if g.shape == base.output.shape), None)
+    if family is None or slope is None:
+        return None
+    shape = family.variables(base.output)
+    if shape == base.output.shape:
+        return None
+    seen = slope.ne(0).any(family.dim).to(base.output.dtype)
+    return seen if 0 < int(seen.sum()) < seen.numel() else None
+
+
+def _no_loss(output: Tensor) -> Tensor:
+    raise LLQRError("this divergence needs the loss: call optimizer.step(closure)")
+
+
+@contextmanager
+def _unfused(model: nn.Module) -> Iterator[None]:
+    """Recurrent layers step by step, where a back end would run them as one node."""
+    if not any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        yield
+        return
+    before = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    torch._C._set_cudnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before[0])
+        torch._C._set_cudnn_enabled(before[1])

@@ -1,0 +1,161 @@
+"""Statistics: the curvature of every linear map, averaged over refits, and the block of U that inverts it.
+
+With a the inputs of a map and b the gradients at its outputs, one pair for each example and place where it acts, the second
+moment of its gradients b aᵀ is about A ⊗ G, A = E[a aᵀ], G = E[b bᵀ]. What a structure keeps of it, and the U that it gives, is
+in `llqr.structures`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from llqr.linear_maps import LinearMap, Sides
+from llqr.precision import raised
+from llqr.structures.base import Structure
+
+MEMORY = 0.8
+"""How much the average of the refits before counts beside a new one, once there are many; at first all count alike."""
+DAMPING = 0.1
+"""λ, as a share of the mean curvature of a map."""
+
+Moments = dict[str, Tensor]
+ROWS, COLUMNS, KERNEL = "rows", "columns", "kernel"
+
+
+@dataclass
+class Sums:
+    """The second moments of one map, summed over all its uses since the last refit."""
+
+    map: LinearMap
+    structure: Structure
+    tensors: Moments = field(default_factory=dict)
+    places: float = 0.0
+    """Where it acts: how many summands there are."""
+
+    def add(self, sides: Sides) -> None:
+        """Count one use."""
+        rows, columns, repeats = sides
+        rows, columns = raised(rows), raised(columns)
+        if self.map.bias is not None:  # it meets an input of 1
+            if self.map.inputs_on_rows:
+                rows = functional.pad(rows, (0, 1), value=1.0)
+            else:
+                columns = functional.pad(columns, (0, 1), value=1.0)
+        self.places += repeats * rows.shape[1]
+        for name, moment in self.structure.second_moments(rows, columns, self.map.kernel).items():
+            moment = moment if repeats == 1 else moment * repeats
+            self.tensors[name] = self.tensors[name] + moment if name in self.tensors else moment
+
+    def moments(self) -> Moments:
+        """A as a mean over the places and G as a sum, so that A ⊗ G is of the size of H."""
+        inputs = ROWS if self.map.inputs_on_rows else COLUMNS
+        moments = {name: m / self.places if name == inputs else m for name, m in self.tensors.items()}
+        if KERNEL in moments:  # it shares its size with the channels
+            moments[KERNEL] = moments[KERNEL] / moments[KERNEL].diagonal(dim1=1, dim2=2).sum(1)[:, None, None]
+        return moments
+
+
+def merged(found: Iterable[Sums]) -> dict[str, Sums]:
+    """The sums of each map, by its key: over its uses with and without a bias, as it is and transposed.
+
+    Weights that are used in arrangements that don't go together are left out.
+    """
+    by_weight: dict[str, list[Sums]] = {}
+    for sums in found:
+        by_weight.setdefault(sums.map.weight, []).append(sums)
+    result: dict[str, Sums] = {}
+    for all_of_it in by_weight.values():
+        by_key: dict[str, list[Sums]] = {}
+        for sums in all_of_it:
+            by_key.setdefault(sums.map.key, []).append(sums)
+        joined = [_joined(group) for group in by_key.values()]
+        if all(sums is not None for sums in joined) and _are_apart([sums.map for sums in joined if sums is not None]):
+            result |= {sums.map.key: sums for sums in joined if sums is not None}
+    return result
+
+
+def _joined(group: list[Sums]) -> Sums | None:
+    if len(group) == 1:
+        return group[0]
+    if len({(sums.map.shape, sums.map.kernel) for sums in group}) > 1:
+        return None
+    biases = {sums.map.bias for sums in group} - {None}
+    if len({sums.map.inputs_on_rows for sums in group}) == 1 and len(biases) <= 1:
+        total = Sums(replace(group[0].map, bias=next(iter(biases), None)), group[0].structure)
+        wanted = next(sums for sums in group if sums.map.bias == total.map.bias).tensors
+        parts = [{name: _grown(m, wanted[name]) for name, m in sums.tensors.items()} for sums in group]
+    else:  # inputs meet gradients on each side: every use counts as much on one as on the other
+        total = Sums(replace(group[0].map, bias=None), group[0].structure)
+        parts = [_balanced(sums) for sums in group]
+    total.places = sum(sums.places for sums in group)
+    if len({tuple(m.shape for m in part.values()) for part in parts}) > 1:
+        return None
+    total.tensors = {name: torch.stack([part[name] for part in parts]).sum(0) for name in parts[0]}
+    return total
+
+
+def _grown(moment: Tensor, like: Tensor) -> Tensor:
+    """With zeros for the input that a bias would have met."""
+    lacking = [side for a, b in zip(like.shape[:0:-1], moment.shape[:0:-1], strict=True) for side in (0, a - b)]
+    return functional.pad(moment, lacking) if any(lacking) else moment
+
+
+def _balanced(sums: Sums) -> Moments:
+    """Without the bias; A and G so that both have the same trace."""
+    _, r, c = sums.map.shape
+    if ROWS not in sums.tensors:
+        return sums.tensors
+    cut = {ROWS: r, COLUMNS: c if KERNEL not in sums.tensors else c // sums.map.kernel}
+    moments = {name: m[:, : cut[name], : cut[name]] if name in cut else m for name, m in sums.moments().items()}
+    traces = {name: float(m.sum() if m.dim() == 2 else m.diagonal(dim1=1, dim2=2).sum()) for name, m in moments.items()}
+    size = (traces[ROWS] * traces[COLUMNS]) ** 0.5
+    return {name: m * (size / traces[name]) if name in cut and traces[name] > 0 else m for name, m in moments.items()}
+
+
+def _are_apart(maps: list[LinearMap]) -> bool:
+    """Whether no number of a weight is in two of its maps."""
+    if len(maps) == 1:
+        return True
+    places = [map_.places.reshape(-1) for map_ in maps if map_.places is not None]
+    return len(places) == len(maps) and torch.cat(places).unique().numel() == sum(map(len, places))
+
+
+@dataclass
+class Block:
+    """One linear map: its curvature, averaged over refits, and its block of U."""
+
+    map: LinearMap
+    structure: Structure
+    moments: Moments = field(default_factory=dict)
+    refits: int = 0
+    inverse: Mapping[str, Tensor] = field(default_factory=dict)
+    """The tensors of U."""
+
+    def take(self, moments: Moments) -> None:
+        """Average in what a refit has seen: all refits alike at first, the later ones more once there are many."""
+        self.refits += 1
+        share = (1 - MEMORY) / (1 - MEMORY**self.refits)
+        for name, moment in moments.items():
+            self.moments[name] = moment if self.refits == 1 else torch.lerp(self.moments[name], moment, share)
+
+    def invert(self) -> None:
+        """U, from the curvature that is known."""
+        self.inverse = self.structure.closed_form(self.moments, DAMPING)
+
+    def apply(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """U X as a matrix, X being what these tensors have at the places of the map."""
+        x = raised(self.map.read(tensors))
+        if KERNEL in self.moments:
+            return self.structure.apply(self.inverse, x.unflatten(2, (-1, self.map.kernel))).reshape(x.shape)
+        return self.structure.apply(self.inverse, x)
+
+    @property
+    def memory(self) -> int:
+        """Bytes of the curvature and of U."""
+        held = [*self.moments.values(), *self.inverse.values()]
+        return sum(tensor.numel() * tensor.element_size() for tensor in held)
