@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import nn
-from torch.optim import Optimizer
-
 from llqr.loop.wrapping import Wrapping
 from llqr.paper import PaperLLQR
 
@@ -14,7 +9,5 @@ from llqr.paper import PaperLLQR
 class LLQR(Wrapping):
     """To come."""
 
-    @staticmethod
-    def paper(base: Optimizer, model: nn.Module, *args: Any, **kwargs: Any) -> PaperLLQR:
-        """Algorithm 1 of the paper: U fitted along one gradient, and U g in place of the gradient g."""
-        return PaperLLQR(base, model, *args, **kwargs)
+    paper = PaperLLQR
+    """Algorithm 1 of the paper: U fitted along one gradient, and U g in place of the gradient g."""

@@ -21,10 +21,6 @@ class Stats:
     """J of the last fit at its start, and"""
     objective_after: float | None = None
     """at its end."""
-    trust: float | None = None
-    """ρ of the last fit: U lengthened no direction by more than about 1/ρ."""
-    bounded: int = 0
-    """Steps in which U g had become much longer than when U was fitted, and was kept shorter."""
     seconds: float = 0.0
     """Time spent in refits."""
     memory: int = 0

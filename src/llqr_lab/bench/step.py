@@ -95,7 +95,7 @@ def _measure(jobs: Mapping[str, Trainer], repeats: int) -> Row:
 
 
 def _memory(trainer: Trainer) -> int:
-    assert isinstance(trainer.optimizer, LLQR)
+    assert isinstance(trainer.optimizer, LLQR.paper)
     return trainer.optimizer.memory_usage()["preconditioner"]
 
 

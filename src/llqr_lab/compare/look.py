@@ -100,11 +100,10 @@ class Look:
         self._fit_all()
         for name, shadow in carried.items():
             (optimizer,) = shadow.optimizers
-            assert isinstance(optimizer, LLQR)
+            assert isinstance(optimizer, LLQR.paper)
             if optimizer.preconditioner is not None:
-                if optimizer._refit.acts_on == "gradient":
-                    applied = optimizer.preconditioner.apply(_single(self.reference.gradient))
-                    self._add(f"{name}: U g", {each: -part for each, part in applied.items()})
+                applied = optimizer.preconditioner.apply(_single(self.reference.gradient))
+                self._add(f"{name}: U g", {each: -part for each, part in applied.items()})
                 self._add(f"{name}: step", shadow.proposal(model, batch, self.subject))
 
     def _fit_all(self) -> None:
