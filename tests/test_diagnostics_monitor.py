@@ -17,6 +17,7 @@ from llqr import LLQR
 from llqr.diagnostics import QUANTILES, Monitor, judge, proposed_step, reference, spectra, staleness
 from llqr.divergences import KL, Newton
 from llqr.errors import LLQRError
+from llqr.paper import PaperLLQR
 
 
 def network() -> nn.Sequential:
@@ -27,8 +28,8 @@ def batches(count: int) -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(8, 4), torch.randint(3, (8,))) for _ in range(count)]
 
 
-def wrapped(model: nn.Module) -> LLQR:
-    return LLQR(torch.optim.SGD(model.parameters(), lr=0.1), model, structure="kfac", every=3, steps=3, ema=0.5)
+def wrapped(model: nn.Module) -> PaperLLQR:
+    return LLQR.paper(torch.optim.SGD(model.parameters(), lr=0.1), model, structure="kfac", every=3, steps=3, ema=0.5)
 
 
 class Pages:

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from llqr import LLQR
 from llqr.distributed import checkpoint
 from llqr.errors import RankError
+from llqr.paper import PaperLLQR
 from llqr.preconditioner import Preconditioner
 from llqr.quadratic import QuadraticModel
 from loops import backward, batch, network, parameters_of, sgd
@@ -30,7 +31,7 @@ from ranks import on_ranks
 DIES_AT, LAST = 3, 5
 
 
-def build(shard: bool, dies: bool = False) -> tuple[torch.nn.Sequential, torch.nn.Module, LLQR]:
+def build(shard: bool, dies: bool = False) -> tuple[torch.nn.Sequential, torch.nn.Module, PaperLLQR]:
     model = network()
     called = DistributedDataParallel(model) if dist.is_initialized() else model
     refits = 0
@@ -43,7 +44,11 @@ def build(shard: bool, dies: bool = False) -> tuple[torch.nn.Sequential, torch.n
         return batch(50)
 
     options: dict[str, Any] = {"every": 1, "steps": 3, "structure": "kfac", "shard": shard}
-    return model, called, LLQR(sgd(model), called, refit_batch=refit_batch, loss_fn=functional.cross_entropy, **options)
+    return (
+        model,
+        called,
+        LLQR.paper(sgd(model), called, refit_batch=refit_batch, loss_fn=functional.cross_entropy, **options),
+    )
 
 
 def dying(folder: str, shard: bool) -> dict[str, Any]:
@@ -67,7 +72,7 @@ def dying_at_work(way: str) -> dict[str, Any]:
     """The second rank dies while it applies its blocks in a step (DDP, U in shards), or in the middle of a refit (FSDP2)."""
     model = network()
     called = fully_shard(model) if way == "fsdp" else DistributedDataParallel(model)
-    optimizer = LLQR(sgd(model), called, structure="kfac", every=2, steps=3, shard=True)
+    optimizer = LLQR.paper(sgd(model), called, structure="kfac", every=2, steps=3, shard=True)
     for number in range(2 if way == "fsdp" else 1):
         backward(called, batch(number))
         optimizer.step()
@@ -96,7 +101,7 @@ def absent() -> str:
     """The second rank doesn't come to a refit."""
     group = dist.new_group(timeout=timedelta(seconds=2))
     model = network()
-    optimizer = LLQR(sgd(model), model, process_group=group)
+    optimizer = LLQR.paper(sgd(model), model, process_group=group)
     backward(model, batch())
     words = ""
     if dist.get_rank() == 0:

@@ -77,7 +77,7 @@ def refusals() -> dict[str, str]:
     words = {}
     for name, model in models.items():
         try:
-            LLQR(sgd(model), model, shard=False if name == "whole U" else None)
+            LLQR.paper(sgd(model), model, shard=False if name == "whole U" else None)
         except LLQRError as error:
             words[name] = str(error)
     return words

@@ -59,7 +59,9 @@ def peaks() -> dict[str, float]:
         torch.manual_seed(0)
         model = nn.Sequential(*(layer for _ in range(DEPTH) for layer in (nn.Linear(WIDTH, WIDTH, False), nn.Tanh())))
         called: nn.Module = fully_shard(model) if way == "fsdp" else DistributedDataParallel(model)
-        optimizer = LLQR(torch.optim.SGD(model.parameters(), lr=0.1), called, structure="scalar", steps=2, every=100)
+        optimizer = LLQR.paper(
+            torch.optim.SGD(model.parameters(), lr=0.1), called, structure="scalar", steps=2, every=100
+        )
         x = torch.randn(2, WIDTH)
         called(x).square().mean().backward()
         optimizer.step()

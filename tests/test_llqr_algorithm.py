@@ -1,4 +1,4 @@
-"""Promise: LLQR is Algorithm 1 of the paper, number for number.
+"""Promise: PaperLLQR is Algorithm 1 of the paper, number for number.
 
 The reference is written out here: dense H, U's action by its formula, ∇_U J by autograd, the paper's inner solver.
 """
@@ -121,7 +121,7 @@ def reference(base: str, divergence: str, structure: str, ema: float, warm_start
 
 def ours(base: str, divergence: str, structure: str, ema: float, warm_start: bool) -> Tensors:
     model = network()
-    optimizer = LLQR(
+    optimizer = LLQR.paper(
         BASES[base](model.parameters()),
         model,
         DIVERGENCES[divergence],
@@ -177,9 +177,9 @@ def test_the_papers_decays_are_the_defaults() -> None:
     model = network()
     base = BASES["sgdm"](model.parameters())
     for divergence, ema in [("ngd", 0.95), ("renyi", 0.95), ("gauss-newton", 0.95), ("newton", 0.9)]:
-        assert LLQR(base, model, divergence).ema == ema
-    assert LLQR(base, model, KL() + Newton(), ema=None).ema == 0.9
-    assert LLQR(base, model, ema=0.0).ema == 0.0
+        assert LLQR.paper(base, model, divergence).ema == ema
+    assert LLQR.paper(base, model, KL() + Newton(), ema=None).ema == 0.9
+    assert LLQR.paper(base, model, ema=0.0).ema == 0.0
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -191,7 +191,9 @@ def test_a_sample_is_the_curvature_of_every_so_many_th_example(structure: str) -
         settings: dict[str, Any] = {"refit_batch": lambda s=shown: (s[-1][::3], None)}
         if share is not None:
             settings = {"sample": share}
-        optimizer = LLQR(BASES["sgdm"](model.parameters()), model, structure=structure, every=2, steps=3, **settings)
+        optimizer = LLQR.paper(
+            BASES["sgdm"](model.parameters()), model, structure=structure, every=2, steps=3, **settings
+        )
         for k in range(6):
             shown.append(batch(k)[0])
             closure_of(model, optimizer, batch(k))()
@@ -214,7 +216,7 @@ def test_a_sample_takes_a_part_of_what_has_examples() -> None:
             return torch.as_tensor(self.layer(x) * mask.mean())
 
     model = Masked()
-    optimizer = LLQR(BASES["sgdm"](model.parameters()), model, sample=0.25, shared=["mask"])
+    optimizer = LLQR.paper(BASES["sgdm"](model.parameters()), model, sample=0.25, shared=["mask"])
     model(x=torch.randn(10, 4), mask=torch.ones(10)).logsumexp(1).sum().backward()
     optimizer.step()
     assert optimizer.stats.refits == 1
@@ -225,7 +227,7 @@ def test_a_sample_takes_a_part_of_what_has_examples() -> None:
 @pytest.mark.parametrize(("share", "rows"), [(0.9, 9), (0.6, 6), (0.5, 5), (0.3, 3), (0.01, 1), (1.0, 10)])
 def test_a_sample_has_its_share_of_the_rows(share: float, rows: int) -> None:
     model, seen = nn.Linear(4, 3), list[int]()
-    optimizer = LLQR(BASES["sgdm"](model.parameters()), model, sample=share, every=2)
+    optimizer = LLQR.paper(BASES["sgdm"](model.parameters()), model, sample=share, every=2)
     for k in range(3):
         if k == 2:  # at the first refit it is seen whether examples can be taken out
             model.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
@@ -255,12 +257,12 @@ def test_samples_that_cannot_be_taken_are_refused() -> None:
         (Sequence(), {}, "depends on the other examples"),
         (Normed(), {"training": True}, "statistics of the batch"),
     ):
-        optimizer = LLQR(BASES["sgdm"](model.parameters()), model, sample=0.25, **options)
+        optimizer = LLQR.paper(BASES["sgdm"](model.parameters()), model, sample=0.25, **options)
         model(torch.randn(12, 5, 4)).logsumexp(-1).sum().backward()
         with pytest.raises(LLQRError, match=message):
             optimizer.step()
     with pytest.raises(LLQRError, match='reduction="mean"'):
-        LLQR(BASES["sgdm"](model.parameters()), model, KL(reduction="sum"), sample=0.25)
+        LLQR.paper(BASES["sgdm"](model.parameters()), model, KL(reduction="sum"), sample=0.25)
 
 
 NADAM = torch.optim.NAdam
@@ -270,8 +272,8 @@ def test_the_defaults_are_those_of_the_base_and_of_the_solver() -> None:
     model = network()
     for base, structure, few in ((BASES["sgdm"], "scalar", 1), (BASES["adamw"], "scalar", 1), (NADAM, "kfac", 3)):
         inner = base(model.parameters())
-        assert f"structure='{structure}'" in repr(LLQR(inner, model))
-        assert "structure='ekfac'" in repr(LLQR(inner, model, structure="ekfac"))
+        assert f"structure='{structure}'" in repr(LLQR.paper(inner, model))
+        assert "structure='ekfac'" in repr(LLQR.paper(inner, model, structure="ekfac"))
         for solver, steps in ((None, few), (SGDM(LR, MOMENTUM), 25)):
-            assert f"steps={steps}," in repr(LLQR(inner, model, solver=solver))
-            assert "steps=3," in repr(LLQR(inner, model, solver=solver, steps=3))
+            assert f"steps={steps}," in repr(LLQR.paper(inner, model, solver=solver))
+            assert "steps=3," in repr(LLQR.paper(inner, model, solver=solver, steps=3))

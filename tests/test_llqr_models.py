@@ -18,6 +18,7 @@ from torch.nn import functional
 from llqr import LLQR, Preconditioner, QuadraticModel, fit
 from llqr.divergences import KL, Divergence, GaussNewton, Newton
 from llqr.errors import LLQRError
+from llqr.paper import PaperLLQR
 from llqr.solvers import SGDM, ScaleFree, Solver
 from llqr.structures import Dense
 from loops import assert_same, backward, batch, blocks_of, gradients_of, network, never, parameters_of, sgd, train
@@ -28,9 +29,9 @@ ZOO = list(cases())
 FLAT_AND_NOT = [KL(), Newton()]
 
 
-def wrapped(model: nn.Module, divergence: str | Divergence = "ngd", **options: Any) -> LLQR:
+def wrapped(model: nn.Module, divergence: str | Divergence = "ngd", **options: Any) -> PaperLLQR:
     options = {"structure": "kfac", "steps": STEPS, "damping": DAMPING, "ema": 0.0, "solver": ScaleFree(), **options}
-    return LLQR(sgd(model, lr=0.01), model, divergence, **options)
+    return LLQR.paper(sgd(model, lr=0.01), model, divergence, **options)
 
 
 def fitted(q: QuadraticModel, structure: Any = "kfac", solver: Solver | None = None) -> dict[str, Tensor]:
@@ -48,7 +49,9 @@ def called(model: nn.Module, inputs: Any) -> Any:
     return model(**inputs) if isinstance(inputs, dict) else model(inputs)
 
 
-def evaluation(model: nn.Module, optimizer: LLQR, inputs: Any, loss: Callable[[Any], Tensor]) -> Callable[[], Tensor]:
+def evaluation(
+    model: nn.Module, optimizer: PaperLLQR, inputs: Any, loss: Callable[[Any], Tensor]
+) -> Callable[[], Tensor]:
     def closure() -> Tensor:
         optimizer.zero_grad()
         value = loss(called(model, inputs))
@@ -440,7 +443,7 @@ def test_two_optimizers_share_a_model() -> None:
         "ema": 0.0,
         "solver": ScaleFree(),
     }
-    optimizers = [LLQR(torch.optim.SGD(half.parameters(), lr=0.1), model, **options) for half in halves]
+    optimizers = [LLQR.paper(torch.optim.SGD(half.parameters(), lr=0.1), model, **options) for half in halves]
     backward(model, batch())
     models = []
     for name in ("0", "2"):
@@ -536,4 +539,4 @@ def test_half_precision_parameters() -> None:
     assert optimizer.stats.refits == 2
     assert {tensor.dtype for tensor in blocks_of(optimizer).values()} == {torch.float32}
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert LLQR(sgd(model), model, every=never).preconditioner is None
+    assert LLQR.paper(sgd(model), model, every=never).preconditioner is None

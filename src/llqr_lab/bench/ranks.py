@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from llqr import LLQR
+from llqr.paper import PaperLLQR
 from llqr_lab.bench.measure import interleaved, median, ratio
 from llqr_lab.results import provenance, write_json
 
@@ -130,7 +131,7 @@ def _step_of(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
 
 
 def _held(optimizer: torch.optim.Optimizer) -> int:
-    return optimizer.memory_usage()["preconditioner"] if isinstance(optimizer, LLQR.paper) else 0
+    return optimizer.memory_usage()["preconditioner"] if isinstance(optimizer, PaperLLQR) else 0
 
 
 def report(rows: Sequence[dict[str, Any]], console: Console) -> None:

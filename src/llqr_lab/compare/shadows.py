@@ -13,6 +13,7 @@ from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
 from llqr import LLQR
 from llqr.diagnostics import proposed_step
 from llqr.divergences import KL
+from llqr.paper import PaperLLQR
 from llqr.solvers import ScaleFree
 from llqr_lab.compare.subjects import Batch, Subject
 
@@ -34,7 +35,7 @@ class Shadow:
         for mine, theirs in zip(self.twin.parameters(), model.parameters(), strict=True):
             mine.grad = None if theirs.grad is None else theirs.grad.clone()
         for each in self.optimizers:
-            if isinstance(each, LLQR.paper) and step % EVERY == 0:
+            if isinstance(each, PaperLLQR) and step % EVERY == 0:
                 each.refit(inputs)
             each.step()
 
