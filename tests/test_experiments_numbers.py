@@ -134,6 +134,7 @@ def test_what_a_sweep_is_asked_for() -> None:
 def test_settings_reach_the_optimizer() -> None:
     import torch
 
+    from llqr.paper import PaperLLQR
     from llqr.solvers import SGDM
     from llqr_lab.experiments.optimizers import optimizer
 

@@ -44,7 +44,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"weights": torch.ones(3)}, "weights is a function, not a Tensor"),
     ({"refit_batch": batch()}, "refit_batch is a function, not a tuple"),
     *[({"sample": share}, "share of a batch's examples") for share in (0, -0.5, 1.5, True, None, float("nan"), "0.5")],
-    ({"sample": 0.5, "refit_batch": batch}, "leave out sample"),
+    ({"sample": 0.5, "divergence": KL(), "refit_batch": batch}, "leave out sample"),
     *[({"sample": 0.5, "divergence": each}, "divergences that need no loss") for each in ("newton", "gauss-newton")],
     ({"training": "yes"}, "training is True, False, or None"),
 ]  # fmt: skip
@@ -64,9 +64,12 @@ def test_bases() -> None:
     refused: list[tuple[Any, str]] = [
         (torch.optim.LBFGS(model.parameters()), "LBFGS evaluates its closure several times.*wrap another optimizer"),
         (LLQR.paper(sgd(model), model), "the base is an LLQR already: wrap the optimizer inside it"),
-        (model.parameters(), r"as in LLQR\(torch.optim.SGD\(model.parameters\(\), lr=0.1\), model\); got generator"),
-        (torch.optim.SGD, "LLQR wraps an optimizer.*got type"),
-        (model, "LLQR wraps an optimizer.*got Sequential"),
+        (
+            model.parameters(),
+            r"as in LLQR\.paper\(torch.optim.SGD\(model.parameters\(\), lr=0.1\), model\); got generator",
+        ),
+        (torch.optim.SGD, "LLQR.paper wraps an optimizer.*got type"),
+        (model, "LLQR.paper wraps an optimizer.*got Sequential"),
     ]
     for base, message in refused:
         with pytest.raises(LLQRError, match=message):
@@ -227,7 +230,7 @@ def test_divergences_that_need_the_loss() -> None:
             _refused(
                 partial(plain, divergence=divergence, **options),
                 step,
-                r"needs the loss: call optimizer.step\(closure\) with a closure.*or give LLQR a loss_fn and a refit_batch",
+                r"needs the loss: call optimizer.step\(closure\) .*or give LLQR.paper a loss_fn and a refit_batch",
             )
 
 

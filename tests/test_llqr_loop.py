@@ -34,7 +34,9 @@ from loops import (
     train,
 )
 
-OPTIONS: dict[str, Any] = {"structure": "kfac", "steps": 4, "damping": 0.1, "ema": 0.5, "solver": ScaleFree()}
+OPTIONS: dict[str, Any] = {
+    "divergence": KL(), "structure": "kfac", "steps": 4, "damping": 0.1, "ema": 0.5, "solver": ScaleFree()
+}  # fmt: skip
 
 
 def wrapped(model: nn.Module, **options: Any) -> PaperLLQR:
@@ -400,5 +402,5 @@ def test_memory_and_repr() -> None:
     size = 8 * sum(p.numel() for p in model.parameters())
     assert optimizer.memory_usage() == {"preconditioner": size, "base": size, "total": 2 * size}
     assert optimizer.stats.memory == size
-    for part in ("LLQR(", "KL()", "'diagonal'", "every=2", "at step 3: 2 refits", "SGD (", "momentum: 0.9"):
+    for part in ("LLQR.paper(", "KL()", "'diagonal'", "every=2", "at step 3: 2 refits", "SGD (", "momentum: 0.9"):
         assert part in repr(optimizer)

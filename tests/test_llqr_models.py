@@ -26,10 +26,10 @@ from zoo import Attention, cases, pick, token_loss
 
 DAMPING, STEPS = 1.0, 3
 ZOO = list(cases())
-FLAT_AND_NOT = [KL(), Newton()]
+FLAT, FLAT_AND_NOT = KL(), [KL(), Newton()]
 
 
-def wrapped(model: nn.Module, divergence: str | Divergence = "ngd", **options: Any) -> PaperLLQR:
+def wrapped(model: nn.Module, divergence: str | Divergence = FLAT, **options: Any) -> PaperLLQR:
     options = {"structure": "kfac", "steps": STEPS, "damping": DAMPING, "ema": 0.0, "solver": ScaleFree(), **options}
     return LLQR.paper(sgd(model, lr=0.01), model, divergence, **options)
 
@@ -312,7 +312,7 @@ def test_calls_that_have_no_names_or_no_tensors() -> None:
 
     x, y = batch()
     for call, message in [
-        (lambda model: model(x, scale=1.0), "call it with one kind, or give LLQR a refit_batch"),
+        (lambda model: model(x, scale=1.0), "call it with one kind, or give a refit_batch"),
         (lambda model: model(Held(x)), r"called with a Held and no tensor.*model\(\*\*batch\)"),
     ]:
         model = Loose()
@@ -442,6 +442,7 @@ def test_two_optimizers_share_a_model() -> None:
         "damping": DAMPING,
         "ema": 0.0,
         "solver": ScaleFree(),
+        "divergence": KL(),
     }
     optimizers = [LLQR.paper(torch.optim.SGD(half.parameters(), lr=0.1), model, **options) for half in halves]
     backward(model, batch())
@@ -483,7 +484,7 @@ def test_a_closure_and_a_batch_without_its_loss() -> None:
     for divergence in ("newton", "gauss-newton"):
         model = network()
         optimizer = wrapped(model, divergence, refit_batch=lambda: batch(5))
-        with pytest.raises(LLQRError, match="give LLQR a loss_fn and a refit_batch"):
+        with pytest.raises(LLQRError, match=r"give LLQR\.paper a loss_fn and a refit_batch"):
             optimizer.step(
                 evaluation(model, optimizer, batch()[0], lambda out: functional.cross_entropy(out, batch()[1]))
             )

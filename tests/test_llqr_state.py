@@ -270,7 +270,7 @@ def test_state_dict_hooks() -> None:
     state = optimizer.state_dict()
     assert state["note"] == 1
     optimizer.load_state_dict(state)
-    assert calls == ["saving", "loading", "LLQR"]
+    assert calls == ["saving", "loading", "PaperLLQR"]
 
 
 def test_a_period_that_is_a_function_is_asked_again_after_loading() -> None:
