@@ -17,8 +17,10 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from llqr import LLQR
+from llqr.divergences import KL
 from llqr.errors import LLQRWarning
 from llqr.paper import PaperLLQR
+from llqr.solvers import ScaleFree
 from loops import Batch, batch, network, parameters_of, sgd
 
 ROWS = 12
@@ -92,7 +94,7 @@ def build(case: Case, rank: int, size: int) -> tuple[nn.Module, nn.Module, Paper
     if case.compiled:
         called = torch.compile(called, backend="eager")  # type: ignore[assignment]
     base = torch.optim.Adam(model.parameters(), lr=0.02) if case.adam else sgd(model)
-    options: dict[str, Any] = {"every": 2, "steps": 2, **case.options}
+    options: dict[str, Any] = {"divergence": KL(), "solver": ScaleFree(), "every": 2, "steps": 2, **case.options}
     if case.own_batches:
         numbers = iter(range(50, 100))
         options["refit_batch"] = lambda: part(batch(next(numbers), ROWS, case.dtype), rank, size, case.uneven)

@@ -35,9 +35,8 @@ from loops import (
 
 def wrapped(model: nn.Module, **options: Any) -> PaperLLQR:
     base = torch.optim.SGD(model.parameters(), lr=0.1)
-    return LLQR.paper(
-        base, model, **{"structure": "kfac", "steps": 4, "damping": 0.1, "ema": 0.5, "every": 100, **options}
-    )
+    usual = {"divergence": KL(), "structure": "kfac", "steps": 4, "damping": 0.1, "ema": 0.5, "solver": ScaleFree()}
+    return LLQR.paper(base, model, **{**usual, "every": 100, **options})
 
 
 def messages(caught: list[warnings.WarningMessage]) -> list[str]:
