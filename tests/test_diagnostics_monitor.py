@@ -18,6 +18,7 @@ from llqr.diagnostics import QUANTILES, Monitor, judge, proposed_step, reference
 from llqr.divergences import KL, Newton
 from llqr.errors import LLQRError
 from llqr.paper import PaperLLQR
+from llqr.solvers import ScaleFree
 
 
 def network() -> nn.Sequential:
@@ -29,7 +30,8 @@ def batches(count: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def wrapped(model: nn.Module) -> PaperLLQR:
-    return LLQR.paper(torch.optim.SGD(model.parameters(), lr=0.1), model, structure="kfac", every=3, steps=3, ema=0.5)
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    return LLQR.paper(base, model, KL(), "kfac", every=3, steps=3, solver=ScaleFree(), ema=0.5, damping=0.5)
 
 
 class Pages:

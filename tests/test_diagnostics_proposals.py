@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from llqr import LLQR
 from llqr.diagnostics import proposed_step
 from llqr.errors import LLQRError, NonFiniteError
-from llqr.solvers import SGDM
 
 
 def network() -> nn.Sequential:
@@ -55,7 +54,7 @@ OPTIMIZERS: dict[str, Maker] = {
         torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9), m, structure="kfac", every=2, steps=3, ema=0.5
     ),
     "llqr newton": lambda m: LLQR.paper(
-        torch.optim.AdamW(m.parameters(), lr=0.01), m, "newton", "diagonal", 3, 3, SGDM(), damping=1.0
+        torch.optim.AdamW(m.parameters(), lr=0.01), m, "newton", "diagonal", 3, steps=3, damping=1.0
     ),
     "llqr around own": lambda m: LLQR.paper(
         WithOwnAttribute(m.parameters(), lr=0.1), m, structure="scalar", every=3, steps=2

@@ -21,10 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from llqr import LLQR
 from llqr.distributed import checkpoint
+from llqr.divergences import KL
 from llqr.errors import RankError
 from llqr.paper import PaperLLQR
 from llqr.preconditioner import Preconditioner
 from llqr.quadratic import QuadraticModel
+from llqr.solvers import ScaleFree
 from loops import backward, batch, network, parameters_of, sgd
 from ranks import on_ranks
 
@@ -43,12 +45,9 @@ def build(shard: bool, dies: bool = False) -> tuple[torch.nn.Sequential, torch.n
             os.kill(os.getpid(), signal.SIGKILL)
         return batch(50)
 
-    options: dict[str, Any] = {"every": 1, "steps": 3, "structure": "kfac", "shard": shard}
-    return (
-        model,
-        called,
-        LLQR.paper(sgd(model), called, refit_batch=refit_batch, loss_fn=functional.cross_entropy, **options),
-    )
+    options: dict[str, Any] = {"divergence": KL(), "every": 1, "steps": 3, "solver": ScaleFree(), "shard": shard}
+    options |= {"structure": "kfac", "refit_batch": refit_batch, "loss_fn": functional.cross_entropy}
+    return model, called, LLQR.paper(sgd(model), called, **options)
 
 
 def dying(folder: str, shard: bool) -> dict[str, Any]:

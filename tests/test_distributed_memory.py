@@ -62,7 +62,7 @@ def peaks() -> dict[str, float]:
         model = nn.Sequential(*(layer for _ in range(DEPTH) for layer in (nn.Linear(WIDTH, WIDTH, False), nn.Tanh())))
         called: nn.Module = fully_shard(model) if way == "fsdp" else DistributedDataParallel(model)
         base = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = LLQR.paper(base, called, KL(), "scalar", every=100, steps=2, solver=ScaleFree())
+        optimizer = LLQR.paper(base, called, KL(), "scalar", every=100, steps=2, solver=ScaleFree(), damping=1.0)
         x = torch.randn(2, WIDTH)
         called(x).square().mean().backward()
         optimizer.step()

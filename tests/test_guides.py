@@ -238,9 +238,15 @@ def test_own_solver_takes_the_best_length(guides: dict[str, dict[str, Any]]) -> 
 def own_optimizers(guides: dict[str, dict[str, Any]]) -> dict[str, Callable[[nn.Module], PaperLLQR]]:
     kinds = {page: guides[page][name] for page, name in NAMES.items()}
     return {
-        "own-divergence": lambda model: LLQR.paper(sgd(model), model, kinds["own-divergence"](), "kfac", 3, 4, ema=0.5),
-        "own-structure": lambda model: LLQR.paper(sgd(model), model, "ngd", kinds["own-structure"](), 3, 4, ema=0.5),
-        "own-solver": lambda model: LLQR.paper(sgd(model), model, "ngd", "ekfac", 3, 4, kinds["own-solver"](), ema=0.5),
+        "own-divergence": lambda model: LLQR.paper(
+            sgd(model), model, kinds["own-divergence"](), "kfac", 3, steps=4, ema=0.5
+        ),
+        "own-structure": lambda model: LLQR.paper(
+            sgd(model), model, "ngd", kinds["own-structure"](), 3, steps=4, ema=0.5
+        ),
+        "own-solver": lambda model: LLQR.paper(
+            sgd(model), model, "ngd", "ekfac", 3, steps=4, solver=kinds["own-solver"](), ema=0.5
+        ),
     }
 
 
