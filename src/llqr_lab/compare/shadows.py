@@ -12,9 +12,7 @@ from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
 
 from llqr import LLQR
 from llqr.diagnostics import proposed_step
-from llqr.divergences import KL
 from llqr.paper import PaperLLQR
-from llqr.solvers import ScaleFree
 from llqr_lab.compare.subjects import Batch, Subject
 
 Makers = dict[str, Callable[[nn.Module], list[Optimizer]]]
@@ -69,12 +67,10 @@ def base_of(name: str, model: nn.Module, rate: float) -> Optimizer:
 
 
 def carried(structures: Sequence[str], base: str, rate: float) -> Makers:
-    """The paper's way around the base, with the scale-free solver, refitted and averaged along the way."""
+    """The paper's algorithm around the base, with its hyperparameters but refitted more often."""
 
     def maker(structure: str) -> Callable[[nn.Module], list[Optimizer]]:
-        return lambda m: [
-            LLQR.paper(base_of(base, m, rate), m, KL(), structure, _never, steps=5, solver=ScaleFree(), ema=0.8)
-        ]
+        return lambda m: [LLQR.paper(base_of(base, m, rate), m, structure=structure, every=_never)]
 
     return {f"carried {structure}": maker(structure) for structure in structures}
 
