@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from llqr import LLQR
+from llqr.paper import PaperLLQR
 
 SIZE, CLASSES = 4, 3
 Batch = tuple[Tensor, Tensor]
@@ -76,7 +76,7 @@ def assert_same(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> No
         assert torch.equal(tensor, second[name]), name
 
 
-def blocks_of(optimizer: LLQR) -> dict[str, Tensor]:
+def blocks_of(optimizer: PaperLLQR) -> dict[str, Tensor]:
     """Copies of U's tensors, by block and name."""
     assert optimizer.preconditioner is not None
     blocks = optimizer.preconditioner.blocks

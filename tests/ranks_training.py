@@ -17,7 +17,10 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from llqr import LLQR
+from llqr.divergences import KL
 from llqr.errors import LLQRWarning
+from llqr.paper import PaperLLQR
+from llqr.solvers import ScaleFree
 from loops import Batch, batch, network, parameters_of, sgd
 
 ROWS = 12
@@ -77,7 +80,7 @@ def part(data: Batch, rank: int, size: int, uneven: bool) -> Batch:
     return x, y
 
 
-def build(case: Case, rank: int, size: int) -> tuple[nn.Module, nn.Module, LLQR]:
+def build(case: Case, rank: int, size: int) -> tuple[nn.Module, nn.Module, PaperLLQR]:
     """The model, what is called (DDP around it where there are several ranks), and the optimizer."""
     model = network(dtype=case.dtype)
     for name in case.frozen:
@@ -91,15 +94,15 @@ def build(case: Case, rank: int, size: int) -> tuple[nn.Module, nn.Module, LLQR]
     if case.compiled:
         called = torch.compile(called, backend="eager")  # type: ignore[assignment]
     base = torch.optim.Adam(model.parameters(), lr=0.02) if case.adam else sgd(model)
-    options: dict[str, Any] = {"every": 2, "steps": 2, **case.options}
+    options: dict[str, Any] = {"divergence": KL(), "solver": ScaleFree(), "every": 2, "steps": 2, **case.options}
     if case.own_batches:
         numbers = iter(range(50, 100))
         options["refit_batch"] = lambda: part(batch(next(numbers), ROWS, case.dtype), rank, size, case.uneven)
         options["loss_fn"] = functional.cross_entropy
-    return model, called, LLQR(base, model if case.inner else called, **options)
+    return model, called, LLQR.paper(base, model if case.inner else called, **options)
 
 
-def step(case: Case, number: int, called: nn.Module, optimizer: LLQR, rank: int, size: int) -> None:
+def step(case: Case, number: int, called: nn.Module, optimizer: PaperLLQR, rank: int, size: int) -> None:
     """One step, on this rank's part of the batch of that number."""
 
     def loss_of(data: Batch) -> Tensor:
@@ -143,13 +146,13 @@ def trained(case: Case, rank: int = 0, size: int = 1) -> dict[str, Any]:
     return outcome(model, optimizer)
 
 
-def outcome(model: nn.Module, optimizer: LLQR) -> dict[str, Any]:
+def outcome(model: nn.Module, optimizer: PaperLLQR) -> dict[str, Any]:
     u, stats = optimizer.state_dict()["llqr"]["preconditioner"], optimizer.stats
     return {
         "parameters": {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in parameters_of(model).items()},
         "u": {f"{key} {name}": t for key, block in u["blocks"].items() for name, t in block.items()},
         "objective": torch.tensor([stats.objective_before, stats.objective_after], dtype=torch.float64),
-        "counts": [stats.refits, stats.rejected, stats.turned, stats.nonfinite, stats.bounded, stats.trust],
+        "counts": [stats.refits, stats.rejected, stats.turned, stats.nonfinite],
         "bytes": optimizer.memory_usage()["preconditioner"],
     }
 

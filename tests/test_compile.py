@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from llqr import LLQR
+from llqr.paper import PaperLLQR
 from loops import assert_same, batch, blocks_of, closure_of, network, parameters_of, sgd, train
 
 
@@ -49,8 +50,8 @@ class Around(nn.Module):
         return self.net(2 * x) + 1  # type: ignore[no-any-return]
 
 
-def optimizer_of(model: nn.Module, **options: Any) -> LLQR:
-    return LLQR(sgd(model), model, **{"structure": "kfac", "every": 3, "steps": 3, **options})
+def optimizer_of(model: nn.Module, **options: Any) -> PaperLLQR:
+    return LLQR.paper(sgd(model), model, **{"structure": "kfac", "every": 3, "steps": 3, **options})
 
 
 WAYS = ["wrapper", "inside", "in place", "in place, later", "in another"]

@@ -17,6 +17,8 @@ from llqr import LLQR
 from llqr.diagnostics import QUANTILES, Monitor, judge, proposed_step, reference, spectra, staleness
 from llqr.divergences import KL, Newton
 from llqr.errors import LLQRError
+from llqr.paper import PaperLLQR
+from llqr.solvers import ScaleFree
 
 
 def network() -> nn.Sequential:
@@ -27,8 +29,9 @@ def batches(count: int) -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(8, 4), torch.randint(3, (8,))) for _ in range(count)]
 
 
-def wrapped(model: nn.Module) -> LLQR:
-    return LLQR(torch.optim.SGD(model.parameters(), lr=0.1), model, structure="kfac", every=3, steps=3, ema=0.5)
+def wrapped(model: nn.Module) -> PaperLLQR:
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    return LLQR.paper(base, model, KL(), "kfac", every=3, steps=3, solver=ScaleFree(), ema=0.5, damping=0.5)
 
 
 class Pages:

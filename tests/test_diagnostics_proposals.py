@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from llqr import LLQR
 from llqr.diagnostics import proposed_step
 from llqr.errors import LLQRError, NonFiniteError
-from llqr.solvers import SGDM
 
 
 def network() -> nn.Sequential:
@@ -51,13 +50,13 @@ OPTIMIZERS: dict[str, Maker] = {
     "adamw": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01),
     "lbfgs": lambda m: torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=2),
     "own attribute": lambda m: WithOwnAttribute(m.parameters(), lr=0.1),
-    "llqr": lambda m: LLQR(
+    "llqr": lambda m: LLQR.paper(
         torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9), m, structure="kfac", every=2, steps=3, ema=0.5
     ),
-    "llqr newton": lambda m: LLQR(
-        torch.optim.AdamW(m.parameters(), lr=0.01), m, "newton", "diagonal", 3, 3, SGDM(), damping=1.0
+    "llqr newton": lambda m: LLQR.paper(
+        torch.optim.AdamW(m.parameters(), lr=0.01), m, "newton", "diagonal", 3, steps=3, damping=1.0
     ),
-    "llqr around own": lambda m: LLQR(
+    "llqr around own": lambda m: LLQR.paper(
         WithOwnAttribute(m.parameters(), lr=0.1), m, structure="scalar", every=3, steps=2
     ),
 }
@@ -187,7 +186,7 @@ def test_a_refit_batch_is_not_drawn_from() -> None:
         drawn.append(1)
         return inputs, targets
 
-    optimizer = LLQR(
+    optimizer = LLQR.paper(
         torch.optim.SGD(model.parameters(), lr=0.1),
         model,
         structure="diagonal",

@@ -16,7 +16,7 @@ from llqr import LLQR, Preconditioner, QuadraticModel, fit
 from llqr.diagnostics import Objectives, compare_fits, spectra, staleness
 from llqr.diagnostics.spectra import QUANTILES
 from llqr.errors import LLQRError
-from llqr.solvers import SGDM
+from llqr.solvers import SGDM, ScaleFree
 from llqr.structures import Dense, EigenKronecker, Kronecker, Scalar
 from llqr.structures.base import LinearStructure, Tensors
 
@@ -178,12 +178,12 @@ def test_staleness_is_what_is_lost_of_a_fresh_fits_gain() -> None:
     assert identity.as_is.staleness == pytest.approx(1)
 
 
-@pytest.mark.parametrize("solver", [None, SGDM(lr=0.5)], ids=str)
+@pytest.mark.parametrize("solver", [None, ScaleFree(), SGDM(lr=0.5)], ids=str)
 def test_staleness_of_an_optimizer_is_by_its_own_objective(solver: Any) -> None:
     """With ema=0 and on the batch of its last refit, U is the fresh fit itself: 0; elsewhere it isn't."""
     model, inputs, targets = setting()
     base = torch.optim.SGD(model.parameters(), lr=2.0)
-    optimizer = LLQR(base, model, structure="kfac", every=100, steps=6, ema=0.0, solver=solver, damping=0.01)
+    optimizer = LLQR.paper(base, model, structure="kfac", every=100, steps=6, ema=0.0, solver=solver, damping=0.01)
     cross_entropy(model(inputs), targets).backward()
     assert optimizer.refit(inputs, targets, cross_entropy)
     before = copy.deepcopy(optimizer.state_dict())
@@ -202,10 +202,10 @@ def test_staleness_of_an_optimizer_is_by_its_own_objective(solver: Any) -> None:
 def test_staleness_of_what_has_no_u() -> None:
     model, inputs, targets = setting()
     base = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(LLQRError, match="that of an LLQR's U; this is a SGD"):
+    with pytest.raises(LLQRError, match=r"that of the U of LLQR\.paper; this is a SGD"):
         staleness(base, inputs, targets, cross_entropy)  # type: ignore[arg-type]
     with pytest.raises(LLQRError, match="there is no U yet"):
-        staleness(LLQR(base, model, structure="diagonal"), inputs, targets, cross_entropy)
+        staleness(LLQR.paper(base, model, structure="diagonal"), inputs, targets, cross_entropy)
 
 
 def test_quantiles_that_are_logged_include_the_ends() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from llqr.distributed.division import deal
-from llqr.solvers import SGDM
+from llqr.solvers import SGDM, ScaleFree, Solver
 from llqr_lab.bench import ranks as bench
 from llqr_lab.cli import app
 from llqr_lab.scaling import STRUCTURES, Way, count, seven_billion
@@ -57,13 +57,13 @@ def counted(action: Any) -> dict[str, int]:
     return dict(found)
 
 
-def messages(structures: list[str]) -> dict[str, Any]:
+def messages(structures: list[str], solver: Solver) -> dict[str, Any]:
     """For each structure and way: the bytes of a refit, of a step after it, and of U on this rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
     found = {}
     for structure in structures:
         for way, case in WAYS.items():
-            options = {**case.options, "structure": structure, "solver": SGDM(lr=1e-3), "steps": INNER, "every": 100}
+            options = {**case.options, "structure": structure, "solver": solver, "steps": INNER, "every": 100}
             _, called, optimizer = build(Case(options, fsdp=case.fsdp), rank, size)
             step(case, 0, called, optimizer, rank, size)
             x = torch.randn(6, 4, dtype=torch.float64)
@@ -79,39 +79,10 @@ def messages(structures: list[str]) -> dict[str, Any]:
     return found
 
 
-def default_messages() -> dict[str, dict[str, int]]:
-    """The bytes of a refit that tries the U in use, and of a step, with the default solver around SGD."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    found = {}
-    for way, case in WAYS.items():
-        options = {**case.options, "structure": "kfac", "steps": INNER, "every": 100}
-        _, called, optimizer = build(Case(options, fsdp=case.fsdp), rank, size)
-        for _ in range(2):
-            step(case, 0, called, optimizer, rank, size)
-        parameters = dict(optimizer._stepped())
-        gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-        found[f"{way} step"] = counted(lambda o=optimizer, p=parameters, g=gradients: o._preconditioned(p, g))
-        found[way] = counted(lambda o=optimizer: o.refit(torch.randn(6, 4, dtype=torch.float64)))
-    return found
-
-
-def test_the_default_solver_tries_the_u_in_use(tmp_path: Path) -> None:
-    """INNER + 2 products around SGD; a step with a sharded U agrees on the length of U g too."""
-    shapes = {name: tuple(p.shape) for name, p in network().named_parameters()}
-    for found in on_ranks(2, tmp_path, default_messages):
-        for way in WAYS:
-            paper = count(shapes, STRUCTURES["kfac"], 2, way, INNER + 2, item=8)
-            gathered = {"ddp": paper.u, "ddp, shard": 0, "fsdp": paper.parameters}[way]
-            sent = found[way]["broadcast"] + found[way]["reduce"] - gathered
-            assert sent == (INNER + 2) * paper.product
-            small = found[f"{way} step"].get("all_reduce messages", 0)
-            assert small == {"ddp": 0, "ddp, shard": 3, "fsdp": 4}[way]
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_ranks_send_what_is_counted_on_paper(size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("size", "solver"), [(2, SGDM(lr=1e-3)), (4, SGDM(lr=1e-3)), (4, ScaleFree())], ids=repr)
+def test_ranks_send_what_is_counted_on_paper(size: int, solver: Solver, tmp_path: Path) -> None:
     structures = list(STRUCTURES) if size == 2 else ["kfac"]
-    found = on_ranks(size, tmp_path, messages, structures)
+    found = on_ranks(size, tmp_path, messages, structures, solver)
     shapes = {name: tuple(p.shape) for name, p in network().named_parameters()}
     words = 8 * 2 * len(shapes)  # what owners note about parameters and blocks travels with U g
     for structure in structures:
@@ -125,6 +96,7 @@ def test_ranks_send_what_is_counted_on_paper(size: int, tmp_path: Path) -> None:
                 assert refit["broadcast"] + refit["reduce"] == (INNER + 1) * paper.product + gathered
                 assert refit["all_reduce"] <= PULSE * refit["all_reduce messages"]
                 assert refit["all_reduce messages"] <= 12 * (INNER + 2) + 10
+                assert after.get("all_reduce messages", 0) == {"ddp": 0, "ddp, shard": 2, "fsdp": 3}[way]
                 if way == "ddp":
                     assert after == {}
                 elif way == "ddp, shard":

@@ -94,7 +94,7 @@ def test_saved_by_two_loaded_by_one_and_by_four(tmp_path: Path) -> None:
 
 def test_what_cant_be_loaded(tmp_path: Path) -> None:
     model = network()
-    optimizer = LLQR(sgd(model), model)
+    optimizer = LLQR.paper(sgd(model), model)
     with pytest.raises(LLQRError, match="no complete checkpoint"):
         checkpoint.load(tmp_path / "none", optimizer)
     (tmp_path / "there").mkdir()

@@ -55,8 +55,7 @@ CASES: dict[str, Case] = {
     "adam": Case({"structure": "kfac", "solver": Adam(), "shard": True}),
     "conjugate gradients": Case({"steps": 4, "structure": "kfac", "solver": ConjugateGradient()}),
     "around adam": Case({"structure": "kfac", "steps": 6}, adam=True),
-    "adam's updates": Case({"ema": 0.5}, adam=True, uneven=True),
-    "adam's updates sharded": Case({"shard": True}, adam=True, micro=2, no_sync=True, frozen=("0.bias",)),
+    "the paper's": Case({"divergence": "ngd", "solver": None, "steps": 25, "shard": True}, uneven=True),
     **everything(STRUCTURES),
     "static graph": Case({"structure": "kfac", "shard": True}, ddp={"static_graph": True}),
     "static graph, newton": Case(

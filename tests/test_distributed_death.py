@@ -21,16 +21,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from llqr import LLQR
 from llqr.distributed import checkpoint
+from llqr.divergences import KL
 from llqr.errors import RankError
+from llqr.paper import PaperLLQR
 from llqr.preconditioner import Preconditioner
 from llqr.quadratic import QuadraticModel
+from llqr.solvers import ScaleFree
 from loops import backward, batch, network, parameters_of, sgd
 from ranks import on_ranks
 
 DIES_AT, LAST = 3, 5
 
 
-def build(shard: bool, dies: bool = False) -> tuple[torch.nn.Sequential, torch.nn.Module, LLQR]:
+def build(shard: bool, dies: bool = False) -> tuple[torch.nn.Sequential, torch.nn.Module, PaperLLQR]:
     model = network()
     called = DistributedDataParallel(model) if dist.is_initialized() else model
     refits = 0
@@ -42,8 +45,9 @@ def build(shard: bool, dies: bool = False) -> tuple[torch.nn.Sequential, torch.n
             os.kill(os.getpid(), signal.SIGKILL)
         return batch(50)
 
-    options: dict[str, Any] = {"every": 1, "steps": 3, "structure": "kfac", "shard": shard}
-    return model, called, LLQR(sgd(model), called, refit_batch=refit_batch, loss_fn=functional.cross_entropy, **options)
+    options: dict[str, Any] = {"divergence": KL(), "every": 1, "steps": 3, "solver": ScaleFree(), "shard": shard}
+    options |= {"structure": "kfac", "refit_batch": refit_batch, "loss_fn": functional.cross_entropy}
+    return model, called, LLQR.paper(sgd(model), called, **options)
 
 
 def dying(folder: str, shard: bool) -> dict[str, Any]:
@@ -67,7 +71,7 @@ def dying_at_work(way: str) -> dict[str, Any]:
     """The second rank dies while it applies its blocks in a step (DDP, U in shards), or in the middle of a refit (FSDP2)."""
     model = network()
     called = fully_shard(model) if way == "fsdp" else DistributedDataParallel(model)
-    optimizer = LLQR(sgd(model), called, structure="kfac", every=2, steps=3, shard=True)
+    optimizer = LLQR.paper(sgd(model), called, structure="kfac", every=2, steps=3, shard=True)
     for number in range(2 if way == "fsdp" else 1):
         backward(called, batch(number))
         optimizer.step()
@@ -96,7 +100,7 @@ def absent() -> str:
     """The second rank doesn't come to a refit."""
     group = dist.new_group(timeout=timedelta(seconds=2))
     model = network()
-    optimizer = LLQR(sgd(model), model, process_group=group)
+    optimizer = LLQR.paper(sgd(model), model, process_group=group)
     backward(model, batch())
     words = ""
     if dist.get_rank() == 0:

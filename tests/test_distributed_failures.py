@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from llqr import LLQR
 from llqr.diagnostics import Monitor
+from llqr.paper import PaperLLQR
 from llqr.solvers import SGDM
 from loops import backward, batch, blocks_of, closure_of, network, parameters_of, sgd
 from ranks import on_ranks
@@ -26,10 +27,10 @@ from ranks import on_ranks
 Trial = Callable[[int], Any]
 
 
-def wrapped(**options: Any) -> tuple[nn.Sequential, nn.Module, LLQR]:
+def wrapped(**options: Any) -> tuple[nn.Sequential, nn.Module, PaperLLQR]:
     model = network()
     called = DistributedDataParallel(model)
-    return model, called, LLQR(sgd(model), called, **{"structure": "kfac", "steps": 3, "every": 2, **options})
+    return model, called, LLQR.paper(sgd(model), called, **{"structure": "kfac", "steps": 3, "every": 2, **options})
 
 
 def raised(action: Callable[[], object]) -> str:
@@ -103,7 +104,7 @@ def fails_in_a_product(rank: int) -> Any:
 
     model = nn.Sequential(nn.Linear(4, 5), Fragile(), nn.Linear(5, 3)).double()
     called = DistributedDataParallel(model)
-    optimizer = LLQR(sgd(model), called, structure="kfac", steps=20)
+    optimizer = LLQR.paper(sgd(model), called, structure="kfac", steps=20)
     backward(called, data(rank))
     words = [raised(optimizer.step)]
     products = 10
@@ -214,7 +215,7 @@ def fails_in_a_step(rank: int) -> Any:
     for way in ("ddp", "fsdp"):
         model = network()
         called = DistributedDataParallel(model) if way == "ddp" else fully_shard(model)
-        optimizer = LLQR(sgd(model), called, structure="kfac", steps=3, every=3, shard=True)
+        optimizer = LLQR.paper(sgd(model), called, structure="kfac", steps=3, every=3, shard=True)
         backward(called, data(rank))
         optimizer.step()
         backward(called, data(rank, 1))
@@ -254,7 +255,7 @@ def buffers(rank: int) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
     called = DistributedDataParallel(model)
-    optimizer = LLQR(sgd(model), called, "newton", "diagonal", every=2, steps=2, damping=1.0)
+    optimizer = LLQR.paper(sgd(model), called, "newton", "diagonal", every=2, steps=2, damping=1.0)
     for number in range(4):
         optimizer.step(closure_of(called, optimizer, data(rank, number)))
     synced = called.require_backward_grad_sync, called.require_forward_param_sync
@@ -277,7 +278,7 @@ def unused(rank: int) -> Any:
     torch.manual_seed(0)
     model = Branches(rank).double()
     called = DistributedDataParallel(model, find_unused_parameters=True)
-    optimizer = LLQR(sgd(model), called, structure="kfac", every=2, steps=3, shard=True)
+    optimizer = LLQR.paper(sgd(model), called, structure="kfac", every=2, steps=3, shard=True)
     for number in range(4):
         backward(called, data(rank, number))
         optimizer.step()
@@ -288,7 +289,7 @@ def apart(rank: int) -> Any:
     """A group of one: each rank refits on its own, and need not wait for the other."""
     groups = [dist.new_group([other]) for other in range(dist.get_world_size())]
     model = network()
-    optimizer = LLQR(sgd(model), model, process_group=groups[rank], structure="kfac", steps=3)
+    optimizer = LLQR.paper(sgd(model), model, process_group=groups[rank], structure="kfac", steps=3)
     for number in range(1 + rank):
         backward(model, data(rank, number))
         optimizer.step()
@@ -300,16 +301,16 @@ def refused(rank: int) -> Any:
     groups = [dist.new_group([other]) for other in range(dist.get_world_size())]
     late = network()
     with mock.patch.object(dist, "is_initialized", return_value=False):
-        latecomer = LLQR(sgd(late), late, every=1, steps=2)
-        early = raised(lambda: LLQR(sgd(late), late, process_group=groups[rank]))
+        latecomer = LLQR.paper(sgd(late), late, every=1, steps=2)
+        early = raised(lambda: LLQR.paper(sgd(late), late, process_group=groups[rank]))
         backward(late, data(rank))
         latecomer.step()
     words = [
         raised(latecomer.step),
         early,
         raised(lambda: copy.deepcopy(optimizer)),
-        raised(lambda: LLQR(sgd(model), called, process_group=groups[1 - rank])),
-        raised(lambda: LLQR(sgd(model), called, shard="yes")),  # type: ignore[arg-type]
+        raised(lambda: LLQR.paper(sgd(model), called, process_group=groups[1 - rank])),
+        raised(lambda: LLQR.paper(sgd(model), called, shard="yes")),  # type: ignore[arg-type]
         raised(lambda: Monitor(model, optimizer, functional.cross_entropy)),
     ]
     return {"words": words}

@@ -24,7 +24,7 @@ CASES: dict[str, Case] = {
     "newton": Case({"structure": "kfac", "divergence": "newton", "damping": 0.5}, fsdp=True, closures=True),
     "gauss-newton": Case({"structure": "diagonal", "divergence": "gauss-newton"}, fsdp=True, closures=True),
     "accumulation": Case({"structure": "ekfac"}, fsdp=True, micro=2),
-    "adam's updates": Case({"ema": 0.5}, fsdp=True, adam=True, uneven=True),
+    "the paper's": Case({"divergence": "ngd", "solver": None, "steps": 25}, fsdp=True, adam=True, uneven=True),
     **everything(STRUCTURES, fsdp=True),
     "uneven": Case({"structure": "kfac", "warm_start": True}, fsdp=True, uneven=True, own_batches=True),
 }
@@ -77,7 +77,7 @@ def refusals() -> dict[str, str]:
     words = {}
     for name, model in models.items():
         try:
-            LLQR(sgd(model), model, shard=False if name == "whole U" else None)
+            LLQR.paper(sgd(model), model, shard=False if name == "whole U" else None)
         except LLQRError as error:
             words[name] = str(error)
     return words

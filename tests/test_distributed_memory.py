@@ -18,6 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from llqr import LLQR
 from llqr.distributed import buckets, ranks
+from llqr.divergences import KL
+from llqr.solvers import ScaleFree
 from ranks import on_ranks
 
 WIDTH, DEPTH = 48, 8
@@ -59,7 +61,8 @@ def peaks() -> dict[str, float]:
         torch.manual_seed(0)
         model = nn.Sequential(*(layer for _ in range(DEPTH) for layer in (nn.Linear(WIDTH, WIDTH, False), nn.Tanh())))
         called: nn.Module = fully_shard(model) if way == "fsdp" else DistributedDataParallel(model)
-        optimizer = LLQR(torch.optim.SGD(model.parameters(), lr=0.1), called, structure="scalar", steps=2, every=100)
+        base = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = LLQR.paper(base, called, KL(), "scalar", every=100, steps=2, solver=ScaleFree(), damping=1.0)
         x = torch.randn(2, WIDTH)
         called(x).square().mean().backward()
         optimizer.step()

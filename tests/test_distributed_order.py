@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from llqr import LLQR
 from llqr.distributed import checkpoint
+from llqr.paper import PaperLLQR
 from loops import Batch, backward, batch, network, sgd
 from ranks import on_ranks
 
@@ -51,11 +52,11 @@ def part(number: int, dtype: torch.dtype = torch.float64) -> Batch:
     return x, y
 
 
-def wrapped(model: nn.Module) -> LLQR:
-    return LLQR(sgd(model), model, structure="kfac", every=2, steps=3)
+def wrapped(model: nn.Module) -> PaperLLQR:
+    return LLQR.paper(sgd(model), model, structure="kfac", every=2, steps=3)
 
 
-def trained(model: nn.Module, called: nn.Module, optimizer: LLQR, between: Callable[[], object] = list) -> Any:
+def trained(model: nn.Module, called: nn.Module, optimizer: PaperLLQR, between: Callable[[], object] = list) -> Any:
     """The parameters after some steps, with something done before each and after it."""
     for number in range(STEPS):
         optimizer.zero_grad()  # the sharded parameters' own, where the model holds whole ones
@@ -72,7 +73,7 @@ def values(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.full_tensor() if isinstance(p, DTensor) else p.clone() for name, p in named.items()}
 
 
-def shard_with(model: nn.Module, optimizer: LLQR) -> None:
+def shard_with(model: nn.Module, optimizer: PaperLLQR) -> None:
     """As accelerate does it: the parameters of the optimizer that there is are exchanged for the sharded ones."""
     names = [name for name, _ in model.named_parameters()]
     fully_shard(model)
@@ -105,7 +106,7 @@ def evaluated_between() -> Any:
             model(part(20)[0])
 
     evaluate()
-    return trained(model, model, LLQR(base, model, structure="kfac", every=2, steps=3), evaluate)
+    return trained(model, model, LLQR.paper(base, model, structure="kfac", every=2, steps=3), evaluate)
 
 
 def left_whole() -> Any:
@@ -145,7 +146,7 @@ def in_half_precision() -> Any:
     model = network(dtype=torch.float32)
     fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
     start = values(model)
-    optimizer = LLQR(sgd(model), model, structure="kfac", steps=3, ema=0.0)
+    optimizer = LLQR.paper(sgd(model), model, structure="kfac", steps=3, ema=0.0)
     x, y = part(0, torch.float32)
     functional.cross_entropy(model(x).float(), y).backward()
     gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
@@ -171,7 +172,7 @@ def test_any_order(tmp_path: Path) -> None:
     half = found[0]["half"]
     model = network(dtype=torch.float32)
     model.load_state_dict(half["start"])
-    optimizer = LLQR(sgd(model), model, structure="kfac", steps=3, ema=0.0)
+    optimizer = LLQR.paper(sgd(model), model, structure="kfac", steps=3, ema=0.0)
     for name, p in model.named_parameters():
         p.grad = half["gradients"][name]
     optimizer.refit(batch(0, ROWS, torch.float32)[0].bfloat16().float())

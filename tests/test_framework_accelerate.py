@@ -74,7 +74,7 @@ def test_a_scaler_of_accelerate(every: Any) -> None:
     found = []
     for wrap in (False, True):
         model = network(dtype=torch.float32)
-        base: Any = LLQR(sgd(model), model, structure="kfac", every=every, steps=3) if wrap else sgd(model)
+        base: Any = LLQR.paper(sgd(model), model, structure="kfac", every=every, steps=3) if wrap else sgd(model)
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
         optimizer = AcceleratedOptimizer(base, scaler=scaler)
         skipped = []
@@ -100,7 +100,7 @@ def test_the_identity_is_the_base(page: Any, tmp_path: Path, monkeypatch: pytest
 
 
 def _alone(base: torch.optim.Optimizer, model: torch.nn.Module) -> torch.optim.Optimizer:
-    base.stats = LLQR(base, model).stats  # type: ignore[attr-defined]
+    base.stats = LLQR.paper(base, model).stats  # type: ignore[attr-defined]
     return base
 
 
@@ -116,7 +116,7 @@ def test_mixed_precision(page: Any, tmp_path: Path) -> None:
             vocab_size=len(page.WORDS), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
         )
         model = page.BertForSequenceClassification(config).eval()
-        optimizer = LLQR(sgd(model), model, structure="kfac", steps=3, ema=0.0)
+        optimizer = LLQR.paper(sgd(model), model, structure="kfac", steps=3, ema=0.0)
         if precision == "bf16":
             accelerator = Accelerator(mixed_precision=precision, cpu=True)
             prepared, stepping = accelerator.prepare(model, optimizer)
@@ -140,4 +140,4 @@ def test_a_wrapped_base_is_refused() -> None:
     model = network()
     prepared = Accelerator(cpu=True).prepare(sgd(model))
     with pytest.raises(LLQRError, match=r"AcceleratedOptimizer.*accelerator.prepare\(LLQR"):
-        LLQR(prepared, model)
+        LLQR.paper(prepared, model)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from frameworks import example, quiet, run
+from llqr import LLQR
 from llqr.errors import LLQRError
 from loops import assert_same, blocks_of, never, parameters_of
 
@@ -115,7 +116,7 @@ def test_a_loss_without_a_graph_is_told(page: Any, tmp_path: Path) -> None:
     class Newton(page.Digits):  # type: ignore[misc, name-defined]
         def configure_optimizers(self) -> Any:
             base = torch.optim.SGD(self.net.parameters(), lr=0.1)
-            return page.LLQR(base, self.net, "newton", "diagonal", steps=2)
+            return LLQR.paper(base, self.net, "newton", "diagonal", steps=2)
 
     with pytest.raises(LLQRError, match=r"detached.*loss_fn and a refit_batch"):
         fitted(page, tmp_path, 1, module=Newton)

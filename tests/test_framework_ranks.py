@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from frameworks import example
-from llqr import LLQR
 from llqr.errors import LLQRWarning
+from llqr.paper import PaperLLQR
 from loops import assert_same, blocks_of, parameters_of
 from ranks import on_ranks
 
@@ -26,7 +26,7 @@ for module in ("transformers", "accelerate", "lightning"):
 pytest.importorskip("sklearn", reason="scikit-learn isn't installed: pip install llqr[lab]")
 
 
-def found(model: torch.nn.Module, optimizer: LLQR) -> dict[str, Any]:
+def found(model: torch.nn.Module, optimizer: PaperLLQR) -> dict[str, Any]:
     stats = optimizer.stats
     assert optimizer._team is not None
     return {

@@ -124,7 +124,9 @@ def test_newton_is_of_the_mean_over_what_the_model_saw(page: Any, tmp_path: Path
     rows = page.Sums(4, seed=1).rows
     for share in (1.0, 0.5):
         model = page.build(str(tmp_path), 1).model.eval()
-        optimizer = LLQR(torch.optim.SGD(model.parameters(), lr=0.1), model, "newton", "diagonal", steps=3, ema=0.0)
+        optimizer = LLQR.paper(
+            torch.optim.SGD(model.parameters(), lr=0.1), model, "newton", "diagonal", steps=3, ema=0.0
+        )
         count = torch.tensor(rows[:, 1:].numel() / share)
         (model(input_ids=rows, labels=rows, num_items_in_batch=count).loss / share).backward()
         optimizer.step()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from llqr import LLQR, QuadraticModel, exact_step, fit
 from llqr.divergences import KL, L2, BasePoint, OutputTerm
 from llqr.errors import LLQRError
+from llqr.paper import PaperLLQR
 from llqr.structures import Kronecker, Structure
 from loops import assert_same, blocks_of, network, parameters_of, sgd, train
 from networks import Dense, relative
@@ -147,7 +148,7 @@ def test_a_flat_divergence_is_never_refused(scale: float) -> None:
 
 def test_weights_that_a_divergence_does_not_know_are_refused(poisson: OutputTerm) -> None:
     model, inputs, counts = counted()
-    optimizer = LLQR(sgd(model), model, poisson, weights=lambda inputs: torch.ones(6, 2))
+    optimizer = LLQR.paper(sgd(model), model, poisson, weights=lambda inputs: torch.ones(6, 2))
     nn.PoissonNLLLoss()(model(inputs), counts).backward()
     with pytest.raises(LLQRError, match=r"PoissonKL\(\) takes no weights"):
         optimizer.step()
@@ -234,12 +235,18 @@ def test_own_solver_takes_the_best_length(guides: dict[str, dict[str, Any]]) -> 
     assert float(u.blocks["a.weight"]["u"]) == pytest.approx(float(g @ g / (g @ model.matrix @ g)), rel=1e-10)
 
 
-def own_optimizers(guides: dict[str, dict[str, Any]]) -> dict[str, Callable[[nn.Module], LLQR]]:
+def own_optimizers(guides: dict[str, dict[str, Any]]) -> dict[str, Callable[[nn.Module], PaperLLQR]]:
     kinds = {page: guides[page][name] for page, name in NAMES.items()}
     return {
-        "own-divergence": lambda model: LLQR(sgd(model), model, kinds["own-divergence"](), "kfac", 3, 4, ema=0.5),
-        "own-structure": lambda model: LLQR(sgd(model), model, "ngd", kinds["own-structure"](), 3, 4, ema=0.5),
-        "own-solver": lambda model: LLQR(sgd(model), model, "ngd", "ekfac", 3, 4, kinds["own-solver"](), ema=0.5),
+        "own-divergence": lambda model: LLQR.paper(
+            sgd(model), model, kinds["own-divergence"](), "kfac", 3, steps=4, ema=0.5
+        ),
+        "own-structure": lambda model: LLQR.paper(
+            sgd(model), model, "ngd", kinds["own-structure"](), 3, steps=4, ema=0.5
+        ),
+        "own-solver": lambda model: LLQR.paper(
+            sgd(model), model, "ngd", "ekfac", 3, steps=4, solver=kinds["own-solver"](), ema=0.5
+        ),
     }
 
 

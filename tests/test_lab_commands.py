@@ -15,8 +15,8 @@ from rich.console import Console
 from torch import nn
 from typer.testing import CliRunner
 
-from llqr import LLQR
 from llqr.divergences import KL, Newton
+from llqr.paper import PaperLLQR
 from llqr.structures.assign import StructureSpec
 from llqr_lab import options
 from llqr_lab.bench import exact, measure, steps
@@ -241,7 +241,7 @@ def test_bench_step_measures_every_structure_and_writes(tmp_path: Path, monkeypa
 @pytest.mark.parametrize("structure", steps.STRUCTURES.values(), ids=steps.STRUCTURES)
 def test_the_u_of_bench_step_is_applied_and_turns_nothing(structure: StructureSpec) -> None:
     trainer = steps.Trainer(*example("mlp", 4, 0), structure)
-    assert isinstance(trainer.optimizer, LLQR)
+    assert isinstance(trainer.optimizer, PaperLLQR)
     assert trainer.optimizer.stats.turned == trainer.optimizer.stats.nonfinite == trainer.optimizer.stats.refits == 0
     gradients = {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
     u = trainer.optimizer.preconditioner

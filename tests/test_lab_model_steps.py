@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:U would have turned:llqr.errors.
 def check_step(name: str, structure: str, divergence: str) -> None:
     model, (inputs, targets) = small(name), batch(name)
     base = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = LLQR(base, model, divergence, structure, every=1, steps=2)
+    optimizer = LLQR.paper(base, model, divergence, structure, every=1, steps=2)
     before = parameters_of(model)
 
     def closure() -> Tensor:

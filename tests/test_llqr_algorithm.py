@@ -1,12 +1,13 @@
-"""Promise: LLQR is Algorithm 1 of the paper, number for number.
+"""Promise: LLQR.paper is Algorithm 1 of the paper, number for number.
 
 The reference is written out here: dense H, U's action by its formula, ∇_U J by autograd, the paper's inner solver.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -22,7 +23,18 @@ from llqr.solvers import SGDM
 from loops import STRUCTURES, batch, closure_of, network, parameters_of
 
 EVERY, REFITS = 3, 3
-INNER, LR, MOMENTUM = 6, 0.05, 0.9
+MOMENTUM = 0.9
+
+
+class Inner(NamedTuple):
+    """Of a fit: its steps, their size, and what they are clipped to."""
+
+    steps: int = 6
+    lr: float = 0.05
+    clip: float = math.inf
+
+
+INNER = Inner()
 
 Tensors = dict[str, Tensor]
 Bases = dict[str, Callable[[Any], Optimizer]]
@@ -83,35 +95,44 @@ def dense_curvature(model: nn.Module, x: Tensor, y: Tensor, divergence: str) -> 
     return fisher / len(x) if divergence == "mean" else fisher
 
 
-def fitted(start: dict[str, Tensors], g: Tensors, curvature: Tensor) -> dict[str, Tensors]:
-    """T steps of gradient descent with momentum on J(U) = g·δ + ½ δ·Hδ, δ = -U g."""
+def scaled(number: int, scale: float) -> tuple[Tensor, Tensor]:
+    """A batch with inputs that are so many times as large."""
+    x, y = batch(number)
+    return scale * x, y
+
+
+def fitted(start: dict[str, Tensors], g: Tensors, curvature: Tensor, inner: Inner) -> dict[str, Tensors]:
+    """T steps of gradient descent with momentum on J(U) = g·δ + ½ δ·Hδ, δ = -U g, each tensor's slope clipped."""
     u = {name: {n: t.clone() for n, t in tensors.items()} for name, tensors in start.items()}
     velocity: dict[tuple[str, str], Tensor] = {}
     flat = torch.cat([value.reshape(-1) for value in g.values()])
-    for _ in range(INNER):
+    for _ in range(inner.steps):
         leaves = {(name, n): t.clone().requires_grad_() for name, tensors in u.items() for n, t in tensors.items()}
         of = {name: {n: leaf for (owner, n), leaf in leaves.items() if owner == name} for name in u}
         delta = torch.cat([-action(of[name], g[name]).reshape(-1) for name in g])
         slopes = torch.autograd.grad(flat @ delta + 0.5 * delta @ curvature @ delta, list(leaves.values()))
         for (name, n), slope in zip(leaves, slopes, strict=True):
-            velocity[name, n] = MOMENTUM * velocity.get((name, n), torch.zeros_like(slope)) + slope
-            u[name][n] = u[name][n] - LR * velocity[name, n]
+            kept = slope * min(1.0, inner.clip / float(slope.norm()))
+            velocity[name, n] = MOMENTUM * velocity.get((name, n), torch.zeros_like(slope)) + kept
+            u[name][n] = u[name][n] - inner.lr * velocity[name, n]
     return u
 
 
-def reference(base: str, divergence: str, structure: str, ema: float, warm_start: bool) -> Tensors:
+def reference(
+    base: str, divergence: str, structure: str, ema: float, warm_start: bool, inner: Inner = INNER, scale: float = 1.0
+) -> Tensors:
     """Algorithm 1."""
     model = network()
     optimizer = BASES[base](model.parameters())
     one = {name: identity(structure, p.shape) for name, p in model.named_parameters()}
     u = one
     for k in range(EVERY * REFITS):
-        x, y = batch(k)
+        x, y = scaled(k, scale)
         loss = functional.cross_entropy(model(x), y)
         slopes = torch.autograd.grad(loss, list(model.parameters()))
         g = {name: slope for (name, _), slope in zip(model.named_parameters(), slopes, strict=True)}
         if k % EVERY == 0:
-            new = fitted(u if warm_start else one, g, dense_curvature(model, x, y, divergence))
+            new = fitted(u if warm_start else one, g, dense_curvature(model, x, y, divergence), inner)
             u = {name: {n: ema * t + (1 - ema) * new[name][n] for n, t in own.items()} for name, own in u.items()}
         for name, p in model.named_parameters():
             p.grad = action(u[name], g[name])
@@ -121,15 +142,15 @@ def reference(base: str, divergence: str, structure: str, ema: float, warm_start
 
 def ours(base: str, divergence: str, structure: str, ema: float, warm_start: bool) -> Tensors:
     model = network()
-    optimizer = LLQR(
+    optimizer = LLQR.paper(
         BASES[base](model.parameters()),
         model,
         DIVERGENCES[divergence],
         structure,
         EVERY,
-        INNER,
-        SGDM(LR, MOMENTUM),
-        ema,
+        steps=INNER.steps,
+        solver=SGDM(INNER.lr, MOMENTUM),
+        ema=ema,
         warm_start=warm_start,
     )
     for k in range(EVERY * REFITS):
@@ -173,13 +194,26 @@ def test_warm_start(divergence: str, structure: str, ema: float) -> None:
     assert distance(got, ours("sgdm", divergence, structure, ema, False)) > 1e-6
 
 
-def test_the_papers_decays_are_the_defaults() -> None:
+@pytest.mark.parametrize(("scale", "clips"), [(1.0, False), (10.0, True)])
+def test_the_papers_hyperparameters_are_the_defaults(scale: float, clips: bool) -> None:
+    """25 steps of SGDM at 0.005, clipped to 5 where inputs are large, on the KL divergence summed over the batch."""
     model = network()
+    optimizer = LLQR.paper(BASES["sgdm"](model.parameters()), model, every=EVERY)
+    for k in range(EVERY * REFITS):
+        closure_of(model, optimizer, scaled(k, scale))()
+        optimizer.step()
+    assert optimizer.stats.refits == REFITS
+    paper = Inner(25, 0.005, 5.0)
+    expected = reference("sgdm", "sum", "ekfac", 0.95, False, paper, scale)
+    assert distance(parameters_of(model), expected) < 1e-9
+    unclipped = reference("sgdm", "sum", "ekfac", 0.95, False, paper._replace(clip=math.inf), scale)
+    assert (distance(unclipped, expected) <= 1e-6) != clips  # without it these diverge
+    assert "every=500" in repr(LLQR.paper(optimizer.base, model))
     base = BASES["sgdm"](model.parameters())
     for divergence, ema in [("ngd", 0.95), ("renyi", 0.95), ("gauss-newton", 0.95), ("newton", 0.9)]:
-        assert LLQR(base, model, divergence).ema == ema
-    assert LLQR(base, model, KL() + Newton(), ema=None).ema == 0.9
-    assert LLQR(base, model, ema=0.0).ema == 0.0
+        assert LLQR.paper(base, model, divergence).ema == ema
+    assert LLQR.paper(base, model, KL() + Newton(), ema=None).ema == 0.9
+    assert LLQR.paper(base, model, ema=0.0).ema == 0.0
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -191,7 +225,7 @@ def test_a_sample_is_the_curvature_of_every_so_many_th_example(structure: str) -
         settings: dict[str, Any] = {"refit_batch": lambda s=shown: (s[-1][::3], None)}
         if share is not None:
             settings = {"sample": share}
-        optimizer = LLQR(BASES["sgdm"](model.parameters()), model, structure=structure, every=2, steps=3, **settings)
+        optimizer = LLQR.paper(BASES["sgdm"](model.parameters()), model, KL(), structure, every=2, steps=3, **settings)
         for k in range(6):
             shown.append(batch(k)[0])
             closure_of(model, optimizer, batch(k))()
@@ -214,7 +248,7 @@ def test_a_sample_takes_a_part_of_what_has_examples() -> None:
             return torch.as_tensor(self.layer(x) * mask.mean())
 
     model = Masked()
-    optimizer = LLQR(BASES["sgdm"](model.parameters()), model, sample=0.25, shared=["mask"])
+    optimizer = LLQR.paper(BASES["sgdm"](model.parameters()), model, KL(), sample=0.25, shared=["mask"])
     model(x=torch.randn(10, 4), mask=torch.ones(10)).logsumexp(1).sum().backward()
     optimizer.step()
     assert optimizer.stats.refits == 1
@@ -225,7 +259,7 @@ def test_a_sample_takes_a_part_of_what_has_examples() -> None:
 @pytest.mark.parametrize(("share", "rows"), [(0.9, 9), (0.6, 6), (0.5, 5), (0.3, 3), (0.01, 1), (1.0, 10)])
 def test_a_sample_has_its_share_of_the_rows(share: float, rows: int) -> None:
     model, seen = nn.Linear(4, 3), list[int]()
-    optimizer = LLQR(BASES["sgdm"](model.parameters()), model, sample=share, every=2)
+    optimizer = LLQR.paper(BASES["sgdm"](model.parameters()), model, KL(), sample=share, every=2)
     for k in range(3):
         if k == 2:  # at the first refit it is seen whether examples can be taken out
             model.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
@@ -255,23 +289,9 @@ def test_samples_that_cannot_be_taken_are_refused() -> None:
         (Sequence(), {}, "depends on the other examples"),
         (Normed(), {"training": True}, "statistics of the batch"),
     ):
-        optimizer = LLQR(BASES["sgdm"](model.parameters()), model, sample=0.25, **options)
+        optimizer = LLQR.paper(BASES["sgdm"](model.parameters()), model, KL(), sample=0.25, **options)
         model(torch.randn(12, 5, 4)).logsumexp(-1).sum().backward()
         with pytest.raises(LLQRError, match=message):
             optimizer.step()
     with pytest.raises(LLQRError, match='reduction="mean"'):
-        LLQR(BASES["sgdm"](model.parameters()), model, KL(reduction="sum"), sample=0.25)
-
-
-NADAM = torch.optim.NAdam
-
-
-def test_the_defaults_are_those_of_the_base_and_of_the_solver() -> None:
-    model = network()
-    for base, structure, few in ((BASES["sgdm"], "scalar", 1), (BASES["adamw"], "scalar", 1), (NADAM, "kfac", 3)):
-        inner = base(model.parameters())
-        assert f"structure='{structure}'" in repr(LLQR(inner, model))
-        assert "structure='ekfac'" in repr(LLQR(inner, model, structure="ekfac"))
-        for solver, steps in ((None, few), (SGDM(LR, MOMENTUM), 25)):
-            assert f"steps={steps}," in repr(LLQR(inner, model, solver=solver))
-            assert "steps=3," in repr(LLQR(inner, model, solver=solver, steps=3))
+        LLQR.paper(BASES["sgdm"](model.parameters()), model, sample=0.25)

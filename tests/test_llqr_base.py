@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.optim import Optimizer, lr_scheduler
 
 from llqr import LLQR
+from llqr.paper import PaperLLQR
 from loops import assert_same, batch, closure_of, never, parameters_of
 
 STEPS = 50
@@ -54,8 +55,8 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": weights, "weight_decay": 0.01}, {"params": rest, "lr": 0.02, "weight_decay": 0.0}]
 
 
-def wrap(base: Optimizer, model: nn.Module) -> LLQR:
-    return LLQR(base, model, every=never)
+def wrap(base: Optimizer, model: nn.Module) -> PaperLLQR:
+    return LLQR.paper(base, model, every=never)
 
 
 def run(base: Base, wrapped: bool, loop: Loop, scheduler: Callable[[Optimizer], Any] | None = None) -> dict[str, Any]:
@@ -65,7 +66,7 @@ def run(base: Base, wrapped: bool, loop: Loop, scheduler: Callable[[Optimizer], 
     if wrapped:
         optimizer = wrap(optimizer, model)
     loop(model, optimizer, None if scheduler is None else scheduler(optimizer))
-    inner = optimizer.base if isinstance(optimizer, LLQR) else optimizer
+    inner = optimizer.base if isinstance(optimizer, PaperLLQR) else optimizer
     state = {f"{i} {k}": torch.as_tensor(v) for i, s in inner.state_dict()["state"].items() for k, v in s.items()
              if v is not None}  # fmt: skip
     rates = {f"lr {i}": torch.tensor(group["lr"]) for i, group in enumerate(inner.param_groups)}

@@ -14,6 +14,7 @@ from torch.nn import functional
 from llqr import LLQR
 from llqr.divergences import KL, GaussNewton, Intermediate, Newton
 from llqr.errors import LLQRError
+from llqr.paper import PaperLLQR
 from llqr.solvers import SGDM
 from llqr.structures import Diagonal
 from loops import assert_same, backward, batch, closure_of, network, never, parameters_of, sgd
@@ -43,7 +44,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"weights": torch.ones(3)}, "weights is a function, not a Tensor"),
     ({"refit_batch": batch()}, "refit_batch is a function, not a tuple"),
     *[({"sample": share}, "share of a batch's examples") for share in (0, -0.5, 1.5, True, None, float("nan"), "0.5")],
-    ({"sample": 0.5, "refit_batch": batch}, "leave out sample"),
+    ({"sample": 0.5, "divergence": KL(), "refit_batch": batch}, "leave out sample"),
     *[({"sample": 0.5, "divergence": each}, "divergences that need no loss") for each in ("newton", "gauss-newton")],
     ({"training": "yes"}, "training is True, False, or None"),
 ]  # fmt: skip
@@ -54,7 +55,7 @@ def test_options(options: dict[str, Any], message: str) -> None:
     """At once, not at the first refit; the model is left without a hook."""
     model = network()
     with pytest.raises(LLQRError, match=message):
-        LLQR(sgd(model), model, **options)
+        LLQR.paper(sgd(model), model, **options)
     assert not model._forward_pre_hooks
 
 
@@ -62,16 +63,19 @@ def test_bases() -> None:
     model = network()
     refused: list[tuple[Any, str]] = [
         (torch.optim.LBFGS(model.parameters()), "LBFGS evaluates its closure several times.*wrap another optimizer"),
-        (LLQR(sgd(model), model), "the base is an LLQR already: wrap the optimizer inside it"),
-        (model.parameters(), r"as in LLQR\(torch.optim.SGD\(model.parameters\(\), lr=0.1\), model\); got generator"),
-        (torch.optim.SGD, "LLQR wraps an optimizer.*got type"),
-        (model, "LLQR wraps an optimizer.*got Sequential"),
+        (LLQR.paper(sgd(model), model), "the base is an LLQR already: wrap the optimizer inside it"),
+        (
+            model.parameters(),
+            r"as in LLQR\.paper\(torch.optim.SGD\(model.parameters\(\), lr=0.1\), model\); got generator",
+        ),
+        (torch.optim.SGD, "LLQR.paper wraps an optimizer.*got type"),
+        (model, "LLQR.paper wraps an optimizer.*got Sequential"),
     ]
     for base, message in refused:
         with pytest.raises(LLQRError, match=message):
-            LLQR(base, model)
+            LLQR.paper(base, model)
     with pytest.raises(LLQRError, match=r"the second argument is the model, an nn.Module; got generator"):
-        LLQR(sgd(model), model.parameters())  # type: ignore[arg-type]
+        LLQR.paper(sgd(model), model.parameters())  # type: ignore[arg-type]
 
 
 def test_parameters_of_another_model() -> None:
@@ -80,19 +84,19 @@ def test_parameters_of_another_model() -> None:
     with pytest.raises(
         LLQRError, match=r"4 of the optimizer's 4 parameters aren't in the model.*shape \(5, 4\) in group 0"
     ):
-        LLQR(sgd(other), model)
+        LLQR.paper(sgd(other), model)
     margin = nn.Parameter(torch.ones(2, 7))
     groups: list[dict[str, Any]] = [{"params": model.parameters()}, {"params": [margin]}]
     with pytest.raises(
         LLQRError, match=r"1 of the optimizer's 5.*\(2, 7\) in group 1: make the optimizer from model.param"
     ):
-        LLQR(torch.optim.SGD(groups, lr=0.1), model)
+        LLQR.paper(torch.optim.SGD(groups, lr=0.1), model)
 
 
 def test_parameters_that_are_replaced_in_mid_training() -> None:
     """As by a new head after the optimizer was made: the base would step what is no longer there."""
     model = network()
-    optimizer = LLQR(sgd(model), model)
+    optimizer = LLQR.paper(sgd(model), model)
     model[2] = nn.Linear(5, 3).double()
     backward(model, batch())
     with pytest.raises(LLQRError, match=r"2 of the optimizer's 4 parameters aren't in the model.*new layers"):
@@ -107,25 +111,25 @@ def test_complex_and_shapeless_parameters() -> None:
 
     model: nn.Module = Odd(torch.ones(3, dtype=torch.complex64))
     with pytest.raises(LLQRError, match="'odd' is complex"):
-        LLQR(sgd(model), model)
+        LLQR.paper(sgd(model), model)
     model = Odd(torch.ones(3))
     model.odd = nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False)
     with pytest.raises(LLQRError, match=r"'odd' is torch.int64"):
-        LLQR(sgd(model), model)
+        LLQR.paper(sgd(model), model)
     model = nn.Sequential(nn.LazyLinear(3))
     with pytest.raises(LLQRError, match=r"'0.weight' has no shape yet: call the model once first"):
-        LLQR(sgd(model), model)
+        LLQR.paper(sgd(model), model)
     model = Odd(torch.ones(3, dtype=torch.complex64))
-    optimizer = LLQR(sgd(model.linear), model)
+    optimizer = LLQR.paper(sgd(model.linear), model)
     with pytest.raises(LLQRError, match="'odd' is complex"):
         optimizer.add_param_group({"params": [model.odd]})
     assert len(optimizer.param_groups) == 1
 
 
-Wrong = Callable[[nn.Module, LLQR], Any]
+Wrong = Callable[[nn.Module, PaperLLQR], Any]
 
 
-def _refused(make: Callable[[nn.Module], LLQR], step: Wrong, message: str, model: nn.Module | None = None) -> None:
+def _refused(make: Callable[[nn.Module], PaperLLQR], step: Wrong, message: str, model: nn.Module | None = None) -> None:
     """The step raises, parameters and counts stay, and the optimizer can go on when it is done right."""
     model = network() if model is None else model
     optimizer = make(model)
@@ -138,8 +142,8 @@ def _refused(make: Callable[[nn.Module], LLQR], step: Wrong, message: str, model
     assert optimizer.preconditioner is None
 
 
-def plain(model: nn.Module, **options: Any) -> LLQR:
-    return LLQR(sgd(model), model, **{"damping": 0.1, "steps": 2, **options})
+def plain(model: nn.Module, **options: Any) -> PaperLLQR:
+    return LLQR.paper(sgd(model), model, **{"damping": 0.1, "steps": 2, **options})
 
 
 @pytest.mark.parametrize("divergence", ["ngd", "newton", "gauss-newton"])
@@ -149,7 +153,7 @@ def plain(model: nn.Module, **options: Any) -> LLQR:
     ids=str,
 )
 def test_closures_that_return_no_loss(divergence: str, value: Any, got: str) -> None:
-    def step(model: nn.Module, optimizer: LLQR) -> None:
+    def step(model: nn.Module, optimizer: PaperLLQR) -> None:
         def closure() -> Any:
             backward(model, batch())
             return value
@@ -163,7 +167,7 @@ def test_closures_that_return_no_loss(divergence: str, value: Any, got: str) -> 
 
 @pytest.mark.parametrize("divergence", ["newton", "gauss-newton"])
 def test_closures_that_go_backward_by_another_door(divergence: str) -> None:
-    def step(model: nn.Module, optimizer: LLQR) -> None:
+    def step(model: nn.Module, optimizer: PaperLLQR) -> None:
         def closure() -> Tensor:
             optimizer.zero_grad()
             loss = functional.cross_entropy(model(batch()[0]), batch()[1])
@@ -178,21 +182,21 @@ def test_closures_that_go_backward_by_another_door(divergence: str) -> None:
 
 
 def test_steps_without_a_forward_or_a_backward_pass() -> None:
-    def never_called(model: nn.Module, optimizer: LLQR) -> None:
+    def never_called(model: nn.Module, optimizer: PaperLLQR) -> None:
         for p in model.parameters():
             p.grad = torch.ones_like(p)
         optimizer.step()
 
-    def without_gradients(model: nn.Module, optimizer: LLQR) -> None:
+    def without_gradients(model: nn.Module, optimizer: PaperLLQR) -> None:
         with torch.no_grad():
             model(batch()[0])
         never_called(model, optimizer)
 
-    def by_its_forward(model: nn.Module, optimizer: LLQR) -> None:
+    def by_its_forward(model: nn.Module, optimizer: PaperLLQR) -> None:
         functional.cross_entropy(model.forward(batch()[0]), batch()[1]).backward()
         optimizer.step()
 
-    def without_backward(model: nn.Module, optimizer: LLQR) -> None:
+    def without_backward(model: nn.Module, optimizer: PaperLLQR) -> None:
         model(batch()[0])
         optimizer.step()
 
@@ -217,7 +221,7 @@ def test_a_step_that_failed_can_be_done_again() -> None:
 def test_divergences_that_need_the_loss() -> None:
     """Newton and Gauss–Newton by step() alone, and with a batch but no loss."""
 
-    def step(model: nn.Module, optimizer: LLQR) -> None:
+    def step(model: nn.Module, optimizer: PaperLLQR) -> None:
         backward(model, batch())
         optimizer.step()
 
@@ -226,7 +230,7 @@ def test_divergences_that_need_the_loss() -> None:
             _refused(
                 partial(plain, divergence=divergence, **options),
                 step,
-                r"needs the loss: call optimizer.step\(closure\) with a closure.*or give LLQR a loss_fn and a refit_batch",
+                r"needs the loss: call optimizer.step\(closure\) .*or give LLQR.paper a loss_fn and a refit_batch",
             )
 
 
@@ -234,7 +238,7 @@ def test_sparse_gradients() -> None:
     """At any step, also where U is the identity: the base alone would take them, U never will."""
     model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Flatten(), nn.Linear(8, 3))
 
-    def step(model: nn.Module, optimizer: LLQR) -> None:
+    def step(model: nn.Module, optimizer: PaperLLQR) -> None:
         functional.cross_entropy(model(torch.randint(5, (6, 2))), batch()[1]).backward()
         optimizer.step()
 
@@ -264,7 +268,7 @@ def test_sparse_gradients() -> None:
     ids=lambda value: str(value)[:20].replace("\n", ""),
 )
 def test_batches_that_are_none(given: Any, message: str) -> None:
-    def step(model: nn.Module, optimizer: LLQR) -> None:
+    def step(model: nn.Module, optimizer: PaperLLQR) -> None:
         backward(model, batch())
         optimizer.step()
 
@@ -278,14 +282,14 @@ def test_batches_that_are_none(given: Any, message: str) -> None:
 
 
 def test_chunks_need_a_batch() -> None:
-    def step(model: nn.Module, optimizer: LLQR) -> None:
+    def step(model: nn.Module, optimizer: PaperLLQR) -> None:
         optimizer.step(closure_of(model, optimizer, batch()))
 
     _refused(lambda model: plain(model, divergence="newton", chunk_size=2), step, "chunk_size can't be used")
 
 
 def test_inference_mode() -> None:
-    def step(model: nn.Module, optimizer: LLQR) -> None:
+    def step(model: nn.Module, optimizer: PaperLLQR) -> None:
         backward(model, batch())
         with torch.inference_mode():
             optimizer.step()

@@ -15,6 +15,7 @@ from torch.nn import functional
 from llqr import LLQR
 from llqr.divergences import KL
 from llqr.errors import LLQRError, LLQRWarning
+from llqr.paper import PaperLLQR
 from llqr.solvers import SGDM
 from loops import backward, batch, blocks_of, network, sgd, train
 
@@ -33,7 +34,7 @@ def test_masks_with_infinities() -> None:
 
     torch.manual_seed(0)
     model = Masked()
-    optimizer = LLQR(sgd(model, lr=0.01), model, structure="kfac", every=1, steps=2)
+    optimizer = LLQR.paper(sgd(model, lr=0.01), model, structure="kfac", every=1, steps=2)
     x, mask = torch.randn(4, 5, 8), nn.Transformer.generate_square_subsequent_mask(5)
     for _ in range(2):
         optimizer.zero_grad()
@@ -48,7 +49,7 @@ def test_steps_under_autocast(structure: str) -> None:
     results = []
     for enabled in (False, True):
         model = network(dtype=torch.float32)
-        optimizer = LLQR(sgd(model), model, structure=structure, steps=3)
+        optimizer = LLQR.paper(sgd(model), model, structure=structure, steps=3)
         backward(model, batch(dtype=torch.float32))
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             optimizer.step()
@@ -69,7 +70,7 @@ def test_compiled_models_are_compiled_once(given: str) -> None:
     torch._dynamo.reset()
     model = network()
     fast = torch.compile(model, backend=backend)
-    optimizer = LLQR(sgd(model), model if given == "raw" else fast, structure="diagonal", every=2, steps=2)
+    optimizer = LLQR.paper(sgd(model), model if given == "raw" else fast, structure="diagonal", every=2, steps=2)
     train(fast, optimizer, range(8))  # type: ignore[arg-type]
     assert compiled == 1
     assert optimizer.stats.refits == 4
@@ -77,7 +78,7 @@ def test_compiled_models_are_compiled_once(given: str) -> None:
 
 def test_a_new_head_begins_at_the_identity() -> None:
     model = network()
-    optimizer = LLQR(sgd(model), model, structure="kfac", every=3, steps=2)
+    optimizer = LLQR.paper(sgd(model), model, structure="kfac", every=3, steps=2)
     train(model, optimizer, range(4))
     body = blocks_of(optimizer)["0.weight C"]
     model[2] = nn.Linear(5, 6).double()
@@ -103,8 +104,8 @@ def test_one_number_an_example_is_no_vector_of_logits() -> None:
     model = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))
     functional.binary_cross_entropy_with_logits(model(x), y).backward()
     with pytest.raises(LLQRError, match=r"bernoulli.*gaussian"):
-        LLQR(sgd(model), model).refit(x)
-    right = LLQR(sgd(model), model, KL(family="bernoulli"))
+        LLQR.paper(sgd(model), model).refit(x)
+    right = LLQR.paper(sgd(model), model, KL(family="bernoulli"))
     assert right.refit(x)
 
 
@@ -118,7 +119,7 @@ def test_outputs_that_are_dictionaries_have_their_logits_found() -> None:
             return {"logits": self.inner(x), "hidden": x}
 
     model, (x, y) = Talking(), batch()
-    optimizer = LLQR(sgd(model), model, structure="kfac", steps=2)
+    optimizer = LLQR.paper(sgd(model), model, structure="kfac", steps=2)
     functional.cross_entropy(model(x)["logits"], y).backward()
     optimizer.step()
     assert optimizer.stats.refits == 1
@@ -130,13 +131,15 @@ def test_newton_fits_that_run_away_are_refused() -> None:
     for seed in range(4):
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
-        optimizer = LLQR(
+        optimizer = LLQR.paper(
             torch.optim.SGD(model.parameters(), lr=0.1), model, "newton", "ekfac", 4, solver=SGDM(lr=0.05), ema=0.6
         )
         for _ in range(24):
             x, y = torch.randn(16, 4), torch.randint(3, (16,))
 
-            def closure(x: Tensor = x, y: Tensor = y, model: nn.Module = model, optimizer: LLQR = optimizer) -> Tensor:
+            def closure(
+                x: Tensor = x, y: Tensor = y, model: nn.Module = model, optimizer: PaperLLQR = optimizer
+            ) -> Tensor:
                 optimizer.zero_grad()
                 loss = functional.cross_entropy(model(x), y)
                 loss.backward()
@@ -155,4 +158,4 @@ def test_targets_without_a_loss_are_told() -> None:
     model, (x, y) = network(), batch()
     backward(model, (x, y))
     with pytest.raises(LLQRError, match="give loss_fn too"):
-        LLQR(sgd(model), model).refit(x, y)
+        LLQR.paper(sgd(model), model).refit(x, y)

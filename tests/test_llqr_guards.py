@@ -15,6 +15,7 @@ from torch.nn import functional
 from llqr import LLQR
 from llqr.divergences import KL
 from llqr.errors import LLQRWarning
+from llqr.paper import PaperLLQR
 from llqr.solvers import SGDM, ScaleFree
 from llqr.structures import Dense
 from loops import (
@@ -32,16 +33,17 @@ from loops import (
 )
 
 
-def wrapped(model: nn.Module, **options: Any) -> LLQR:
+def wrapped(model: nn.Module, **options: Any) -> PaperLLQR:
     base = torch.optim.SGD(model.parameters(), lr=0.1)
-    return LLQR(base, model, **{"structure": "kfac", "steps": 4, "damping": 0.1, "ema": 0.5, "every": 100, **options})
+    usual = {"divergence": KL(), "structure": "kfac", "steps": 4, "damping": 0.1, "ema": 0.5, "solver": ScaleFree()}
+    return LLQR.paper(base, model, **{**usual, "every": 100, **options})
 
 
 def messages(caught: list[warnings.WarningMessage]) -> list[str]:
     return [str(entry.message) for entry in caught if issubclass(entry.category, LLQRWarning)]
 
 
-def negate(optimizer: LLQR, key: str) -> None:
+def negate(optimizer: PaperLLQR, key: str) -> None:
     """The block becomes -1 times itself: one of its tensors changes its sign (the scales of E-KFAC are its last)."""
     assert optimizer.preconditioner is not None
     list(optimizer.preconditioner.blocks[key].values())[-1].neg_()
@@ -112,7 +114,7 @@ def test_curvature_that_overflows(solver: Any) -> None:
 def test_a_gradient_that_is_not_finite_goes_to_the_base_as_it_is(base: Any, value: float) -> None:
     """That block alone; the others are preconditioned. The base does with it what it does."""
     model = network()
-    optimizer = LLQR(base(model.parameters(), lr=0.1), model, structure="kfac", steps=4, damping=0.1, every=100)
+    optimizer = LLQR.paper(base(model.parameters(), lr=0.1), model, structure="kfac", steps=4, damping=0.1, every=100)
     train(model, optimizer, range(2))
     twin = network()
     twin.load_state_dict(model.state_dict())
@@ -250,7 +252,7 @@ def test_the_training_goes_on() -> None:
 def test_no_warning_where_nothing_is_wrong() -> None:
     """Zero gradients are neither turned nor infinite."""
     model = network()
-    optimizer = LLQR(sgd(model), model, structure="kfac", steps=4, damping=0.1, every=2)
+    optimizer = LLQR.paper(sgd(model), model, structure="kfac", steps=4, damping=0.1, every=2)
     train(model, optimizer, range(1))
     for p in model.parameters():
         p.grad = torch.zeros_like(p)

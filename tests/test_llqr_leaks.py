@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from llqr import LLQR
 from llqr.errors import LLQRError
+from llqr.paper import PaperLLQR
 from loops import backward, batch, closure_of, network, sgd, train
 
 SIZE = 13  # of a batch, to be found by
@@ -29,8 +30,8 @@ def _without_collector() -> Iterator[None]:
     gc.enable()
 
 
-def wrapped(model: nn.Module, **options: Any) -> LLQR:
-    return LLQR(sgd(model), model, **{"structure": "kfac", "steps": 3, "damping": 0.1, **options})
+def wrapped(model: nn.Module, **options: Any) -> PaperLLQR:
+    return LLQR.paper(sgd(model), model, **{"structure": "kfac", "steps": 3, "damping": 0.1, **options})
 
 
 def tensors() -> list[Tensor]:
@@ -101,7 +102,7 @@ def test_inputs_are_not_held_where_refits_have_a_batch_of_their_own() -> None:
 def test_a_refit_by_hand_holds_nothing() -> None:
     """Not even where the coming step refits too, or where it raises."""
     model = network()
-    optimizer = LLQR(torch.optim.SGD(model[2].parameters(), lr=0.1), model, steps=2, damping=0.1)
+    optimizer = LLQR.paper(torch.optim.SGD(model[2].parameters(), lr=0.1), model, steps=2, damping=0.1)
     optimizer.refit(*batch(size=SIZE), functional.cross_entropy)
     optimizer.refit(closure=closure_of(model, optimizer, batch(size=SIZE)))
     with pytest.raises(ZeroDivisionError):

@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler
 from llqr import LLQR, QuadraticModel, fit
 from llqr.divergences import KL, GaussNewton, Newton
 from llqr.errors import LLQRError
+from llqr.paper import PaperLLQR
 from llqr.preconditioner import Preconditioner
 from llqr.solvers import ScaleFree
 from llqr.structures import Dense
@@ -33,11 +34,13 @@ from loops import (
     train,
 )
 
-OPTIONS: dict[str, Any] = {"structure": "kfac", "steps": 4, "damping": 0.1, "ema": 0.5, "solver": ScaleFree()}
+OPTIONS: dict[str, Any] = {
+    "divergence": KL(), "structure": "kfac", "steps": 4, "damping": 0.1, "ema": 0.5, "solver": ScaleFree()
+}  # fmt: skip
 
 
-def wrapped(model: nn.Module, **options: Any) -> LLQR:
-    return LLQR(sgd(model), model, **{**OPTIONS, **options})
+def wrapped(model: nn.Module, **options: Any) -> PaperLLQR:
+    return LLQR.paper(sgd(model), model, **{**OPTIONS, **options})
 
 
 def loss_of(model: nn.Module, data: Batch) -> Tensor:
@@ -79,7 +82,7 @@ def test_the_base_steps_once_and_without_the_closure() -> None:
             given.append((args, kwargs))
 
     model = network()
-    optimizer = LLQR(Watched(model.parameters(), lr=0.1), model, every=2)
+    optimizer = LLQR.paper(Watched(model.parameters(), lr=0.1), model, every=2)
     train(model, optimizer, range(2), closures=True)
     assert given == [((), {}), ((), {})]
 
@@ -139,7 +142,7 @@ def test_schedulers_reach_the_base() -> None:
 def test_a_group_that_is_added_is_the_identity_until_the_next_refit(structure: Any) -> None:
     model = network()
     base = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    optimizer = LLQR(base, model, **{**OPTIONS, "structure": structure, "every": 3})
+    optimizer = LLQR.paper(base, model, **{**OPTIONS, "structure": structure, "every": 3})
     train(model, optimizer, range(1))
     optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.2})
     assert len(optimizer.param_groups) == 2
@@ -159,7 +162,7 @@ def test_a_group_that_is_added_is_the_identity_until_the_next_refit(structure: A
 def test_a_layer_that_is_added_to_begins_anew() -> None:
     """Its block covers more than before, so that there is nothing to go on with."""
     model = network()
-    optimizer = LLQR(torch.optim.SGD([p for p in model.parameters() if p.dim() == 2], lr=0.1), model, **{
+    optimizer = LLQR.paper(torch.optim.SGD([p for p in model.parameters() if p.dim() == 2], lr=0.1), model, **{
         **OPTIONS, "structure": Dense(per="layer"), "every": 2})  # fmt: skip
     train(model, optimizer, range(1))
     optimizer.add_param_group({"params": [model[0].bias]})
@@ -171,7 +174,7 @@ def test_a_layer_that_is_added_to_begins_anew() -> None:
 
 def test_a_group_of_strangers_is_refused_and_nothing_changes() -> None:
     model = network()
-    optimizer = LLQR(torch.optim.SGD(model[0].parameters(), lr=0.1), model, **OPTIONS)
+    optimizer = LLQR.paper(torch.optim.SGD(model[0].parameters(), lr=0.1), model, **OPTIONS)
     train(model, optimizer, range(1))
     state = optimizer.state_dict()
     with pytest.raises(LLQRError, match=r"aren't in the model.*shape \(7,\) in group 1"):
@@ -179,7 +182,7 @@ def test_a_group_of_strangers_is_refused_and_nothing_changes() -> None:
     assert optimizer.state_dict()["param_groups"] == state["param_groups"]
     with pytest.raises(ValueError, match="more than one parameter group"):
         optimizer.add_param_group({"params": list(model[0].parameters())})
-    mapped = LLQR(optimizer.base, model, structure={"0": "kfac"})
+    mapped = LLQR.paper(optimizer.base, model, structure={"0": "kfac"})
     with pytest.raises(LLQRError, match=r"no pattern of the structures matches '2.weight'"):
         mapped.add_param_group({"params": list(model[2].parameters())})
     assert len(optimizer.param_groups) == 1
@@ -194,7 +197,7 @@ def test_a_scaler_with_an_overflow_is_as_with_the_base(base: Any) -> None:
         model = network(dtype=torch.float32)
         optimizer = base(model.parameters(), lr=0.05)
         if wrap:
-            optimizer = LLQR(optimizer, model, every=never)
+            optimizer = LLQR.paper(optimizer, model, every=never)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
         for k in range(8):
             x, y = batch(k, dtype=torch.float32)
@@ -212,7 +215,7 @@ def test_a_scaler_with_an_overflow_is_as_with_the_base(base: Any) -> None:
     ours, same, optimizer = trained(True)
     assert_same(alone, ours)
     assert scale == same
-    assert isinstance(optimizer, LLQR)
+    assert isinstance(optimizer, PaperLLQR)
     assert optimizer.state_dict()["llqr"]["step"] == 7
 
 
@@ -331,7 +334,7 @@ def test_a_refit_by_hand_leaves_the_inputs_of_the_step() -> None:
     expected: list[dict[str, Tensor]] = []
     for by_hand in (False, True):
         model = network()
-        optimizer = LLQR(torch.optim.SGD(model[2].parameters(), lr=0.1), model, **{**OPTIONS, "ema": 0.0})
+        optimizer = LLQR.paper(torch.optim.SGD(model[2].parameters(), lr=0.1), model, **{**OPTIONS, "ema": 0.0})
         backward(model, batch(0))
         if by_hand:
             optimizer.refit(*batch(5, size=9), functional.cross_entropy)
@@ -399,5 +402,5 @@ def test_memory_and_repr() -> None:
     size = 8 * sum(p.numel() for p in model.parameters())
     assert optimizer.memory_usage() == {"preconditioner": size, "base": size, "total": 2 * size}
     assert optimizer.stats.memory == size
-    for part in ("LLQR(", "KL()", "'diagonal'", "every=2", "at step 3: 2 refits", "SGD (", "momentum: 0.9"):
+    for part in ("LLQR.paper(", "KL()", "'diagonal'", "every=2", "at step 3: 2 refits", "SGD (", "momentum: 0.9"):
         assert part in repr(optimizer)

@@ -18,6 +18,7 @@ from torch.nn import functional
 from llqr import LLQR, Preconditioner, QuadraticModel, fit
 from llqr.divergences import KL, Divergence, GaussNewton, Newton
 from llqr.errors import LLQRError
+from llqr.paper import PaperLLQR
 from llqr.solvers import SGDM, ScaleFree, Solver
 from llqr.structures import Dense
 from loops import assert_same, backward, batch, blocks_of, gradients_of, network, never, parameters_of, sgd, train
@@ -25,12 +26,12 @@ from zoo import Attention, cases, pick, token_loss
 
 DAMPING, STEPS = 1.0, 3
 ZOO = list(cases())
-FLAT_AND_NOT = [KL(), Newton()]
+FLAT, FLAT_AND_NOT = KL(), [KL(), Newton()]
 
 
-def wrapped(model: nn.Module, divergence: str | Divergence = "ngd", **options: Any) -> LLQR:
+def wrapped(model: nn.Module, divergence: str | Divergence = FLAT, **options: Any) -> PaperLLQR:
     options = {"structure": "kfac", "steps": STEPS, "damping": DAMPING, "ema": 0.0, "solver": ScaleFree(), **options}
-    return LLQR(sgd(model, lr=0.01), model, divergence, **options)
+    return LLQR.paper(sgd(model, lr=0.01), model, divergence, **options)
 
 
 def fitted(q: QuadraticModel, structure: Any = "kfac", solver: Solver | None = None) -> dict[str, Tensor]:
@@ -48,7 +49,9 @@ def called(model: nn.Module, inputs: Any) -> Any:
     return model(**inputs) if isinstance(inputs, dict) else model(inputs)
 
 
-def evaluation(model: nn.Module, optimizer: LLQR, inputs: Any, loss: Callable[[Any], Tensor]) -> Callable[[], Tensor]:
+def evaluation(
+    model: nn.Module, optimizer: PaperLLQR, inputs: Any, loss: Callable[[Any], Tensor]
+) -> Callable[[], Tensor]:
     def closure() -> Tensor:
         optimizer.zero_grad()
         value = loss(called(model, inputs))
@@ -309,7 +312,7 @@ def test_calls_that_have_no_names_or_no_tensors() -> None:
 
     x, y = batch()
     for call, message in [
-        (lambda model: model(x, scale=1.0), "call it with one kind, or give LLQR a refit_batch"),
+        (lambda model: model(x, scale=1.0), "call it with one kind, or give a refit_batch"),
         (lambda model: model(Held(x)), r"called with a Held and no tensor.*model\(\*\*batch\)"),
     ]:
         model = Loose()
@@ -439,8 +442,9 @@ def test_two_optimizers_share_a_model() -> None:
         "damping": DAMPING,
         "ema": 0.0,
         "solver": ScaleFree(),
+        "divergence": KL(),
     }
-    optimizers = [LLQR(torch.optim.SGD(half.parameters(), lr=0.1), model, **options) for half in halves]
+    optimizers = [LLQR.paper(torch.optim.SGD(half.parameters(), lr=0.1), model, **options) for half in halves]
     backward(model, batch())
     models = []
     for name in ("0", "2"):
@@ -480,7 +484,7 @@ def test_a_closure_and_a_batch_without_its_loss() -> None:
     for divergence in ("newton", "gauss-newton"):
         model = network()
         optimizer = wrapped(model, divergence, refit_batch=lambda: batch(5))
-        with pytest.raises(LLQRError, match="give LLQR a loss_fn and a refit_batch"):
+        with pytest.raises(LLQRError, match=r"give LLQR\.paper a loss_fn and a refit_batch"):
             optimizer.step(
                 evaluation(model, optimizer, batch()[0], lambda out: functional.cross_entropy(out, batch()[1]))
             )
@@ -536,4 +540,4 @@ def test_half_precision_parameters() -> None:
     assert optimizer.stats.refits == 2
     assert {tensor.dtype for tensor in blocks_of(optimizer).values()} == {torch.float32}
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert LLQR(sgd(model), model, every=never).preconditioner is None
+    assert LLQR.paper(sgd(model), model, every=never).preconditioner is None

@@ -17,6 +17,7 @@ from torch.optim import lr_scheduler
 
 from llqr import LLQR
 from llqr.errors import LLQRError, LLQRWarning
+from llqr.paper import PaperLLQR
 from llqr.structures import Dense, Kronecker, Scalar
 from loops import STRUCTURES, assert_same, backward, batch, blocks_of, network, never, parameters_of, sgd, train
 
@@ -24,9 +25,9 @@ EVERY, END = 4, 10
 KINDS: list[Any] = [*STRUCTURES, Dense(per="layer"), {"0": Kronecker(), "*.bias": "diagonal", "*": Scalar(per="layer")}]
 
 
-def fresh(structure: Any = "ekfac", seed: int = 0, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, LLQR]:
+def fresh(structure: Any = "ekfac", seed: int = 0, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, PaperLLQR]:
     model = network(seed, dtype)
-    return model, LLQR(sgd(model), model, structure=structure, every=EVERY, steps=4, ema=0.5, damping=0.1)
+    return model, LLQR.paper(sgd(model), model, structure=structure, every=EVERY, steps=4, ema=0.5, damping=0.1)
 
 
 def through_a_file(state: Any) -> Any:
@@ -269,7 +270,7 @@ def test_state_dict_hooks() -> None:
     state = optimizer.state_dict()
     assert state["note"] == 1
     optimizer.load_state_dict(state)
-    assert calls == ["saving", "loading", "LLQR"]
+    assert calls == ["saving", "loading", "PaperLLQR"]
 
 
 def test_a_period_that_is_a_function_is_asked_again_after_loading() -> None:
@@ -280,11 +281,11 @@ def test_a_period_that_is_a_function_is_asked_again_after_loading() -> None:
         asked.append(step)
         return False
 
-    optimizer = LLQR(sgd(model), model, every=every)
+    optimizer = LLQR.paper(sgd(model), model, every=every)
     train(model, optimizer, range(2))
     state = optimizer.state_dict()
     backward(model, batch(2))
     optimizer.load_state_dict(state)
     train(model, optimizer, range(2, 3))
     assert asked == [0, 1, 2, 2]
-    assert LLQR(sgd(model), model, every=never).state_dict()["llqr"]["preconditioner"] is None
+    assert LLQR.paper(sgd(model), model, every=never).state_dict()["llqr"]["preconditioner"] is None

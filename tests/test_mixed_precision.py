@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from llqr import LLQR, QuadraticModel, fit
 from llqr.divergences import KL, Newton
 from llqr.errors import LLQRWarning
+from llqr.paper import PaperLLQR
 from llqr.precision import AutocastOff
 from llqr.solvers import ScaleFree
 from loops import assert_same, batch, blocks_of, gradients_of, network, never, parameters_of, sgd, spoil
@@ -24,8 +25,8 @@ from loops import assert_same, batch, blocks_of, gradients_of, network, never, p
 HALF = [torch.bfloat16, torch.float16]
 
 
-def wrapped(model: nn.Module, **options: Any) -> LLQR:
-    return LLQR(sgd(model), model, **{"structure": "kfac", "every": 2, "steps": 3, **options})
+def wrapped(model: nn.Module, **options: Any) -> PaperLLQR:
+    return LLQR.paper(sgd(model), model, **{"structure": "kfac", "every": 2, "steps": 3, **options})
 
 
 def scaled_training(
@@ -71,7 +72,7 @@ def test_an_overflow_is_as_with_the_base(
         model = network(dtype=torch.float32)
         optimizer = base(model)
         if way != "alone":
-            optimizer = LLQR(optimizer, model, structure="kfac", every=never if way == "identity" else 2, steps=3)
+            optimizer = LLQR.paper(optimizer, model, structure="kfac", every=never if way == "identity" else 2, steps=3)
         found[way] = (*scaled_training(optimizer, model, dtype, 4, unscale, micro), parameters_of(model), optimizer)
     moved, scale, parameters, _ = found["alone"]
     assert moved == [k != 4 for k in range(8)]
@@ -112,7 +113,7 @@ def test_the_scale_reaches_nothing(divergence: Any) -> None:
     assert_same(*found)
 
 
-def refitted(model: nn.Module, forward: Callable[[], Any], **options: Any) -> LLQR:
+def refitted(model: nn.Module, forward: Callable[[], Any], **options: Any) -> PaperLLQR:
     """An optimizer that has refitted once at a forward pass, without warnings."""
     optimizer = wrapped(model, ema=0.0, **options)
     functional.cross_entropy(forward(), batch()[1]).backward()
@@ -269,7 +270,7 @@ def test_frozen_weights_stay_as_they_are() -> None:
 
     model = nn.Sequential(Watched(4, 5), nn.Tanh(), nn.Linear(5, 3)).bfloat16()
     model[0].requires_grad_(False)
-    optimizer = LLQR(torch.optim.SGD(model[2].parameters(), lr=0.1), model, structure="kfac", steps=3)
+    optimizer = LLQR.paper(torch.optim.SGD(model[2].parameters(), lr=0.1), model, structure="kfac", steps=3)
     x, y = batch(dtype=torch.bfloat16)
     functional.cross_entropy(model(x), y).backward()
     optimizer.step()
@@ -348,7 +349,7 @@ def curve(precision: str, seed: int) -> list[float]:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     keep = torch.bfloat16 if precision == "kept" else torch.float32
     model.to(keep)
-    optimizer = LLQR(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model, every=10, steps=5)
+    optimizer = LLQR.paper(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model, every=10, steps=5)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=precision == "float16")
     dtype = torch.float16 if precision == "float16" else torch.bfloat16
     losses = []
@@ -385,7 +386,7 @@ def test_frozen_half_precision_layers_beside_float32_ones_under_autocast() -> No
     model = nn.Sequential(frozen, nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 4))
     inputs, targets = torch.randn(8, 3), torch.randint(4, (8,))
     learned = [p for p in model.parameters() if p.requires_grad]
-    optimizer = LLQR(torch.optim.SGD(learned, lr=0.1), model, structure="kfac", every=1)
+    optimizer = LLQR.paper(torch.optim.SGD(learned, lr=0.1), model, structure="kfac", every=1)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = nn.functional.cross_entropy(model(inputs).float(), targets)
     loss.backward()

@@ -67,7 +67,7 @@ def test_faults_of_own_structures_are_told(fault: str) -> None:
     model = network()
     if fault not in ("identity", "sign"):  # what a shape tells is told before the first step
         with pytest.raises(LLQRError, match=FAULTS[fault]):
-            LLQR(sgd(model), model, structure=Faulty(fault))
+            LLQR.paper(sgd(model), model, structure=Faulty(fault))
     fit(random_model(), Faulty("none"), steps=2)
 
 

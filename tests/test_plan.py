@@ -88,7 +88,7 @@ def test_advice_is_taken_by_the_optimizer() -> None:
     model, inputs = convolutions(), torch.randn(4, 3, 8, 8)
     for budget in (1e6, 1e-9):
         found = plan(model, inputs, repeats=1, budget=budget)
-        optimizer = LLQR(torch.optim.SGD(model.parameters(), lr=0.01), model, structure=found.advised, steps=1)
+        optimizer = LLQR.paper(torch.optim.SGD(model.parameters(), lr=0.01), model, structure=found.advised, steps=1)
         model(inputs).square().mean().backward()
         optimizer.step()
         assert optimizer.memory_usage()["preconditioner"] == found.memory

@@ -10,6 +10,7 @@ from torch import nn
 
 from llqr import LLQR, Preconditioner
 from llqr.errors import LLQRError
+from llqr.paper import PaperLLQR
 from llqr.structures import Dense, EigenKronecker, Kronecker, Scalar
 from llqr.structures.assign import StructureSpec
 
@@ -113,9 +114,9 @@ def test_gradients_whose_squares_leave_float32_are_steered_by_a_positive_diagona
 
 
 def test_a_replaced_parameter_or_layer_is_noticed_at_the_next_step() -> None:
-    def stepped() -> tuple[nn.Sequential, LLQR]:
+    def stepped() -> tuple[nn.Sequential, PaperLLQR]:
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
-        optimizer = LLQR(torch.optim.SGD(model.parameters(), lr=0.1), model, every=lambda step: False)
+        optimizer = LLQR.paper(torch.optim.SGD(model.parameters(), lr=0.1), model, every=lambda step: False)
         model(torch.randn(4, 3)).sum().backward()
         optimizer.step()
         return model, optimizer

@@ -1,17 +1,21 @@
 """The base's own step: its momentum, which U turns, and its length, which stays.
 
-The base steps with the raw gradients, as it would alone. Then -‖Δθ‖ U m / ‖U m‖ takes the place of its step Δθ, for each linear
-map with its bias; m is the base's momentum. Decoupled weight decay is left as it is.
+The base steps with the raw gradients, as it would alone. Then -‖Δθ‖ U m / ‖U m‖ takes the place of its step Δθ, tensor by tensor;
+m is the base's momentum. Decoupled weight decay is left as it is. So nothing of the base has to be tuned again, and no step is
+longer than the base's.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam
+
+from llqr.statistics import Block
 
 OWN_MOMENTUM = 0.9
 """Of the average that is kept around a base whose momentum isn't known."""
@@ -19,10 +23,14 @@ OWN_MOMENTUM = 0.9
 AVERAGING: tuple[type[Optimizer], ...] = (Adam, AdamW, NAdam, RAdam, Adamax)
 """Bases, themselves and not what is derived from them, that keep an average of the gradients as `exp_avg`."""
 MUON: tuple[type[Optimizer], ...] = (torch.optim.Muon,) if hasattr(torch.optim, "Muon") else ()
+COUPLED: tuple[type[Optimizer], ...] = (SGD, Adam, NAdam, RAdam, Adamax)
+"""Bases whose weight decay is a part of the gradient, and so of the momentum, unless they are told otherwise."""
+
+Group = Mapping[str, Any]
 
 
 class Momentum:
-    """The base's momentum, parameter by parameter; of a base that doesn't show it, an average of our own."""
+    """The base's momentum, parameter by parameter; around a base that doesn't show it, an average of our own."""
 
     def __init__(self, base: Optimizer) -> None:
         self._base = base
@@ -32,8 +40,8 @@ class Momentum:
     def is_known(self) -> bool:
         return type(self._base) in (SGD, *AVERAGING, *MUON)
 
-    def gather(self, gradients: Mapping[str, Tensor], groups: Mapping[str, Mapping[str, Any]]) -> None:
-        """Before the base steps: average the gradients, where nobody else does."""
+    def gather(self, gradients: Mapping[str, Tensor], groups: Mapping[str, Group]) -> None:
+        """Before the base steps: average the gradients, where the base doesn't show that it does."""
         if self.is_known:
             return
         for name, gradient in gradients.items():
@@ -42,40 +50,79 @@ class Momentum:
                 self.averages[name] = torch.zeros_like(gradient)
             self.averages[name].lerp_(signed, 1 - OWN_MOMENTUM)
 
-    def of(self, name: str, parameter: Tensor, before: Tensor, group: Mapping[str, Any]) -> Tensor | None:
+    def of(self, name: str, parameter: Tensor, before: Tensor, group: Group) -> Tensor | None:
         """After the base has stepped from `before`."""
         kind, state = type(self._base), self._base.state.get(parameter, {})
         if kind in AVERAGING:
             return state.get("exp_avg")
-        if kind is not SGD and kind not in MUON:
+        if not self.is_known:
             return self.averages.get(name)
         buffer, gradient = state.get("momentum_buffer"), parameter.grad
-        if gradient is None or (buffer is not None and not group["nesterov"]):
-            return buffer
+        if buffer is not None and not group["nesterov"]:
+            return buffer if isinstance(buffer, Tensor) else None
+        if gradient is None:
+            return None
         if kind in MUON:
-            return gradient.lerp(buffer, group["momentum"]) if buffer is not None else gradient
+            return gradient if buffer is None else gradient.lerp(buffer, group["momentum"])
         gradient = -gradient if group["maximize"] else gradient
         if group["weight_decay"]:
             gradient = gradient.add(before, alpha=float(group["weight_decay"]))
         return gradient if buffer is None else gradient.add(buffer, alpha=group["momentum"])
 
 
-def decay(base: Optimizer, group: Mapping[str, Any]) -> float:
-    """What the base multiplies its parameters by beside its step.
-
-    SGD and Adam have weight decay in their gradients, and so in their momentum. What isn't known is taken to be decoupled.
-    """
-    coupled = type(base) in (SGD, Adam, NAdam, RAdam, Adamax) and not group.get("decoupled_weight_decay", False)
+def decay(base: Optimizer, group: Group) -> float:
+    """What the base multiplies its parameters by beside its step; of a base that isn't known, weight decay is taken to be that."""
+    coupled = type(base) in COUPLED and not group.get("decoupled_weight_decay", False)
     if coupled or not group.get("weight_decay") or "lr" not in group:
         return 1.0
     return 1 - float(group["lr"]) * float(group["weight_decay"])
 
 
-def groups_of(base: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+def groups_of(base: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Group]:
     """The group of each parameter, by its name."""
     by_id = {id(p): group for group in base.param_groups for p in group["params"]}
     return {name: by_id[id(p)] for name, p in parameters.items()}
 
 
-def norms(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return list(torch._foreach_norm(list(tensors)))
+class Turned(NamedTuple):
+    """The steps that take the place of the base's, and the maps that leave it as it is."""
+
+    steps: dict[str, Tensor]
+    left: list[str]
+
+
+def turn(blocks: Iterable[Block], momenta: Mapping[str, Tensor], steps: Mapping[str, Tensor]) -> Turned:
+    """-‖Δθ‖ U m / ‖U m‖, tensor by tensor; where that isn't a finite number, or there is no momentum, the base's step Δθ stays."""
+    turned = [
+        (block, member, direction, was)
+        for block in blocks
+        if all(name in momenta and name in steps for name in block.map.members)
+        for member, direction, was in _parts(block, momenta, steps)
+    ]
+    if not turned:
+        return Turned({}, [])
+    lengths = torch.stack(torch._foreach_norm([part for *_, direction, was in turned for part in (direction, was)]))
+    result = Turned({}, [])
+    for (block, member, direction, was), (own, length) in zip(turned, lengths.reshape(-1, 2).tolist(), strict=True):
+        if not (math.isfinite(own) and math.isfinite(length) and own > 0):
+            if length != 0:
+                result.left.append(block.map.key)
+            continue
+        direction *= -length / own
+        if block.map.places is None or member != block.map.weight:
+            result.steps[member] = direction.reshape(steps[member].shape)
+        else:
+            if member not in result.steps:
+                result.steps[member] = steps[member].clone()
+            block.map.put(direction, result.steps[member])
+    return result
+
+
+def _parts(
+    block: Block, momenta: Mapping[str, Tensor], steps: Mapping[str, Tensor]
+) -> Iterable[tuple[str, Tensor, Tensor]]:
+    """The directions of a map's weight and bias, and the base's steps there."""
+    weight, *bias = block.map.split(block.apply(momenta))
+    yield block.map.weight, weight, block.map.matrix(steps[block.map.weight])
+    if block.map.bias is not None:
+        yield block.map.bias, bias[0], steps[block.map.bias]

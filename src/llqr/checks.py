@@ -114,6 +114,11 @@ def check_finite(tensor: Tensor, what: str) -> None:
         raise NonFiniteError(f"{what} has a value that is not finite: {value} at index {place}{also}")
 
 
+def check_callable(name: str, value: object) -> None:
+    if value is not None and not callable(value):
+        raise LLQRError(f"{name} is a function, not a {type(value).__name__}")
+
+
 def check_parameter(name: str, parameter: Tensor) -> None:
     """Raise for a parameter that can't be stepped."""
     check_kind(name, parameter)

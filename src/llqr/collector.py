@@ -8,7 +8,8 @@ the model once more itself (`llqr.drawn_gradients`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -46,14 +47,29 @@ class Collector:
         self._schedule = schedule
         self.runs_again = runs_again
         """LLQR runs the model itself, and is told with what."""
+        self.of: Mapping[str, Tensor] = {}
         self.names: Mapping[int, str] = {}
-        """Of the parameters that are stepped, by their ids."""
         self.structures: Mapping[str, Structure] = {}
         self.sums: dict[LinearMap, Sums] = {}
         self.others: Mapping[str, str] = {}
         """Parameters that aren't in linear maps alone, by what else uses them."""
         self.call: Call | None = None
         self._step = 0
+
+    def know(self, parameters: Mapping[str, Tensor], structures: Mapping[str, Structure]) -> None:
+        """The parameters that are stepped, by their names, and the structures of their blocks."""
+        self.of = parameters
+        self.names = {id(p): name for name, p in parameters.items() if p.requires_grad}
+        self.structures = structures
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """While LLQR runs the model itself, or evaluates a closure again, nothing is heard."""
+        schedule, self._schedule = self._schedule, None
+        try:
+            yield
+        finally:
+            self._schedule = schedule
 
     def attach(self, model: nn.Module) -> RemovableHandle:
         return model.register_forward_hook(partial(_listen, self), with_kwargs=True)
@@ -78,7 +94,9 @@ class Collector:
                 if tensor.requires_grad:
                     tensor.register_hook(partial(_hold, self.call.gradients, place))
 
-    def _come_back(self, step: int, map_: LinearMap, sides: Callable[[Tensor], Sides], gradients: Sequence[Any]) -> None:
+    def _come_back(
+        self, step: int, map_: LinearMap, sides: Callable[[Tensor], Sides], gradients: Sequence[Any]
+    ) -> None:
         if step == self._step and gradients[0] is not None:
             with torch.no_grad():
                 self.add(map_, sides(gradients[0].detach()))
@@ -109,11 +127,15 @@ def _hold(gradients: dict[int, Tensor], place: int, gradient: Tensor) -> None:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _listen(collector: Collector, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+def _listen(
+    collector: Collector, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> None:
     if torch.is_grad_enabled() and is_own_call(module):
         collector.hear(args, kwargs, output)
 
 
 @torch.compiler.substitute_in_graph(_listen, skip_signature_check=True)
-def _traced(collector: Collector, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+def _traced(
+    collector: Collector, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> None:
     """What stands for it inside of a compiled graph, where the outputs have no graph of their own to look at."""

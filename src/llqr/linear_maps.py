@@ -26,8 +26,7 @@ Edge = tuple[Node | None, int]
 VIEWS = frozenset(
     f"{name}Backward0"
     for name in (
-        "T Transpose Permute View UnsafeView ReshapeAlias Alias ToCopy Clone Expand Slice Split SplitWithSizes UnsafeSplit Unbind "
-        "Select Squeeze Unsqueeze Detach NumpyT".split()
+        ["T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Alias", "ToCopy", "Clone", "Expand", "Slice", "Split", "SplitWithSizes", "UnsafeSplit", "Unbind", "Select", "Squeeze", "Unsqueeze", "Detach", "NumpyT"]
     )
 ) | {"SqueezeBackward1", "SqueezeBackward2", "TransposeBackward1", "ViewBackward1"}
 """Nodes that move the numbers of a weight, and don't change them."""
@@ -36,7 +35,13 @@ SAME_PLACES = frozenset({"ToCopyBackward0", "AliasBackward0", "CloneBackward0", 
 """Those of them that leave every number where it is."""
 
 OPAQUE = frozenset(
-    {"CompiledFunctionBackward", "MkldnnRnnLayerBackward0", "CudnnRnnBackward0", "MiopenRnnBackward0", "CheckpointFunctionBackward"}
+    {
+        "CompiledFunctionBackward",
+        "MkldnnRnnLayerBackward0",
+        "CudnnRnnBackward0",
+        "MiopenRnnBackward0",
+        "CheckpointFunctionBackward",
+    }
 )
 """Nodes that stand for many, which can be looked into only if the model is run otherwise."""
 
@@ -76,28 +81,31 @@ class LinearMap:
         more = self.bias is not None
         return (g, r + (more and self.inputs_on_rows), c + (more and not self.inputs_on_rows))
 
-    def read(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The matrix that these tensors (a gradient, a momentum) have at the places of W and its bias."""
-        weight = tensors[self.weight]
-        flat = weight.reshape(self.shape) if self.places is None else weight.reshape(-1)[self.places.to(weight.device)]
-        if self.bias is None:
-            return flat
-        line = tensors[self.bias].reshape(self.shape[0], -1)
-        return torch.cat([flat, line[:, None] if self.inputs_on_rows else line[..., None]], 1 + (not self.inputs_on_rows))
+    def matrix(self, weight: Tensor) -> Tensor:
+        """What a tensor of the weight's shape has at the places of W."""
+        return weight.reshape(self.shape) if self.places is None else weight.reshape(-1)[self.places.to(weight.device)]
 
-    def write(self, matrix: Tensor, tensors: Mapping[str, Tensor]) -> None:
-        """The inverse of `read`: put a matrix where W and its bias are in these tensors."""
+    def read(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """What these tensors (gradients, momenta) have at the places of W and its bias, as one stack of matrices."""
+        matrix = self.matrix(tensors[self.weight])
+        if self.bias is None:
+            return matrix
+        line = tensors[self.bias].reshape(self.shape[0], -1)
+        return torch.cat((matrix, line[:, None]), 1) if self.inputs_on_rows else torch.cat((matrix, line[..., None]), 2)
+
+    def split(self, joined: Tensor) -> list[Tensor]:
+        """The inverse of `read`: the matrix of W, and the vector of the bias if there is one."""
         _, r, c = self.shape
-        weight = tensors[self.weight]
+        if self.bias is None:
+            return [joined]
+        return [joined[:, :r, :c], (joined[:, -1] if self.inputs_on_rows else joined[..., -1]).reshape(-1)]
+
+    def put(self, matrix: Tensor, weight: Tensor) -> None:
+        """Write a matrix to the places of W in a contiguous tensor of the weight's shape."""
         if self.places is None:
-            weight.copy_(matrix[:, :r, :c].reshape(weight.shape))
+            weight.copy_(matrix.reshape(weight.shape))
         else:
-            flat = weight.reshape(-1)
-            flat[self.places.to(weight.device)] = matrix[:, :r, :c].to(weight.dtype)
-            weight.copy_(flat.reshape(weight.shape))
-        if self.bias is not None:
-            bias = tensors[self.bias]
-            bias.copy_((matrix[:, -1] if self.inputs_on_rows else matrix[..., -1]).reshape(bias.shape))
+            weight.view(-1)[self.places.to(weight.device)] = matrix.to(weight.dtype)
 
 
 Sides = tuple[Tensor, Tensor, float]
@@ -231,7 +239,11 @@ def _product(
         outputs = map_.shape[2] if map_.inputs_on_rows else map_.shape[1]
         name = _bias(bias, names, outputs) if map_.places is None and map_.shape[0] == 1 else None
         map_ = replace(map_, bias=name)
-    saved_inputs, groups, inputs_on_rows = getattr(node, f"_saved_{saved[1 - which]}"), map_.shape[0], map_.inputs_on_rows
+    saved_inputs, groups, inputs_on_rows = (
+        getattr(node, f"_saved_{saved[1 - which]}"),
+        map_.shape[0],
+        map_.inputs_on_rows,
+    )
 
     def sides(gradient: Tensor) -> Sides:
         x, y = (t if which == 1 else t.mT for t in (saved_inputs.detach(), gradient))
@@ -274,7 +286,9 @@ class _Origin:
         """Where in the parameter the numbers of the operand come from: their numbers, sent back along the chain."""
         count = math.prod(operand[-2:] if shared else operand)
         numbers = torch.zeros(operand, dtype=torch.float64)
-        (numbers[0] if shared else numbers).copy_(torch.arange(1, count + 1).reshape(operand[-2:] if shared else operand))
+        (numbers[0] if shared else numbers).copy_(
+            torch.arange(1, count + 1).reshape(operand[-2:] if shared else operand)
+        )
         value: Any = numbers
         try:
             for node, output in self.chain:

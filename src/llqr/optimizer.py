@@ -1,131 +1,378 @@
-"""LLQR: steps in the direction of steepest descent under a divergence, as long as the base's own."""
+"""LLQR: steps in the direction of steepest descent under a divergence, as long as the base's own.
+
+for k = 0, 1, 2, …:
+    g_k ← ∇L(θ_k)                                     (the user's backward pass)
+    often at first, then rarer:  U ← (H + λ)⁻¹        (a refit: H from the curvature of all examples, averaged)
+    Δ, m ← the base's step by g_k, and its momentum
+    θ_{k+1} ← θ_k - ‖Δ‖ U m / ‖U m‖                   (tensor by tensor)
+"""
 
 from __future__ import annotations
 
 import time
+import warnings
 import weakref
 from collections.abc import Mapping
-from functools import partial
-from typing import Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from llqr.base_step import Momentum, decay, groups_of
-from llqr.checks import tensors_in
-from llqr.linear_maps import LinearMap, Sides, Use, find_uses
-from llqr.loop.gradients import Stepped, gradients_of, stepped_parameters
-from llqr.loop.schedule import Every, Schedule
+from llqr.base_step import Momentum, decay, groups_of, turn
+from llqr.checks import check_callable
+from llqr.collector import Collector
+from llqr.distributed.groups import standing, team_of, unwrapped
+from llqr.divergences import Divergence, resolve
+from llqr.errors import LLQRError, LLQRWarning, NonFiniteError, callers_level
+from llqr.loop.closures import Closure, checked_loss
+from llqr.loop.gradients import Stepped, check_parameters, gradients_of, stepped_parameters
+from llqr.loop.options import check_base
+from llqr.loop.schedule import Every, Schedule, often_at_first
+from llqr.loop.state import KEY, checked_state_dict
 from llqr.loop.stats import Stats
 from llqr.loop.wrapping import Wrapping
 from llqr.paper import PaperLLQR
-from llqr.statistics import Block, Sums
+from llqr.precision import no_autocast
+from llqr.recorder import Selector
+from llqr.second_run import SecondRun
+from llqr.sites import uncompiled
+from llqr.statistics import Block, Sums, block_from_state, block_state, merged
 from llqr.structures.assign import StructureSpec, assign
-import os
-PER=os.environ.get("PER","map")
-SKIP=os.environ.get("SKIP","").split()
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+SEED = 0x11C9
+"""Of the numbers that are drawn in refits; the random streams of the training are left alone."""
 
 
-def often_at_first(step: int) -> bool:
-    k = 0
-    while k < step:
-        k += min(1 + k // 10, GAP)
-    return k == step
-GAP=int(os.environ.get("GAP","25"))
-
-
-class Collector:
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
-        self.names: dict[int, str] = {}
-        self.structures = {}
-        self.sums: dict[str, Sums] = {}
-
-    def listen(self, module, args, output):
-        if not torch.is_grad_enabled() or not self.schedule.due():
-            return
-        for use in find_uses(tensors_in(output), self.names):
-            if use.map.weight in SKIP: continue
-            use.node.register_prehook(partial(self._add, use.map, use.sides))
-
-    @torch.no_grad()
-    def _add(self, map_: LinearMap, sides, gradients):
-        if gradients[0] is None: return
-        if map_.key not in self.sums:
-            self.sums[map_.key] = Sums(map_, self.structures[map_.weight])
-        self.sums[map_.key].add(sides(gradients[0]), map_.bias is not None)
-
-import llqr.statistics as S
-S.DAMPING=float(os.environ.get("DAMP","0.1")); S.MEMORY=float(os.environ.get("MEM","0.8"))
 class LLQR(Wrapping):
-    """To come."""
+    """A torch optimizer whose steps go along U m, as far as the base's own: m is its momentum, U a learned inverse curvature.
 
-    def __init__(self, base, model, divergence=None, structure: StructureSpec = "kfac", every: Every | None = None) -> None:
-        self.model = model
+    Args:
+        base: the optimizer that steps, with its own learning rate, momentum and weight decay. Its `param_groups`, `state` and
+            `defaults` are this one's too.
+        model: the module whose parameters it steps (it may have others, which are left alone). If torch.compile has wrapped it,
+            give the wrapper that the loop calls.
+        divergence: what a step is measured by. None: the curvature is the second moment of the loss's own gradients, example by
+            example, whatever the loss is. "ngd", "gauss-newton", "renyi", "reverse-kl" or an object: gradients are drawn from it,
+            in one more run of the model at every refit. "newton" is taken by its Gauss–Newton part, because the inverse of a
+            curvature that isn't positive can point uphill.
+        structure: of U: "kfac", "ekfac", "diagonal", "scalar", "dense", an object, or a mapping from name patterns to these.
+        every: steps between refits, a function of the step's number that tells whether it begins with a refit, or None: often at
+            first, then rarer.
+        output: picks the tensor that the divergence is about out of what the model returns.
+        process_group: the ranks that train this model together. None: the group of the model's DistributedDataParallel or
+            `fully_shard`, or else the default group if there is one.
+
+    Matrices of linear layers, convolutions and attention are stepped so, with their biases. All other parameters are stepped by
+    the base; `print(optimizer)` tells which and why.
+    """
+
+    def __init__(
+        self,
+        base: Optimizer,
+        model: nn.Module,
+        divergence: str | Divergence | None = None,
+        structure: StructureSpec = "kfac",
+        every: Every | None = None,
+        *,
+        output: Selector | None = None,
+        process_group: ProcessGroup | None = None,
+    ) -> None:
+        check_base(base, model)
+        if isinstance(base, (LLQR, PaperLLQR)):
+            raise LLQRError("the base is an LLQR already: wrap the optimizer inside it")
+        check_callable("output", output)
+        plain = uncompiled(model)
+        inside = unwrapped(plain)
+        self._wrapped, self._group = plain, process_group
+        self.model, self._called = uncompiled(inside), model if inside is plain else inside
+        self.divergence = None if divergence is None else resolve(divergence)
         self.structure = structure
+        self._output = output
         self._schedule = Schedule(often_at_first if every is None else every)
-        self._collector = Collector(self._schedule)
-        self.blocks: dict[str, Block] = {}
-        self._momentum = Momentum(base)
+        self._every = every
         self.stats = Stats()
+        self.blocks: dict[str, Block] = {}
+        """The linear maps by name, each with its curvature and its block of U."""
+        self._check(base)
         super().__init__(base)
-        self._stepped = Stepped(base, model)
-        model.register_forward_hook(self._collector.listen)
-        self._refresh()
 
-    def _refresh(self):
-        p = self._stepped()
-        self._collector.names = {id(x): n for n, x in p.items() if x.requires_grad}
-        self._collector.structures = assign(self.structure, p)
-        return p
+    def _check(self, base: Optimizer) -> None:
+        """Raise now for what the first refit would raise for."""
+        parameters = stepped_parameters(base, self.model)
+        check_parameters(parameters)
+        assign(self.structure, parameters)
 
-    @torch.no_grad()
-    def step(self, closure=None):
+    def _begin(self) -> None:
+        """With the hook on the model, which isn't saved."""
+        super()._begin()
+        self._team = team_of(self._wrapped, self._group, None)
+        self._standing = standing(self.model.parameters())
+        self._second_run = SecondRun(self.model, self._called, self.divergence, self._output)
+        self._momentum = Momentum(self.base)
+        self._before: dict[str, Tensor] = {}
+        self._stepped = Stepped(self.base, self.model)
+        self._collector = Collector(self._schedule, runs_again=self.divergence is not None)
+        self._look_up()
+        self._unhook = weakref.finalize(self, self._collector.attach(self._called).remove)
+
+    def _look_up(self) -> dict[str, Tensor]:
+        """The parameters that the base steps, as they are now."""
+        parameters = self._stepped()
+        if self._collector.of is not parameters:
+            self._collector.know(parameters, assign(self.structure, parameters))
+        return parameters
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """To the base. The new parameters are stepped by the base until the next refit."""
+        self.base.add_param_group(param_group)
+        try:
+            self._check(self.base)
+        except LLQRError:
+            self.base.param_groups.pop()
+            raise
+
+    # --- stepping ---
+
+    def step(self, closure: Closure | None = None) -> Any:
+        """Refit U if it is time, let the base step, and turn its step to U m."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        parameters = self._refresh()
+        parameters = self._look_up()
         if self._schedule.due():
-            t = time.perf_counter()
-            for key, sums in self._collector.sums.items():
-                block = self.blocks.get(key)
-                if block is None or block.map != sums.map:
-                    block = self.blocks[key] = Block(sums.map, self._collector.structures[sums.map.weight], {})
-                block.take(sums.moments())
-                block.invert()
-            self._collector.sums.clear()
-            self.stats.seconds += time.perf_counter() - t
-            self.stats.refits += 1
-        groups = groups_of(self.base, parameters)
-        gradients = gradients_of(parameters)
-        names = [n for b in self.blocks.values() for n in b.map.members]
-        old = {n: parameters[n].detach().clone() for n in names}
-        self._momentum.gather(gradients, groups)
-        self.base.step()
+            if closure is not None:
+                checked_loss(loss)
+            self._refit(parameters, closure)
+        self._collector.forget()
+        with torch.no_grad(), no_autocast(parameters):
+            self._step_along(parameters)
         self._schedule.go_to(self._schedule.step + 1)
-        delta, m = {}, {}
-        for n in names:
-            m[n] = self._momentum.of(n, parameters[n], old[n], groups[n])
-            d = decay(self.base, groups[n])
-            if d != 1: old[n].mul_(d)
-            delta[n] = parameters[n] - old[n]
-        for b in self.blocks.values():
-            step = b.apply(m)
-            length = torch.stack([delta[n].norm() for n in b.map.members]).norm()
-            new = {n: torch.empty_like(old[n]) for n in b.map.members}
-            b.map.write(step, new)
-            if PER == "map":
-                ratio = length / step.norm()
-                for n in b.map.members:
-                    parameters[n].copy_(old[n]).sub_(new[n] * ratio)
-            else:
-                for n in b.map.members:
-                    parameters[n].copy_(old[n]).sub_(new[n] * (delta[n].norm() / new[n].norm()))
         return loss
 
-    @staticmethod
-    def paper(base: Optimizer, model: nn.Module, *args: Any, **kwargs: Any) -> PaperLLQR:
-        """Algorithm 1 of the paper: U fitted along one gradient, and U g in place of the gradient g."""
-        return PaperLLQR(base, model, *args, **kwargs)
+    def _refit(self, parameters: Mapping[str, Tensor], closure: Closure | None) -> None:
+        begun = time.perf_counter()
+        try:
+            with no_autocast(parameters):
+                found = self._second_moments(parameters, closure)
+                with torch.no_grad():
+                    self._take(found)
+        except NonFiniteError as error:
+            self._reject(str(error))
+        finally:
+            self.stats.seconds += time.perf_counter() - begun
+
+    def _second_moments(self, parameters: Mapping[str, Tensor], closure: Closure | None) -> dict[str, Sums]:
+        """Of each linear map, since the last step."""
+        collector = self._collector
+        if collector.runs_again:
+            self._second_run.check_step(closure)
+            if collector.call is not None:
+                trained = {name: p for name, p in parameters.items() if p.requires_grad}
+                generator = torch.Generator(next(iter(trained.values())).device).manual_seed(SEED + self._schedule.step)
+                with collector.silent():
+                    for map_, sides in self._second_run(trained, collector.call, closure, generator):
+                        collector.add(map_, sides)
+                if self._second_run.found is not None:
+                    collector.others = self._second_run.found.others
+        if not collector.sums and not (collector.runs_again and collector.call is not None):
+            raise NonFiniteError(
+                "no gradient has come back through the model: it wasn't called as model(...) with gradients on since the last "
+                "step. If your loop calls torch.compile(model), give LLQR that one"
+            )
+        return merged(collector.sums.values())
+
+    def _take(self, found: Mapping[str, Sums]) -> None:
+        moments = {key: sums.moments() for key, sums in found.items()}
+        wrong = [key for key, parts in moments.items() if not all(bool(m.sum().isfinite()) for m in parts.values())]
+        if wrong:
+            raise NonFiniteError(f"the gradients or inputs of {wrong[0]!r} aren't finite")
+        for key, sums in found.items():
+            block = self.blocks.get(key)
+            if block is None or block.map != sums.map or block.structure != sums.structure:
+                block = Block(sums.map, sums.structure)
+            block.take(moments[key])
+            block.invert()
+            self.blocks[key] = block
+        self.stats.refits += 1
+        self.stats.memory = sum(block.memory for block in self.blocks.values())
+
+    def _step_along(self, parameters: Mapping[str, Tensor]) -> None:
+        """The base's step, turned to U m where there is one."""
+        blocks = [
+            block
+            for block in self.blocks.values()
+            if all(name in parameters and parameters[name].grad is not None for name in block.map.members)
+        ]
+        names = list(dict.fromkeys(name for block in blocks for name in block.map.members))
+        groups = groups_of(self.base, parameters)
+        self._momentum.gather(gradients_of(parameters), groups)
+        if not names:
+            self.base.step()
+            return
+        before = self._remembered({name: parameters[name] for name in names})
+        self.base.step()
+        momenta = {name: self._momentum.of(name, parameters[name], before[name], groups[name]) for name in names}
+        for name in names:
+            if (factor := decay(self.base, groups[name])) != 1:
+                before[name].mul_(factor)
+        taken = dict(
+            zip(names, torch._foreach_sub([parameters[n] for n in names], [before[n] for n in names]), strict=True)
+        )
+        turned = turn(blocks, {name: m for name, m in momenta.items() if m is not None}, taken)
+        for name, step in turned.steps.items():
+            torch.add(before[name], step.to(before[name].dtype), out=parameters[name])
+        if turned.left:
+            self.stats.nonfinite += len(turned.left)
+            self._warn(
+                "nonfinite",
+                f"U m of {turned.left[0]!r} isn't finite or is zero, and the base's own step was taken there",
+            )
+
+    def _remembered(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """θ before the base steps, in memory that is kept from step to step."""
+        held = self._before
+        if held.keys() != parameters.keys() or any(
+            held[n].shape != p.shape or held[n].dtype != p.dtype for n, p in parameters.items()
+        ):
+            self._before = held = {name: torch.empty_like(p, requires_grad=False) for name, p in parameters.items()}
+        torch._foreach_copy_(list(held.values()), list(parameters.values()))
+        return held
+
+    def _reject(self, why: str) -> None:
+        self.stats.rejected += 1
+        self._warn("rejected", f"a refit was left out, and U stays as it was: {why}")
+
+    def close(self) -> None:
+        """Take the hook off the model. U stays as it is from then on."""
+        self._unhook()
+        self._collector.forget()
+
+    # --- state ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """The base's, with what LLQR adds under "llqr": tensors and builtins alone."""
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        own = {
+            "step": self._schedule.step,
+            "blocks": {key: block_state(block) for key, block in self.blocks.items()},
+            "averages": {name: average.clone() for name, average in self._momentum.averages.items()},
+            "stats": asdict(self.stats),
+        }
+        state: dict[str, Any] = {**self.base.state_dict(), KEY: own}
+        for after in self._optimizer_state_dict_post_hooks.values():
+            state = after(self, state) or state
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where the other left off; devices and dtypes are those of the parameters here.
+
+        A state of the base alone is taken too, and U begins anew. A state that doesn't fit changes nothing.
+        """
+        state_dict = checked_state_dict(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
+        own = state_dict.pop(KEY, None)
+        parameters = stepped_parameters(self.base, self.model)
+        blocks, step, stats, averages = self._checked_state(own, parameters)
+        self.base.load_state_dict(state_dict)
+        self.blocks, self.stats, self._momentum.averages = blocks, stats, averages
+        self._schedule.go_to(step)
+        self._collector.forget()
+        if own is None:
+            warnings.warn("the state is of a plain optimizer: U begins anew", LLQRWarning, stacklevel=callers_level())
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _checked_state(
+        self, own: Any, parameters: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Block], int, Stats, dict[str, Tensor]]:
+        if own is None:
+            return {}, 0, Stats(), {}
+        if not isinstance(own, Mapping) or not {"step", "blocks", "averages", "stats"} <= own.keys():
+            known = (
+                "of LLQR.paper" if isinstance(own, Mapping) and "preconditioner" in own else "not of LLQR.state_dict()"
+            )
+            raise LLQRError(f"what the state has under {KEY!r} is {known}: load it into an optimizer of the same kind")
+        structures = assign(self.structure, parameters)
+        blocks = {key: block_from_state(key, state, parameters, structures) for key, state in own["blocks"].items()}
+        averages = {}
+        for name, average in own["averages"].items():
+            if name not in parameters or parameters[name].shape != average.shape:
+                raise LLQRError(
+                    f"the state has a momentum of {name!r}, which the model here has not, or in another shape"
+                )
+            averages[name] = average.to(parameters[name], copy=True)
+        return blocks, int(own["step"]), Stats.of(own["stats"]), averages
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._team is not None:
+            raise LLQRError(
+                "an optimizer of several ranks holds their process group, which can't be copied or pickled: use state_dict()"
+            )
+        left_out = {"_collector", "_unhook", "_warned", "_stepped", "_before", "_group", "_second_run", "_team", "step"}
+        return {
+            name: value
+            for name, value in self.__dict__.items()
+            if name not in left_out and not name.startswith("_optimizer_")
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        momentum = state.pop("_momentum")
+        self.__dict__.update({**state, "_group": None})
+        self._begin()
+        self._momentum = momentum
+
+    def memory_usage(self) -> dict[str, int]:
+        """Bytes of the curvature and U, of the base's state, and of both; not of what a step works with."""
+        own = sum(block.memory for block in self.blocks.values())
+        own += sum(average.numel() * average.element_size() for average in self._momentum.averages.values())
+        held = [value for entry in self.state.values() for value in entry.values() if isinstance(value, Tensor)]
+        base = sum(tensor.numel() * tensor.element_size() for tensor in held)
+        return {"preconditioner": own, "base": base, "total": own + base}
+
+    def assignments(self) -> dict[str, str]:
+        """How each parameter that the base has is stepped, and why."""
+        known = {name: block for block in self.blocks.values() for name in block.map.members}
+        return {
+            name: _described(known[name], name) if name in known else self._why_not(name, parameter)
+            for name, parameter in self._look_up().items()
+        }
+
+    def _why_not(self, name: str, parameter: Tensor) -> str:
+        if not parameter.requires_grad:
+            return "frozen"
+        if self._schedule.step == 0 and not self.blocks:
+            return "not known before the first step"
+        if name in self._collector.others:
+            return f"by the base: used in {self._collector.others[name].removesuffix('0').removesuffix('Backward')}"
+        return "by the base: no linear map has used it so far"
+
+    def __repr__(self) -> str:
+        how = "the second moments of the loss's own gradients" if self.divergence is None else repr(self.divergence)
+        every = "often at first, then every 25 steps" if self._every is None else repr(self._every)
+        lines = [f"curvature: {how}", f"structure={self.structure!r}, every={every}"]
+        found = self.assignments()
+        lines += [f"{name}: {what}" for name, what in found.items()]
+        lines += [
+            f"at step {self._schedule.step}: {self.stats.in_words()}",
+            "base=" + repr(self.base).replace("\n", "\n  "),
+        ]
+        return "LLQR(\n  " + "\n  ".join(lines) + "\n)"
+
+    paper = PaperLLQR
+    """Algorithm 1 of the paper, with its hyperparameters: `LLQR.paper(base, model, divergence="ngd", structure="ekfac")`."""
+
+
+def _described(block: Block, name: str) -> str:
+    g, r, c = block.map.joined
+    size = f"{r} × {c}" if g == 1 else f"{g} of {r} × {c}"
+    if name == block.map.bias:
+        return f"along U m, with {block.map.weight}"
+    return f"along U m, {block.structure!r} of {size}"

@@ -6,7 +6,7 @@ for k = 0, 1, 2, …:
     if k mod n = 0:  U ← β U + (1 - β) fit(J)      (a refit; J is the relaxed objective at θ_k)
     θ_{k+1} ← base(θ_k, U g_k)
 
-Around Adam and AdamW U acts on what the base does, θ_{k+1} ← θ_k + U (base(θ_k, g_k) - θ_k), unless it is told otherwise.
+`LLQR.paper` is this class; its defaults are the paper's hyperparameters.
 """
 
 from __future__ import annotations
@@ -22,29 +22,28 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from llqr.checks import Inputs, Loss
+from llqr.checks import Inputs, Loss, check_callable
 from llqr.distributed.division import Division
 from llqr.distributed.groups import unwrapped
-from llqr.divergences import Divergence, resolve
+from llqr.divergences import KL, Divergence, resolve
 from llqr.errors import LLQRError, LLQRWarning, NonFiniteError, callers_level
 from llqr.loop.blocks import Blocks
 from llqr.loop.closures import Closure, checked_loss
 from llqr.loop.gradients import Stepped, gradients_of, replaced, stepped_parameters
 from llqr.loop.inputs import InputHook
-from llqr.loop.options import check_base, checked_batch, checked_ema, default_steps, default_structure
-from llqr.loop.refit import Batch, Refit, Source, check_callable
+from llqr.loop.options import check_base, checked_batch, checked_ema
+from llqr.loop.refit import Batch, Refit, Source
 from llqr.loop.schedule import Every, Schedule
 from llqr.loop.state import KEY, State, checked_state_dict
 from llqr.loop.stats import Stats
 from llqr.loop.together import Together
-from llqr.loop.trust import bounded_steps, trust_of
-from llqr.loop.updates import UPDATE, Updates, acted_on
+from llqr.loop.wrapping import Wrapping
 from llqr.naming import PerLayer
 from llqr.precision import no_autocast
 from llqr.preconditioner import Preconditioner
 from llqr.recorder import Selector
 from llqr.sites import uncompiled
-from llqr.solvers import Solver
+from llqr.solvers import SGDM, Solver
 from llqr.steering import Steered
 from llqr.structures.assign import StructureSpec
 
@@ -54,24 +53,24 @@ if TYPE_CHECKING:
     from llqr.distributed.sharing import Shared
 
 
-UNCHANGED = "U stays as it was"
+SOLVER = SGDM(lr=0.005, momentum=0.9, clip=5.0)
+"""The paper's inner solver."""
 
 
 class PaperLLQR(Together):
-    """A torch optimizer whose gradients, or updates, are preconditioned by a learned inverse curvature U.
+    """A torch optimizer whose gradients are preconditioned by an inverse curvature U that is fitted along one of them.
 
     Args:
         base: the optimizer that steps, with its own learning rate, momentum and weight decay. Its `param_groups`, `state` and
             `defaults` are this one's too.
         model: the module whose parameters it steps (it may have others, which are left alone). Where torch.compile has wrapped
             it, the wrapper that the loop calls; the names of parameters are those without it.
-        divergence: what a step is measured by: "ngd", "newton", "gauss-newton", "renyi", "reverse-kl", or an object.
+        divergence: what a step is measured by: "ngd", "newton", "gauss-newton", "renyi", "reverse-kl", or an object. "ngd" is
+            the paper's, `KL(reduction="sum")`: a sum over the batch, where the loss is a mean.
         structure: of U: "scalar", "diagonal", "kfac", "ekfac", "dense", an object, or a mapping from name patterns to these.
-            None: "scalar" around SGD, and where U acts on updates, where it was as good as any and costs little
-            (docs/benchmarks.md), and "kfac" else: bases that normalise their steps take no notice of one number a tensor.
         every: steps between refits, or a function of the step's number that tells whether it begins with a refit.
-        steps: inner steps of a refit; None is the paper's 25, and with the default solver 1 around SGD and on updates, else 3.
-        solver: the inner solver; None is `ScaleFree()` with `trust`. The paper's is `SGDM(lr=0.005, momentum=0.9)`.
+        steps: inner steps of a refit.
+        solver: the inner solver; None is the paper's, `SGDM(lr=0.005, momentum=0.9, clip=5.0)`.
         ema: β; None is the paper's, 0.95, and 0.9 for divergences that aren't flat (Newton).
         damping: added to the curvature's diagonal, as for `QuadraticModel`.
         chunk_size: examples at a time in a refit.
@@ -82,15 +81,9 @@ class PaperLLQR(Together):
         refit_batch: returns `(inputs, targets)` for a refit, in place of the batch of the step. Without a `loss_fn`, the
             gradient stays that of the step.
         training: the modules' mode in a refit. False: running BatchNorm statistics, no dropout. None: as they are.
-        trust: J is that of the base's step, and U lengthens no direction of it by more than about 1/trust (`llqr.loop.trust`).
-            0: the paper's objective. None: with the default solver earned from 1 down to 0.1 around SGD and to 0.33 on updates,
-            and 0.1 around other bases; 0 with a solver that is given.
         shared: the inputs that `chunk_size` and `sample` don't cut, as for `QuadraticModel`.
         sample: the share of the step's examples whose curvature a refit looks at; the gradient is that of all of them. With
-            0.25 a refit costs little more than a quarter, and U was as good wherever that was measured (docs/findings.md).
-        acts_on: "gradient", as in the paper, or "update": what Adam or AdamW makes of the gradients, which would undo one
-            number a tensor (`llqr.loop.updates`). None: "update" around these two themselves, with one number a tensor, the
-            default solver, a trust that isn't 0 and parameters in float32 or more; "gradient" else.
+            0.25 a refit costs little more than a quarter. For divergences that are means, as `KL()`.
         process_group: the ranks that train this model together, each on its own batches; a refit is about all of them. None:
             the group of the model's DistributedDataParallel or `fully_shard`, or else the default group if there is one. (To
             train apart from the others give a group of one.)
@@ -103,37 +96,34 @@ class PaperLLQR(Together):
         base: Optimizer,
         model: nn.Module,
         divergence: str | Divergence = "ngd",
-        structure: StructureSpec | None = None,
+        structure: StructureSpec = "ekfac",
         every: Every = 500,
-        steps: int | None = None,
+        *,
+        steps: int = 25,
         solver: Solver | None = None,
         ema: float | None = None,
         damping: PerLayer = 0.0,
         chunk_size: int | None = None,
         warm_start: bool = False,
-        *,
         loss_fn: Loss | None = None,
         output: Selector | None = None,
         weights: Callable[[Inputs], Tensor] | None = None,
         refit_batch: Callable[[], Batch] | None = None,
         training: bool | None = False,
-        trust: float | None = None,
         shared: Collection[str | int] = (),
         sample: float = 1.0,
-        acts_on: str | None = None,
         process_group: ProcessGroup | None = None,
         shard: bool | None = None,
     ) -> None:
-        check_base(base, model)
-        if isinstance(base, PaperLLQR):
+        check_base(base, model, "LLQR.paper")
+        if isinstance(base, Wrapping):
             raise LLQRError("the base is an LLQR already: wrap the optimizer inside it")
         plain = uncompiled(model)
         inside = unwrapped(plain)
         self._gather(plain, process_group, shard)
         self.model, self._called = uncompiled(inside), model if inside is plain else inside
         parameters = stepped_parameters(base, self.model)
-        on_updates = acted_on(acts_on, base, structure, solver, trust, parameters) == UPDATE
-        kind = resolve(divergence)
+        kind = KL(reduction="sum") if divergence == "ngd" else resolve(divergence)
         self.ema = checked_ema((0.95 if kind.flat else 0.9) if ema is None else ema)
         check_callable("refit_batch", refit_batch)
         self.warm_start, self.refit_batch = bool(warm_start), refit_batch
@@ -141,19 +131,17 @@ class PaperLLQR(Together):
             self.model,
             self._called,
             kind,
-            Blocks(default_structure(base, on_updates) if structure is None else structure),
-            solver,
-            default_steps(base, solver, on_updates) if steps is None else steps,
+            Blocks(structure),
+            SOLVER if solver is None else solver,
+            steps,
             damping,
             chunk_size,
             loss_fn,
             output,
             weights,
             training,
-            trust_of(base, trust, solver is None, on_updates),
             shared,
             sample,
-            on_updates,
         )
         if refit_batch is not None and self._refit.sample < 1:
             raise LLQRError("refit_batch says which examples a refit looks at: leave out sample")
@@ -168,7 +156,7 @@ class PaperLLQR(Together):
     def _begin(self) -> None:
         """With the hook on the model, which isn't saved either."""
         super()._begin()
-        self._stepped, self._updates = Stepped(self.base, self.model), Updates()
+        self._stepped = Stepped(self.base, self.model)
         self._hook = InputHook(self._schedule if self.refit_batch is None else None)
         self._unhook = weakref.finalize(self, self._hook.attach(self._called).remove)
 
@@ -184,7 +172,7 @@ class PaperLLQR(Together):
     # --- stepping ---
 
     def step(self, closure: Closure | None = None) -> Any:
-        """Refit U if it is time, then step the base with U g in place of the gradients g (or multiply its update by U).
+        """Refit U if it is time, then step the base with U g in place of the gradients g.
 
         With divergences that need no loss (KL, Rényi), the gradients that are there and the model's last inputs are enough.
         The others take a closure that clears the gradients, evaluates the loss, takes it backward and returns it; it is
@@ -201,15 +189,9 @@ class PaperLLQR(Together):
                 seen = self._hook.inputs(self.model)
                 self._refit_on(parameters, Source(gradients, seen, closure, self._own_batch()))
         self._hook.forget()
-        if self._refit.on_updates and self.preconditioner is not None:
-            self._updates.remember(self.base, parameters, gradients)
+        with replaced(parameters, self._preconditioned(parameters, gradients)):
             self.base.step()
-            self._schedule.go_to(self._schedule.step + 1)
-            self._updates.become(parameters, self._preconditioned(parameters, self._updates.taken(parameters)))
-        else:
-            with replaced(parameters, self._preconditioned(parameters, gradients)):
-                self.base.step()
-            self._schedule.go_to(self._schedule.step + 1)
+        self._schedule.go_to(self._schedule.step + 1)
         return loss
 
     def refit(
@@ -227,7 +209,7 @@ class PaperLLQR(Together):
         if closure is not None and inputs is not None:
             raise LLQRError("refit takes a batch or a closure, not both")
         if targets is not None and loss_fn is None and self._refit.loss_fn is None:
-            raise LLQRError("refit was given targets and no loss: give loss_fn too, here or to LLQR")
+            raise LLQRError("refit was given targets and no loss: give loss_fn too, here or to LLQR.paper")
         parameters = stepped_parameters(self.base, self.model)
         self._meet(parameters)
         with self._together():
@@ -248,11 +230,9 @@ class PaperLLQR(Together):
                 names, source = self._dealt(parameters, source)
                 used = blocks.current(parameters, names, self.preconditioner)
                 start = used if self.warm_start else None
-                known = None if self.preconditioner is None else used
-                u, fault, verdict = self._refit(self.base, parameters, source, start, known)
-                outdated = verdict is not None and verdict.outdated
+                u, fault = self._refit(parameters, source, start)
                 if fault is None:
-                    new = u if outdated else used.blend(u, self.ema)
+                    new = used.blend(u, self.ema)
                     new = new if source.division is None else source.division.kept(new)
         except NonFiniteError as error:
             return self._reject(str(error))
@@ -260,13 +240,8 @@ class PaperLLQR(Together):
             self.stats.seconds += time.perf_counter() - begun
         if u.history:
             self.stats.objective_before, self.stats.objective_after = u.history[0], u.history[-1]
-        if self._refit.trust is not None and verdict is not None and (fault is None or outdated):
-            self._refit.trust.accept(verdict, self.base)
-            self.stats.trust = verdict.rho
         if fault is not None:
-            if outdated:
-                self.preconditioner, self._division, self.stats.memory = None, None, 0
-            return self._reject(fault, "U is the identity, for the old one was too long" if outdated else UNCHANGED)
+            return self._reject(fault)
         self.preconditioner, self._division = new, source.division
         self.stats.refits += 1
         self.stats.memory = self.preconditioner.memory
@@ -284,19 +259,17 @@ class PaperLLQR(Together):
                 steered = team.steer(self._division, self.preconditioner, parameters, gradients)
             else:
                 steered = self.preconditioner.steer(gradients, reuse=True)
-            bounded = bounded_steps(self._refit.trust, self.base, steered, gradients, self._division)
-        self.stats.bounded += bounded is not steered.gradients
         if steered.turned:
             self.stats.turned += len(steered.turned)
-            self._warn("turned", f"U would have turned the {self._refit.acts_on} of {steered.turned[0]!r} around")
+            self._warn("turned", f"U would have turned the gradient of {steered.turned[0]!r} around")
         if steered.nonfinite:
             self.stats.nonfinite += len(steered.nonfinite)
-            self._warn("nonfinite", f"the {self._refit.acts_on} of {steered.nonfinite[0]!r} is not finite")
-        return bounded
+            self._warn("nonfinite", f"the gradient of {steered.nonfinite[0]!r} is not finite")
+        return steered.gradients
 
-    def _reject(self, why: str, kept: str = UNCHANGED) -> bool:
+    def _reject(self, why: str) -> bool:
         self.stats.rejected += 1
-        self._warn("rejected", f"a refit was rejected, and {kept}: {why}")
+        self._warn("rejected", f"a refit was rejected, and U stays as it was: {why}")
         return False
 
     def close(self) -> None:
@@ -317,7 +290,7 @@ class PaperLLQR(Together):
         u = self.preconditioner
         if u is not None and self._division is not None:
             u = self._division.whole(u)
-        own = State.of(self._schedule.step, u, self.stats, self._refit.trust, self._refit.acts_on)
+        own = State.of(self._schedule.step, u, self.stats)
         state: dict[str, Any] = {**self.base.state_dict(), KEY: own.as_dict()}
         for after in self._optimizer_state_dict_post_hooks.values():
             state = after(self, state) or state
@@ -333,8 +306,6 @@ class PaperLLQR(Together):
             state_dict = before(self, state_dict) or state_dict
         plain = KEY not in state_dict
         own = State(0, None, Stats()) if plain else State.from_dict(state_dict.pop(KEY))
-        if own.preconditioner is not None and not own.fits(self._refit.acts_on):
-            own = State(own.step, None, own.stats)
         u, division = None, None
         parameters = stepped_parameters(self.base, self.model)
         self._meet(parameters, loads=True)
@@ -353,8 +324,6 @@ class PaperLLQR(Together):
     def _resume(self, own: State, u: Preconditioner | None, division: Division | None) -> None:
         """Go on from there."""
         self.preconditioner, self._division, self.stats = u, division, own.stats
-        if self._refit.trust is not None:
-            self._refit.trust.load(own.trust)
         self.stats.memory = 0 if u is None else u.memory
         self._schedule.go_to(own.step)
         self._hook.forget()
@@ -364,7 +333,7 @@ class PaperLLQR(Together):
             raise LLQRError(
                 "an optimizer of several ranks holds their process group, which can't be copied or pickled: use state_dict()"
             )
-        left_out = {"_hook", "_unhook", "_warned", "_stepped", "_updates", "_group"}
+        left_out = {"_hook", "_unhook", "_warned", "_stepped", "_group"}
         left_out.add("step")  # where a scheduler has wrapped it
         return {
             name: value

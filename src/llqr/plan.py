@@ -41,7 +41,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `plan` found. Printing it gives a table; `advised` goes into `LLQR(..., structure=plan.advised)`."""
+    """What `plan` found. Printing it gives a table; `advised` goes into `LLQR.paper(..., structure=plan.advised)`."""
 
     costs: dict[str, Cost]
     """By structure."""
@@ -95,7 +95,7 @@ def plan(
     model: nn.Module,
     batch: Inputs,
     *,
-    steps: int = 3,
+    steps: int = 25,
     every: int = 500,
     budget: float = 0.25,
     memory: float = 4.0,
@@ -118,8 +118,8 @@ def plan(
     Args:
         model: any module.
         batch: its inputs, as `QuadraticModel.build` takes them: a tensor, a tuple, or a dict of keywords.
-        steps: inner steps of a refit, as for `LLQR`.
-        every: steps between refits, as for `LLQR`.
+        steps: inner steps of a refit, as for `LLQR.paper`.
+        every: steps between refits, as for `LLQR.paper`.
         budget: how much longer a training step may become on average, as a share of it.
         memory: how many times the bytes of the parameters U may take.
         output: picks the tensor that the loss is about out of what the model returns.

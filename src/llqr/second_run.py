@@ -30,7 +30,9 @@ from llqr.recorder import Recorder, Selector
 class SecondRun:
     """How the model is run once more in a refit."""
 
-    def __init__(self, model: nn.Module, called: nn.Module, divergence: Divergence | None, output: Selector | None) -> None:
+    def __init__(
+        self, model: nn.Module, called: nn.Module, divergence: Divergence | None, output: Selector | None
+    ) -> None:
         self._model, self._called, self._output = model, called, output
         self._terms = [] if divergence is None else list(divergence.terms())
         self._places = sites.metric_modules(model, self._terms)
@@ -52,7 +54,11 @@ class SecondRun:
         """What meets each side of every linear map, use by use."""
         leaves = {name: raised(p.detach()).requires_grad_() for name, p in parameters.items()}
         inputs = as_inputs(self._model, call.args, call.kwargs)
-        recorder = _Everything(self._model) if not self._terms else Recorder(self._model, list(self._places.values()), self._output)
+        recorder = (
+            _Everything(self._model)
+            if not self._terms
+            else Recorder(self._model, list(self._places.values()), self._output)
+        )
         with no_autocast(leaves), torch.enable_grad(), _unfused(self._model):
             outputs = recorder.run(leaves, inputs)
         self.found = find_uses(outputs, {id(leaf): name for name, leaf in leaves.items()})

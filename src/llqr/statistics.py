@@ -7,15 +7,18 @@ in `llqr.structures`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from llqr.errors import LLQRError, unknown
 from llqr.linear_maps import LinearMap, Sides
-from llqr.precision import raised
+from llqr.precision import at_least_single, raised
 from llqr.structures.base import Structure
 
 MEMORY = 0.8
@@ -159,3 +162,39 @@ class Block:
         """Bytes of the curvature and of U."""
         held = [*self.moments.values(), *self.inverse.values()]
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+
+def block_state(block: Block) -> dict[str, Any]:
+    """Tensors and builtins alone. U isn't among them: the curvature gives it again."""
+    map_ = {f.name: getattr(block.map, f.name) for f in fields(block.map)}
+    return {"map": {**map_, "shape": list(block.map.shape)}, "refits": block.refits, "moments": dict(block.moments)}
+
+
+def block_from_state(
+    key: str, state: Mapping[str, Any], parameters: Mapping[str, Tensor], structures: Mapping[str, Structure]
+) -> Block:
+    """The block of a state, for the parameters that are here; an error where they don't fit."""
+    map_ = LinearMap(**{**state["map"], "shape": tuple(state["map"]["shape"])})
+    for name in map_.members:
+        if name not in parameters:
+            raise unknown("parameter in the state", name, parameters)
+    weight, structure = parameters[map_.weight], structures[map_.weight]
+    if map_.places is None and math.prod(map_.shape) != weight.numel():
+        raise LLQRError(
+            f"the state has a matrix of {map_.shape} for {key!r}, which has shape {tuple(weight.shape)} here"
+        )
+    _, r, c = map_.joined
+    like = torch.empty(0, dtype=at_least_single(weight.dtype), device="meta")
+    probe = structure.second_moments(
+        like.new_empty(map_.shape[0], 1, r), like.new_empty(map_.shape[0], 1, c), map_.kernel
+    )
+    wanted = {name: tuple(moment.shape) for name, moment in probe.items()}
+    given = {name: tuple(moment.shape) for name, moment in state["moments"].items()}
+    if wanted != given:
+        raise LLQRError(f"the state has {given} for {key!r}, and {structure!r} has {wanted}: give the same structure")
+    moments = {
+        name: m.to(weight.device, at_least_single(weight.dtype), copy=True) for name, m in state["moments"].items()
+    }
+    block = Block(map_, structure, moments, int(state["refits"]))
+    block.invert()
+    return block

@@ -22,8 +22,6 @@ class Steered(NamedTuple):
     gradients: dict[str, Tensor]
     turned: list[str]
     nonfinite: list[str]
-    length: float | None = None
-    """‖U g‖ where it has come about by the way."""
 
 
 class Factor(NamedTuple):
@@ -90,8 +88,7 @@ class Steering:
         products = self._products(plain, memory)
         stacks = [group.gather(values) for group in self._stacks]
         results = [group.structure.apply(group.tensors, x) for group, x in zip(self._stacks, stacks, strict=True)]
-        length = None if memory is None or self._mixed else float(torch.linalg.vector_norm(memory.whole))
-        if length is not None and math.isfinite(length):
+        if memory is not None and not self._mixed and math.isfinite(torch.linalg.vector_norm(memory.whole)):
             signs = [1.0] * len(products) + self._signs([], [], stacks, results)
         else:
             signs = self._signs(plain, products, stacks, results)
@@ -110,8 +107,7 @@ class Steering:
             at += len(group.keys)
             steered.gradients.update(group.scatter(y, values))
         return steered._replace(
-            gradients={name: steered.gradients[name] for name in self._order if name in steered.gradients},
-            length=None if self._stacks or steered.nonfinite else length,
+            gradients={name: steered.gradients[name] for name in self._order if name in steered.gradients}
         )
 
     def _products(self, plain: list[Tensor], memory: Memory | None) -> list[Tensor]:

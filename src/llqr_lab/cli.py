@@ -80,7 +80,7 @@ def plan(
     seed: Seed = 0,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds of the measurement; medians are reported.")] = 3,
     every: Annotated[int, typer.Option(min=1, help="Steps between refits.")] = 500,
-    steps: Annotated[int, typer.Option(min=1, help="Inner steps of a refit.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Inner steps of a refit.")] = 25,
 ) -> None:
     """What each structure of U costs on a network, in bytes and in training steps, and which one to take."""
     from llqr_lab.planning import show

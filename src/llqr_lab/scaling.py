@@ -101,7 +101,7 @@ class Machine:
 
 def show(ranks: Sequence[int], machine: Machine, every: int, steps: int) -> None:
     """Print the table for the network of 6.7 billion parameters, sharded by FSDP2 or replicated by DDP."""
-    shapes, products = seven_billion(), steps + 2  # one for where it begins, one to try the U in use
+    shapes, products = seven_billion(), steps + 1  # one for where it begins
     numbers = sum(prod(shape) for shape in shapes.values())
     table = Table(
         title=f"{numbers / 1e9:.1f} billion parameters in float32, {machine.tokens:,} tokens a step",

@@ -18,9 +18,8 @@ from llqr.diagnostics.staleness import Objectives, refuse_ranks, staleness
 from llqr.diagnostics.vectors import norm
 from llqr.divergences import Divergence
 from llqr.errors import DegenerateProblemError, LLQRError, NonFiniteError
-from llqr.loop.updates import GRADIENT
 from llqr.naming import PerLayer
-from llqr.optimizer import LLQR
+from llqr.paper import PaperLLQR
 from llqr.precision import no_autocast
 from llqr.recorder import Selector
 
@@ -48,13 +47,13 @@ class Monitor:
             ...
 
     The steps that are judged are "gradient" (-g), "optimizer" (what the optimizer will do, lr and momentum included) and, with
-    an LLQR that has a U, "preconditioned" (-U g). `docs/diagnostics.md` says what a line holds.
+    an `LLQR.paper` that has a U, "preconditioned" (-U g). `docs/diagnostics.md` says what a line holds.
 
     Args:
         loss_fn: `loss_fn(output, targets)`, the mean loss.
         writer: anything with `add_scalar` and `add_histogram`, such as TensorBoard's SummaryWriter.
         record: called with each line, a dict for JSON.
-        divergence: of the quadratic model; by default an LLQR's own, else "ngd".
+        divergence: of the quadratic model; by default that of an `LLQR.paper`, else "ngd".
         damping: of the quadratic model.
         training: its modules' mode; by default the one that they have: then dropout's masks are those of the coming step.
         products: the most products that the exact step may take; whether they were enough is in the line.
@@ -86,7 +85,7 @@ class Monitor:
         refuse_ranks(optimizer)
         self.model, self.optimizer, self.loss_fn, self.writer = model, optimizer, loss_fn, writer
         self.every, self.record, self.damping, self.products = every, record, damping, products
-        own = optimizer._refit.divergence if isinstance(optimizer, LLQR) else "ngd"
+        own = optimizer._refit.divergence if isinstance(optimizer, PaperLLQR) else "ngd"
         self.divergence = own if divergence is None else divergence
         self.tolerance, self.training, self.output = tolerance, training, output
         self.weights, self.prepare = weights, prepare
@@ -100,7 +99,7 @@ class Monitor:
         line: Line = {"step": step, "trouble": None}
         parameters = dict(self.model.named_parameters())
         with no_autocast(parameters):
-            u = self.optimizer.preconditioner if isinstance(self.optimizer, LLQR) else None
+            u = self.optimizer.preconditioner if isinstance(self.optimizer, PaperLLQR) else None
             found = {} if u is None or not u.is_finite() else spectra(u)
             try:
                 line |= self._steps(self._reference(inputs, targets), inputs, targets)
@@ -133,8 +132,7 @@ class Monitor:
     def _steps(self, exact: Reference, inputs: Inputs, targets: Any) -> Line:
         steps: dict[str, Mapping[str, Tensor]] = {"gradient": {name: -g for name, g in exact.gradient.items()}}
         optimizer = self.optimizer
-        by_gradient = isinstance(optimizer, LLQR) and optimizer._refit.acts_on == GRADIENT  # else nobody steps by U g
-        if isinstance(optimizer, LLQR) and optimizer.preconditioner is not None and by_gradient:
+        if isinstance(optimizer, PaperLLQR) and optimizer.preconditioner is not None:
             steered = optimizer.preconditioner.steer(exact.gradient).gradients
             steps["preconditioned"] = {name: -steered.get(name, g) for name, g in exact.gradient.items()}
         proposed = proposed_step(
@@ -155,7 +153,7 @@ class Monitor:
         return line
 
     def _staleness(self, inputs: Inputs, targets: Any) -> Line:
-        if not isinstance(self.optimizer, LLQR) or self.optimizer.preconditioner is None:
+        if not isinstance(self.optimizer, PaperLLQR) or self.optimizer.preconditioner is None:
             return {"staleness": None}
         found = staleness(self.optimizer, inputs, targets, self.loss_fn)
 

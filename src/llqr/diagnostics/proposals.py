@@ -16,7 +16,7 @@ from llqr.checks import Inputs, Loss, as_arguments, check_finite, check_model, f
 from llqr.errors import LLQRError, LLQRWarning
 from llqr.loop.closures import checked_loss
 from llqr.loop.gradients import stepped_parameters
-from llqr.optimizer import LLQR
+from llqr.loop.wrapping import Wrapping
 from llqr.recorder import Recorder, Selector
 
 
@@ -105,7 +105,7 @@ def _twin(optimizer: Optimizer, memo: dict[int, Any], batch: tuple[Inputs, Any])
     `Optimizer.__getstate__` leaves out what a class keeps beside its groups and state, and copy.deepcopy would lose it; so
     everything is copied but hooks, and `step` where a scheduler has wrapped it.
     """
-    if isinstance(optimizer, LLQR):
+    if isinstance(optimizer, Wrapping):
         memo[id(optimizer.base)] = _twin(optimizer.base, memo, batch)
     own = type(optimizer).__getstate__ is not Optimizer.__getstate__
     content = dict(optimizer.__getstate__() if own else vars(optimizer))

@@ -57,7 +57,7 @@ def spectra(u: Preconditioner, small: int = SMALL) -> dict[str, Spectrum]:
     """The spectrum of each block, under the names of `u.blocks`."""
     if not isinstance(u, Preconditioner):
         raise LLQRError(
-            f"spectra are those of a Preconditioner, not of a {type(u).__name__}; an LLQR has one after its first refit, in "
+            f"spectra are those of a Preconditioner, not of a {type(u).__name__}; LLQR.paper has one after its first refit, in "
             "optimizer.preconditioner"
         )
     if not u.is_finite():

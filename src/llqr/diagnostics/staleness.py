@@ -13,7 +13,7 @@ from llqr.diagnostics.vectors import dot
 from llqr.errors import LLQRError
 from llqr.loop.gradients import gradients_of, stepped_parameters
 from llqr.loop.refit import Source
-from llqr.optimizer import LLQR
+from llqr.paper import PaperLLQR
 from llqr.precision import no_autocast
 from llqr.preconditioner import Preconditioner
 from llqr.relaxation import fit
@@ -61,13 +61,13 @@ def compare_fits(
     return Staleness(Objectives(*(pair[0] for pair in pairs)), Objectives(*(pair[1] for pair in pairs)))
 
 
-def staleness(optimizer: LLQR, inputs: Inputs, targets: Any, loss_fn: Loss) -> Staleness:
+def staleness(optimizer: PaperLLQR, inputs: Inputs, targets: Any, loss_fn: Loss) -> Staleness:
     """How stale the U of an optimizer is on a batch: by the objective, structure and solver of its own refits.
 
     A fresh fit is one from the identity, without the moving average. Neither model nor optimizer is changed.
     """
-    if not isinstance(optimizer, LLQR):
-        raise LLQRError(f"staleness is that of an LLQR's U; this is a {type(optimizer).__name__}")
+    if not isinstance(optimizer, PaperLLQR):
+        raise LLQRError(f"staleness is that of the U of LLQR.paper; this is a {type(optimizer).__name__}")
     if optimizer.preconditioner is None:
         raise LLQRError("there is no U yet: it is the identity until the first refit")
     refuse_ranks(optimizer)
@@ -75,7 +75,7 @@ def staleness(optimizer: LLQR, inputs: Inputs, targets: Any, loss_fn: Loss) -> S
     source = Source(gradients_of(parameters), None, None, (inputs, targets), loss_fn)
     refit = optimizer._refit
     with optimizer._hook.listening(False), no_autocast(parameters):
-        q = refit.objective(optimizer.base, parameters, source)
+        q = refit.objective(parameters, source)
         names = list(q.gradient)
         current = refit.blocks.current(parameters, names, optimizer.preconditioner)
         return compare_fits(q, current, refit.blocks.structures(parameters, names), refit.solver, refit.steps)
@@ -83,7 +83,7 @@ def staleness(optimizer: LLQR, inputs: Inputs, targets: Any, loss_fn: Loss) -> S
 
 def refuse_ranks(optimizer: Optimizer) -> None:
     """Raise where a look at one process would be taken for one at all that train together."""
-    if isinstance(optimizer, LLQR) and optimizer._team is not None:
+    if isinstance(optimizer, PaperLLQR) and optimizer._team is not None:
         raise LLQRError(
             "how stale U is can be told where one process trains, and not yet among several: look at a training of one process"
         )

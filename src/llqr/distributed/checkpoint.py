@@ -31,13 +31,13 @@ from torch.distributed.checkpoint.state_dict import (
 from llqr.errors import LLQRError
 from llqr.loop.gradients import stepped_parameters
 from llqr.loop.state import State
-from llqr.optimizer import LLQR
+from llqr.paper import PaperLLQR
 
 BLOCK, WORDS = "u", "words"
 """Where a block's tensors are, and all that isn't a tensor, as JSON in bytes."""
 
 
-def save(folder: str | Path, optimizer: LLQR) -> None:
+def save(folder: str | Path, optimizer: PaperLLQR) -> None:
     """Write a checkpoint of an optimizer and its model; every rank has to take part."""
     folder = Path(folder)
     optimizer._meet(stepped_parameters(optimizer.base, optimizer.model))
@@ -54,7 +54,7 @@ def save(folder: str | Path, optimizer: LLQR) -> None:
             partial.rename(folder)
 
 
-def load(folder: str | Path, optimizer: LLQR) -> None:
+def load(folder: str | Path, optimizer: PaperLLQR) -> None:
     """Go on from a checkpoint, whatever the number of ranks that wrote it; every rank has to take part."""
     parameters = stepped_parameters(optimizer.base, optimizer.model)
     optimizer._meet(parameters, loads=True)
@@ -84,22 +84,18 @@ def load(folder: str | Path, optimizer: LLQR) -> None:
     own = State.from_dict({**told, "preconditioner": None})
     if u is not None:
         u.history = told["history"]
-        if not own.fits(optimizer._refit.acts_on):
-            own, u, division = State(own.step, None, own.stats), None, None
     optimizer._resume(own, u, division)
 
 
 def _state(
-    optimizer: LLQR, blocks: dict[str, dict[str, Tensor]] | None = None, words: Tensor | None = None
+    optimizer: PaperLLQR, blocks: dict[str, dict[str, Tensor]] | None = None, words: Tensor | None = None
 ) -> dict[str, Any]:
     """What is saved, or what is to be filled by loading."""
     u = optimizer.preconditioner
     if blocks is None:
         blocks = {} if u is None else u.blocks
     if words is None:
-        own = State.of(
-            optimizer._schedule.step, None, optimizer.stats, optimizer._refit.trust, optimizer._refit.acts_on
-        ).as_dict()
+        own = State.of(optimizer._schedule.step, None, optimizer.stats).as_dict()
         told = json.dumps({**own, "history": [] if u is None else u.history})
         words = torch.tensor(list(told.encode()), dtype=torch.uint8)
     return {
@@ -115,7 +111,7 @@ def _split(name: str) -> tuple[str, str]:
     return block, tensor
 
 
-def _group(optimizer: LLQR) -> dist.ProcessGroup | None:
+def _group(optimizer: PaperLLQR) -> dist.ProcessGroup | None:
     return None if optimizer._team is None else optimizer._team.ranks.group
 
 

@@ -34,10 +34,6 @@ class Shared(NamedTuple):
     gradients: dict[str, Tensor | None]
     turned: list[str]
     nonfinite: list[str]
-    own: Mapping[str, Tensor]
-    """g of this rank's blocks, and"""
-    own_steered: Mapping[str, Tensor]
-    """U g of them."""
 
 
 class Sharing(ABC):
@@ -68,8 +64,7 @@ class Sharing(ABC):
         steered = u.steer(own, reuse=True)
         notes = {owner: self._notes(owner, own, steered) for owner in self._names}
         values = self._from_owners(steered.gradients, notes)
-        known = steered.gradients
-        shared = Shared({}, [], [], {name: own[name] for name in known}, known)
+        shared = Shared({}, [], [])
         for owner, names in self._names.items():
             said = list(map(int, notes[owner].tolist()))
             for name, word in zip(names, said, strict=False):

@@ -28,7 +28,7 @@ def whole_loss(closure: Closure, model: nn.Module) -> Callable[[], Tensor]:
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise LLQRError(
                 "the closure returns a loss that is detached (as Lightning's do), and this divergence needs its derivatives: "
-                "return the loss that was taken backward, or give LLQR a loss_fn and a refit_batch"
+                "return the loss that was taken backward, or give LLQR.paper a loss_fn and a refit_batch"
             )
         return loss
 
@@ -65,7 +65,7 @@ def loss_of_output(model: nn.Module, closure: Closure) -> Callable[[Tensor, Any]
         if calls != 1:
             raise LLQRError(
                 f"the closure calls the model {calls} times; this divergence needs the loss as a function of one output: give "
-                "LLQR a loss_fn and a refit_batch"
+                "LLQR.paper a loss_fn and a refit_batch"
             )
         return value
 
@@ -78,7 +78,7 @@ def tensor_alone(output: Any) -> Tensor:
         return output
     raise LLQRError(
         f"the model returned a {type(output).__name__}, and this divergence needs the loss as a function of one tensor in it, "
-        "which a closure doesn't tell: give LLQR a loss_fn and a refit_batch"
+        "which a closure doesn't tell: give LLQR.paper a loss_fn and a refit_batch"
     )
 
 

@@ -104,7 +104,7 @@ def _named(forward: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Any]
     }
     if len(by_name) != len(args):
         raise LLQRError(
-            "the model was called with keywords and with arguments that have no name: call it with one kind, or give LLQR a "
+            "the model was called with keywords and with arguments that have no name: call it with one kind, or give a "
             "refit_batch"
         )
     return by_name

@@ -11,19 +11,19 @@ from torch.optim import Optimizer
 
 from llqr.errors import LLQRError
 from llqr.loop.refit import Batch
-from llqr.solvers import Solver
 
 
-def check_base(base: Optimizer, model: nn.Module) -> None:
+def check_base(base: Optimizer, model: nn.Module, name: str = "LLQR") -> None:
+    """`name` is what the user wrote."""
     if not isinstance(base, Optimizer):
         raise LLQRError(
-            "LLQR wraps an optimizer, as in LLQR(torch.optim.SGD(model.parameters(), lr=0.1), model); got "
+            f"{name} wraps an optimizer, as in {name}(torch.optim.SGD(model.parameters(), lr=0.1), model); got "
             f"{type(base).__name__}"
         )
     if isinstance(getattr(base, "optimizer", None), Optimizer):
         raise LLQRError(
-            f"the base is a {type(base).__name__}, a framework's wrapper around an optimizer: give LLQR the optimizer inside, "
-            "and LLQR to the framework, as in accelerator.prepare(LLQR(optimizer, model))"
+            f"the base is a {type(base).__name__}, a framework's wrapper around an optimizer: give {name} the optimizer "
+            f"inside, and what it returns to the framework, as in accelerator.prepare({name}(optimizer, model))"
         )
     if isinstance(base, torch.optim.LBFGS):
         raise LLQRError(
@@ -31,17 +31,6 @@ def check_base(base: Optimizer, model: nn.Module) -> None:
         )
     if not isinstance(model, nn.Module):
         raise LLQRError(f"the second argument is the model, an nn.Module; got {type(model).__name__}")
-
-
-def default_structure(base: Optimizer, on_updates: bool) -> str:
-    """One number a tensor, unless the base would undo it by normalising its steps."""
-    return "scalar" if on_updates or isinstance(base, torch.optim.SGD) else "kfac"
-
-
-def default_steps(base: Optimizer, solver: Solver | None, on_updates: bool) -> int:
-    """The default solver takes whole steps along conjugate directions, and few will do: around SGD one, where further ones
-    made U less steady at high rates and no better elsewhere (docs/findings.md). The paper's takes 25 small ones."""
-    return 25 if solver is not None else 1 if on_updates or isinstance(base, torch.optim.SGD) else 3
 
 
 def checked_ema(ema: float) -> float:

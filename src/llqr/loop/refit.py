@@ -8,10 +8,9 @@ from dataclasses import dataclass, is_dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from llqr import sites
-from llqr.checks import Inputs, Loss, as_arguments, tensors_in
+from llqr.checks import Inputs, Loss, as_arguments, check_callable, tensors_in
 from llqr.chunks import Batch as Batched
 from llqr.chunks import check_chunk_size
 from llqr.distributed.divided import Divided
@@ -21,8 +20,6 @@ from llqr.errors import LLQRError
 from llqr.loop.blocks import Blocks
 from llqr.loop.closures import Closure, loss_of_output, tensor_alone, whole_loss
 from llqr.loop.gradients import check_parameters
-from llqr.loop.trust import Trust, Trusted, Verdict, trusted
-from llqr.loop.updates import GRADIENT, UPDATE, Past, check_multiplies, measured, past_of
 from llqr.naming import PerLayer
 from llqr.parts import Portion
 from llqr.precision import is_low, raised
@@ -59,8 +56,6 @@ class Source:
     loss_fn: Loss | None = None
     division: Division | None = None
     """Among the ranks that fit it together, each on its own batch."""
-    past: Past | None = None
-    """What the base's steps are measured by (`llqr.loop.updates`), where its state may hold shards of it."""
 
 
 class Fitted(NamedTuple):
@@ -68,8 +63,6 @@ class Fitted(NamedTuple):
 
     u: Preconditioner
     fault: str | None
-    verdict: Verdict | None = None
-    """On the U in use, where that is trusted as far as it has earned."""
 
 
 @dataclass
@@ -89,11 +82,8 @@ class Refit:
     output: Selector | None
     weights: Callable[[Inputs], Tensor] | None
     training: bool | None
-    trust: Trust | None
     shared: Collection[str | int]
     sample: float = 1.0
-    on_updates: bool = False
-    """U acts on what the base does with the gradients."""
 
     def __post_init__(self) -> None:
         self.solver = checked_solver(self.solver, self.steps)
@@ -120,17 +110,11 @@ class Refit:
             )
         self._can_be_sampled = False
 
-    @property
-    def acts_on(self) -> str:
-        return UPDATE if self.on_updates else GRADIENT
-
     def check(self, parameters: Mapping[str, Tensor]) -> None:
         """Raise now for what a refit would raise for: structures, metrics and dampings that fit no part of the model."""
         check_parameters(parameters)
         terms = list(self.divergence.terms())
-        layout = self.blocks.layout(parameters, parameters)
-        if self.on_updates:
-            check_multiplies(layout)
+        self.blocks.layout(parameters, parameters)
         sites.diagonal(self.model, parameters, terms, self.damping)
         sites.metric_modules(self.model, terms)
 
@@ -140,58 +124,26 @@ class Refit:
         terms = [
             (weight, term if is_dataclass(term) else type(term).__name__) for weight, term in self.divergence.terms()
         ]
-        return (
-            self.steps,
-            solver,
-            self.trust and self.trust.agreed(),
-            self.damping,
-            self.training,
-            self.sample,
-            self.on_updates,
-            terms,
-        )
+        return self.steps, solver, self.damping, self.training, self.sample, terms
 
     def described(self) -> list[str]:
         """Its settings, as one would write them."""
         return [
             f"divergence={self.divergence!r}",
             f"structure={self.blocks.structure!r}",
-            f"steps={self.steps}, solver={self.solver!r}, damping={self.damping!r}, trust={self.trust or 0}",
+            f"steps={self.steps}, solver={self.solver!r}, damping={self.damping!r}",
             f"chunk_size={self.chunk_size}, sample={self.sample:g}, training={self.training}",
-            f"acts_on={self.acts_on!r}",
         ]
 
-    def __call__(
-        self,
-        base: Optimizer,
-        parameters: Mapping[str, Tensor],
-        source: Source,
-        start: Preconditioner | None,
-        used: Preconditioner | None,
-    ) -> Fitted:
-        """U of the parameters that require a gradient, fitted from the identity or from `start`; `used` is the U in use."""
-        q, verdict = self.objective(base, parameters, source), None
-        if isinstance(q, Trusted) and self.trust is not None:
-            tried = self.trust.earned and used is not None and self.trust.steps > 0  # some were taken with it
-            edge = q.edge(used) if tried and used is not None else None
-            verdict = self.trust.judged(edge, self.trust.restless(q.totals) if tried else 0.0)
-            q.trust, start = verdict.rho, None if verdict.outdated else start
+    def __call__(self, parameters: Mapping[str, Tensor], source: Source, start: Preconditioner | None = None) -> Fitted:
+        """U of the parameters that require a gradient, fitted from the identity or from `start`."""
+        q = self.objective(parameters, source)
         u = fit(q, self.blocks.structures(parameters, list(q.gradient)), self.solver, self.steps, start)
-        return Fitted(u, _fault(q, u, start), verdict)
+        return Fitted(u, _fault(q, u, start))
 
-    def objective(self, base: Optimizer, parameters: Mapping[str, Tensor], source: Source) -> Quadratic:
-        """The quadratic model that J is of: the batch's, or with `trust` that of the base's step."""
+    def objective(self, parameters: Mapping[str, Tensor], source: Source) -> Quadratic:
+        """The quadratic model that J is of."""
         only = trainable(parameters)
-        q = self._quadratic(only, source)
-        if self.trust is None:
-            return q
-        stepped = {name: parameters[name] for name in only}
-        if self.on_updates:
-            whole = {name: p for name, p in self.model.named_parameters(remove_duplicate=False) if name in stepped}
-            q = measured(q, base, stepped, source.past or past_of(base, stepped), whole)
-        return trusted(q, base, stepped, self.trust.rho)
-
-    def _quadratic(self, only: list[str], source: Source) -> Quadratic:
         if source.batch is not None:
             inputs, targets = source.batch
             loss_fn = source.loss_fn or self.loss_fn
@@ -213,8 +165,8 @@ class Refit:
         if inputs == ():
             raise LLQRError(
                 "there are no inputs to refit on: the model wasn't called (by model(...), with gradients on) since the last "
-                "step. Call it before optimizer.step(), or give LLQR a refit_batch. If your loop calls torch.compile(model), "
-                "give LLQR that one"
+                "step. Call it before optimizer.step(), or give LLQR.paper a refit_batch. If your loop calls "
+                "torch.compile(model), give it that one"
             )
         if source.batch is None and not tensors_in(inputs):
             raise LLQRError(
@@ -232,8 +184,8 @@ class Refit:
             raise LLQRError(self._loss_wanted())
         if self.output is not None:
             raise LLQRError(
-                "output picks a part of what the model returns, and the closure is about the whole: give LLQR a loss_fn, which "
-                "is given that part, and a refit_batch"
+                "output picks a part of what the model returns, and the closure is about the whole: give LLQR.paper a loss_fn, "
+                "which is given that part, and a refit_batch"
             )
         loss = loss_of_output(self.called, source.closure)
         return self._build(only, source.division, inputs, None, loss, gradient, output=tensor_alone)
@@ -305,7 +257,7 @@ class Refit:
     def _loss_wanted(self) -> str:
         return (
             f"{self.divergence!r} needs the loss: call optimizer.step(closure) with a closure that evaluates it, takes it "
-            "backward and returns it; or give LLQR a loss_fn and a refit_batch that returns (inputs, targets)"
+            "backward and returns it; or give LLQR.paper a loss_fn and a refit_batch that returns (inputs, targets)"
         )
 
 
@@ -315,11 +267,6 @@ def checked_sample(sample: float) -> float:
             f"sample is the share of a batch's examples, above 0 and at most 1 (0.25: every fourth), not {sample!r}"
         )
     return float(sample)
-
-
-def check_callable(name: str, value: object) -> None:
-    if value is not None and not callable(value):
-        raise LLQRError(f"{name} is a function, not a {type(value).__name__}")
 
 
 def _fault(q: Quadratic, u: Preconditioner, start: Preconditioner | None) -> str | None:

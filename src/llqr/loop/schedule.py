@@ -42,3 +42,18 @@ class Schedule:
         if self._answer is None:
             self._answer = bool(self.every(self.step))
         return self._answer
+
+
+LONGEST = 25
+"""Steps between refits at the most, with the default schedule."""
+
+
+def often_at_first(step: int) -> bool:
+    """Whether the default schedule refits before a step: at each of the first ten, and then after a tenth of the steps so far."""
+    regular = 11 * LONGEST  # from before here on the gaps are all the longest
+    if step > regular:
+        step = regular - (regular - step) % LONGEST
+    at = 0
+    while at < step:
+        at += min(1 + at // 10, LONGEST)
+    return at == step

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 
 @dataclass
@@ -16,19 +18,20 @@ class Stats:
     turned: int = 0
     """Blocks that would have turned the gradient around, summed over the steps; such a block was the identity for the step."""
     nonfinite: int = 0
-    """Blocks whose gradient wasn't finite, summed over the steps; it went to the base optimizer as it was."""
+    """Blocks whose step the base took as it would have alone, because something wasn't finite, summed over the steps."""
     objective_before: float | None = None
     """J of the last fit at its start, and"""
     objective_after: float | None = None
     """at its end."""
-    trust: float | None = None
-    """ρ of the last fit: U lengthened no direction by more than about 1/ρ."""
-    bounded: int = 0
-    """Steps in which U g had become much longer than when U was fitted, and was kept shorter."""
     seconds: float = 0.0
     """Time spent in refits."""
     memory: int = 0
     """Bytes of U."""
+
+    @classmethod
+    def of(cls, saved: Mapping[str, Any]) -> Stats:
+        """From a state, which may be of another version."""
+        return cls(**{f.name: saved[f.name] for f in fields(cls) if f.name in saved})
 
     def in_words(self) -> str:
         return (

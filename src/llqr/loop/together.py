@@ -14,7 +14,6 @@ from llqr.distributed.groups import standing, team_of, unwrapped
 from llqr.errors import LLQRError
 from llqr.loop.refit import Refit, Source, trainable
 from llqr.loop.schedule import Schedule
-from llqr.loop.updates import Past, past_of
 from llqr.loop.wrapping import Wrapping
 from llqr.preconditioner import Preconditioner
 
@@ -80,8 +79,4 @@ class Together(Wrapping):
         )
         division = self._team.divide(self._refit.blocks.layout(parameters, names), settings, self._division)
         gradients = self._team.at_owners(division, parameters, source.gradients)
-        past = None
-        if self._refit.on_updates:
-            sharded = past_of(self.base, {name: parameters[name] for name in names})
-            past = Past(*(self._team.at_owners(division, parameters, each) for each in sharded))
-        return division.own(), replace(source, gradients=gradients, past=past, division=division)
+        return division.own(), replace(source, gradients=gradients, division=division)

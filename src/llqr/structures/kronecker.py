@@ -70,7 +70,9 @@ class Kronecker(Structure):
     def closed_form(self, moments: Tensors, damping: float) -> dict[str, Tensor]:
         """C = (G + √λ ḡ)⁻¹ and D = (A + √λ ā)⁻¹, with ḡ and ā the means of their diagonals: the damping is split, so that each
         factor is inverted by itself."""
-        return {name: damped_inverse(moment, damping**0.5) for name, moment in zip(FACTORS, moments.values(), strict=False)}
+        return {
+            name: damped_inverse(moment, damping**0.5) for name, moment in zip(FACTORS, moments.values(), strict=False)
+        }
 
     def linearize(self, tensors: Tensors, x: Tensor) -> Linearization:
         return self._linearized(tensors, x, list(tensors.values()))

@@ -19,7 +19,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from llqr import LLQR
+from llqr.paper import PaperLLQR
 from llqr_lab.bench.measure import one_thread
 from llqr_lab.bench.steps import BASE, Seconds, Trainer, trainers
 from llqr_lab.figures.step import draw
@@ -95,7 +95,7 @@ def _measure(jobs: Mapping[str, Trainer], repeats: int) -> Row:
 
 
 def _memory(trainer: Trainer) -> int:
-    assert isinstance(trainer.optimizer, LLQR)
+    assert isinstance(trainer.optimizer, PaperLLQR)
     return trainer.optimizer.memory_usage()["preconditioner"]
 
 

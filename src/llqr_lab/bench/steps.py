@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from llqr import LLQR, Preconditioner
+from llqr.paper import PaperLLQR
 from llqr.structures import EigenKronecker, Kronecker
 from llqr.structures.assign import StructureSpec
 
@@ -39,7 +40,7 @@ class Trainer:
         base = torch.optim.SGD(self.model.parameters(), lr=1e-4, momentum=0.9)
         self.optimizer: Optimizer = base
         if structure is not None:
-            wrapped = LLQR(base, self.model, structure=structure, every=_never)
+            wrapped = LLQR.paper(base, self.model, structure=structure, every=_never)
             self.optimizer = _with_random_u(wrapped, self.model, structure)
         self.train()  # momentum is there from now on
 
@@ -60,7 +61,7 @@ def trainers(model: nn.Module, inputs: Tensor, targets: Tensor) -> dict[str, Tra
     return {name: Trainer(model, inputs, targets, structure) for name, structure in {**alone, **STRUCTURES}.items()}
 
 
-def _with_random_u(optimizer: LLQR, model: nn.Module, structure: StructureSpec) -> LLQR:
+def _with_random_u(optimizer: PaperLLQR, model: nn.Module, structure: StructureSpec) -> PaperLLQR:
     """U near the identity in every tensor, and positive, so that each block is applied as a fitted one would be."""
     u = Preconditioner.identity(dict(model.named_parameters()), structure)
     for group in u.groups:

@@ -12,10 +12,12 @@ from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
 
 from llqr import LLQR
 from llqr.diagnostics import proposed_step
+from llqr.paper import PaperLLQR
 from llqr_lab.compare.subjects import Batch, Subject
-from llqr_lab.race.methods import REFITS
 
 Makers = dict[str, Callable[[nn.Module], list[Optimizer]]]
+EVERY = 50
+"""Steps between the refits of those that carry a U."""
 
 
 class Shadow:
@@ -31,7 +33,7 @@ class Shadow:
         for mine, theirs in zip(self.twin.parameters(), model.parameters(), strict=True):
             mine.grad = None if theirs.grad is None else theirs.grad.clone()
         for each in self.optimizers:
-            if isinstance(each, LLQR) and step % REFITS["every"] == 0:
+            if isinstance(each, PaperLLQR) and step % EVERY == 0:
                 each.refit(inputs)
             each.step()
 
@@ -65,11 +67,10 @@ def base_of(name: str, model: nn.Module, rate: float) -> Optimizer:
 
 
 def carried(structures: Sequence[str], base: str, rate: float) -> Makers:
-    """LLQR around the base with its defaults, refitted and averaged along the way as in `llqr bench target`."""
+    """The paper's algorithm around the base, with its hyperparameters but refitted more often."""
 
     def maker(structure: str) -> Callable[[nn.Module], list[Optimizer]]:
-        settings = {**REFITS, "every": _never}
-        return lambda m: [LLQR(base_of(base, m, rate), m, structure=structure, **settings)]
+        return lambda m: [LLQR.paper(base_of(base, m, rate), m, structure=structure, every=_never)]
 
     return {f"carried {structure}": maker(structure) for structure in structures}
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from llqr import LLQR
 from llqr.diagnostics import Monitor
 from llqr.diagnostics.monitor import Writer
+from llqr.paper import PaperLLQR
 from llqr_lab.data.batches import Batch, mixed, own_randomness, stream
 from llqr_lab.experiments.config import Config, ConfigError
 from llqr_lab.experiments.folder import RunFolder
@@ -173,7 +173,9 @@ class Run:
 
     def _fits(self) -> int:
         """Refits so far, taken or not."""
-        return self.optimizer.stats.refits + self.optimizer.stats.rejected if isinstance(self.optimizer, LLQR) else 0
+        return (
+            self.optimizer.stats.refits + self.optimizer.stats.rejected if isinstance(self.optimizer, PaperLLQR) else 0
+        )
 
     def monitor(self, writer: Writer, record: Callable[[dict[str, Any]], None]) -> Monitor | None:
         """What looks at the coming steps; None where nobody asked."""
@@ -211,7 +213,7 @@ class Run:
         if evaluated:
             metrics |= self._evaluation()
         times = {"seconds": self.seconds}
-        if isinstance(self.optimizer, LLQR):
+        if isinstance(self.optimizer, PaperLLQR):
             stats = self.optimizer.stats
             metrics |= {"refits": stats.refits, "rejected": stats.rejected, "turned": stats.turned}
             metrics |= {"objective": None if stats.objective_after is None else _finite(stats.objective_after)}
@@ -230,7 +232,7 @@ class Run:
     def shown(self) -> dict[str, Any]:
         """For the progress bar."""
         loss = self._losses / self._counted if self._counted else self.latest.get("train_loss")
-        stats = {"refits": self.optimizer.stats.refits} if isinstance(self.optimizer, LLQR) else {}
+        stats = {"refits": self.optimizer.stats.refits} if isinstance(self.optimizer, PaperLLQR) else {}
         return {**self.latest, "train_loss": loss, **stats}
 
     def state_dict(self) -> dict[str, Any]:
@@ -312,7 +314,7 @@ def _result(config: Config, run: Run, folder: RunFolder, device: torch.device) -
     with torch.no_grad(), run.timed("evaluation_seconds"):
         finals = {} if run.diverged else run.task.finals(run.model, device)
     lines = folder.read_metrics()
-    stats = run.optimizer.stats if isinstance(run.optimizer, LLQR) else None
+    stats = run.optimizer.stats if isinstance(run.optimizer, PaperLLQR) else None
     return {
         "preset": config.preset,
         "scale": config.scale,
