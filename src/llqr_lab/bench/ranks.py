@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from llqr import LLQR
+from llqr.paper import PaperLLQR
 from llqr_lab.bench.measure import interleaved, median, ratio
 from llqr_lab.results import provenance, write_json
 
@@ -112,7 +113,7 @@ def _optimizer(way: str, structure: str, width: int, seed: int) -> torch.optim.O
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     if way != "base":
         shard = {"ddp": False, "ddp, shard": True, "fsdp": None}[way]
-        optimizer = LLQR(optimizer, called, structure=structure, every=LATER, steps=1, shard=shard)
+        optimizer = LLQR.paper(optimizer, called, structure=structure, every=LATER, steps=1, shard=shard)
     generator = torch.Generator().manual_seed(seed + 1 + dist.get_rank())
     called(torch.randn(BATCH, width, generator=generator)).square().mean().backward()
     optimizer.step()
@@ -130,7 +131,7 @@ def _step_of(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
 
 
 def _held(optimizer: torch.optim.Optimizer) -> int:
-    return optimizer.memory_usage()["preconditioner"] if isinstance(optimizer, LLQR) else 0
+    return optimizer.memory_usage()["preconditioner"] if isinstance(optimizer, PaperLLQR) else 0
 
 
 def report(rows: Sequence[dict[str, Any]], console: Console) -> None:

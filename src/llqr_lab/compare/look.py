@@ -11,11 +11,12 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from llqr import LLQR, QuadraticModel, fit
+from llqr import QuadraticModel, fit
 from llqr.diagnostics import Coupling, Inverse, Reference, Verdict, coupling, diagonal, kfac_inverse, reference
 from llqr.diagnostics.vectors import flat, named, norm
 from llqr.errors import LLQRError
 from llqr.exact.conjugate import conjugate_gradients
+from llqr.paper import PaperLLQR
 from llqr.solvers import SGDM, Quadratic, Solver
 from llqr_lab.compare.shadows import Shadow
 from llqr_lab.compare.subjects import Batch, Subject
@@ -100,11 +101,10 @@ class Look:
         self._fit_all()
         for name, shadow in carried.items():
             (optimizer,) = shadow.optimizers
-            assert isinstance(optimizer, LLQR)
+            assert isinstance(optimizer, PaperLLQR)
             if optimizer.preconditioner is not None:
-                if optimizer._refit.acts_on == "gradient":
-                    applied = optimizer.preconditioner.apply(_single(self.reference.gradient))
-                    self._add(f"{name}: U g", {each: -part for each, part in applied.items()})
+                applied = optimizer.preconditioner.apply(_single(self.reference.gradient))
+                self._add(f"{name}: U g", {each: -part for each, part in applied.items()})
                 self._add(f"{name}: step", shadow.proposal(model, batch, self.subject))
 
     def _fit_all(self) -> None:

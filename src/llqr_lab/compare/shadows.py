@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +13,12 @@ from torch.optim import SGD, Adam, AdamW, Muon, Optimizer
 
 from llqr import LLQR
 from llqr.diagnostics import proposed_step
+from llqr.paper import PaperLLQR
+from llqr.solvers import ScaleFree
 from llqr_lab.compare.subjects import Batch, Subject
-from llqr_lab.race.methods import REFITS
 
+EVERY = 50
+"""Steps between refits of a U that is carried along."""
 Makers = dict[str, Callable[[nn.Module], list[Optimizer]]]
 
 
@@ -31,7 +35,7 @@ class Shadow:
         for mine, theirs in zip(self.twin.parameters(), model.parameters(), strict=True):
             mine.grad = None if theirs.grad is None else theirs.grad.clone()
         for each in self.optimizers:
-            if isinstance(each, LLQR) and step % REFITS["every"] == 0:
+            if isinstance(each, PaperLLQR) and step % EVERY == 0:
                 each.refit(inputs)
             each.step()
 
@@ -65,11 +69,11 @@ def base_of(name: str, model: nn.Module, rate: float) -> Optimizer:
 
 
 def carried(structures: Sequence[str], base: str, rate: float) -> Makers:
-    """LLQR around the base with its defaults, refitted and averaged along the way as in `llqr bench target`."""
+    """The paper's LLQR around the base, refitted and averaged along the way."""
 
     def maker(structure: str) -> Callable[[nn.Module], list[Optimizer]]:
-        settings = {**REFITS, "every": _never}
-        return lambda m: [LLQR(base_of(base, m, rate), m, structure=structure, **settings)]
+        settings: dict[str, Any] = {"structure": structure, "every": _never, "steps": 5, "ema": 0.8}
+        return lambda m: [LLQR.paper(base_of(base, m, rate), m, solver=ScaleFree(), **settings)]
 
     return {f"carried {structure}": maker(structure) for structure in structures}
 
