@@ -134,7 +134,7 @@ def test_what_a_sweep_is_asked_for() -> None:
 def test_settings_reach_the_optimizer() -> None:
     import torch
 
-    from llqr import LLQR
+    from llqr.paper import PaperLLQR
     from llqr.solvers import SGDM
     from llqr_lab.experiments.optimizers import optimizer
 
@@ -145,8 +145,8 @@ def test_settings_reach_the_optimizer() -> None:
         0,
         {"llqr.damping": 0.5, "llqr.warm_start": True, "llqr.chunk_size": 4, "llqr.ema": 0.25, "llqr.steps": 3},
     )
-    made = optimizer(config.base, config.llqr, torch.nn.Linear(3, 2))
-    assert isinstance(made, LLQR)
+    made = optimizer(config, torch.nn.Linear(3, 2))
+    assert isinstance(made, PaperLLQR)
     assert (made.ema, made.warm_start) == (0.25, True)
     told = repr(made)
     assert all(word in told for word in ("kfac", "3", "0.5"))

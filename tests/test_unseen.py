@@ -100,12 +100,11 @@ def test_harm_is_told_where_the_base_trains() -> None:
         0.1: (1.0, 1.03),
         0.3: (1.0, None),
         0.01: (2.5, 3.0),
-        0.003: (1.0, 0.5),
+        0.0033: (1.0, 0.5),
         0.03: (None, 1),
     }
     made = Made(lambda run: ends[run.rate][run.llqr])
     rows = made.rows({("gnn", "SGDM"): 0.1, ("gnn", "AdamW"): 0.01}, [0])
-    rows = [row for row in rows if row["rate"] in ends]
     told = {row["rate"]: (row["harm"], cell(row)) for row in rows}
     assert told[0.033] == (False, "1.010 (1 → 1.01)")
     assert told[0.1] == (True, "**1.030** (1 → 1.03)")

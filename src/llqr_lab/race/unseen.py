@@ -179,7 +179,7 @@ def shapes(size: int = 16, side: int = 32) -> Batch:
 class GraphNet(nn.Module):
     """Messages along a dense adjacency matrix: h ← h + relu(W h + V (A h))."""
 
-    def __init__(self, width: int = 64, layers: int = 4, classes: int = 4) -> None:
+    def __init__(self, width: int = 64, layers: int = 3, classes: int = 6) -> None:
         super().__init__()
         self.embed, self.head = nn.Linear(2, width), nn.Linear(width, classes)
         self.own = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
@@ -192,8 +192,8 @@ class GraphNet(nn.Module):
         return self.head(hidden)  # type: ignore[no-any-return]
 
 
-def graphs(size: int = 32, nodes: int = 20, farthest: int = 3) -> Batch:
-    """Random graphs with one marked node; the classes are the steps to it: 0, 1, 2, and more."""
+def graphs(size: int = 32, nodes: int = 24, farthest: int = 5) -> Batch:
+    """Random graphs with one marked node; the classes are the steps to it: 0 … 4, and more. Three layers don't see that far."""
     drawn = torch.triu((torch.rand(size, nodes, nodes) < 2 / nodes).float(), 1)
     adjacency = drawn + drawn.mT
     marked = functional.one_hot(torch.randint(nodes, (size,)), nodes).float()
