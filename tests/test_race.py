@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 from llqr import LLQR
 from llqr_lab.bench.race import SMOOTH, Race, _beyond, common_end, main, place, smoothed, summary, untuned_rows
+from llqr_lab.cli import app
 from llqr_lab.data.folder import DataError
 from llqr_lab.experiments.collect import value
 from llqr_lab.experiments.command import folder_of
@@ -520,3 +522,21 @@ def test_settings_of_llqr_reach_it() -> None:
 def test_a_run_of_modular_arithmetic_may_record_between_evaluations(tmp_path: Path) -> None:
     config = resolve("grokking-add", "smoke", "base", 0, {"record_every": 1, "evaluate_every": 2})
     assert train(config, folder_of(tmp_path, config), None, torch.device("cpu"))["steps_to_target"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fashion-mpl"], "did you mean fashion-mlp"),
+        (["--optimizers", "LLQR on Adam"], "LLQR on AdamW"),
+        (["--untuned", "--optimizers", "SGDM,LLQR on AdamW"], "name the base too"),
+    ],
+)
+def test_a_race_that_cannot_be_is_told_before_any_work(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llqr_lab.bench.race.main", lambda *_: pytest.fail("work was begun"))
+    places = ["--output", str(tmp_path / "race.json"), "--figure", str(tmp_path / "race.png")]
+    result = CliRunner().invoke(app, ["bench", "race", *arguments, *places])
+    assert result.exit_code == 1
+    assert message in result.output

@@ -32,7 +32,7 @@ from llqr_lab.experiments.sweep import sweep
 from llqr_lab.figures.race import draw
 from llqr_lab.progress import bar
 from llqr_lab.race.entries import BEYOND, COURSES, WIDEN, WIDEST, Course, Entry
-from llqr_lab.race.page import COMMAND, THE_END, Row, blow_ups, body, reached, shown, untuned_lines
+from llqr_lab.race.page import COMMAND, THE_END, Row, blow_ups, body, reached, shown
 from llqr_lab.race.timing import TIMED, TURN, seconds_to, step_seconds
 from llqr_lab.results import provenance, write_json
 
@@ -364,12 +364,13 @@ def _number(value: float) -> float | None:
 def report_untuned(rows: list[Row], console: Console) -> None:
     if not rows:
         return
-    header, *lines = untuned_lines(rows)
     table = Table(title="nothing of LLQR tuned: at its base's best rate", title_justify="left", box=box.SIMPLE_HEAD)
-    for name in header:
-        table.add_column(name, justify="left" if name in ("task", "base") else "right")
-    for line in lines:
-        table.add_row(*line)
+    for header in ("task", "base", "rate", "steps", "time", "train loss", "with LLQR"):
+        table.add_column(header, justify="left" if header in ("task", "base") else "right")
+    for row in rows:
+        ratios = [shown(row[f"{what}_ratio"], "×{:.2f}") for what in ("steps", "seconds")]
+        losses = [shown(row[side]["train_loss"], "{:.4g}") for side in ("alone", "llqr")]
+        table.add_row(row["task"], row["base"], f"{row['lr']:g}", *ratios, *losses)
     console.print(table)
 
 

@@ -31,7 +31,7 @@ def body(rows: Sequence[Row], untuned: Sequence[Row]) -> str:
         parts += ["### Everybody tuned alike: LLQR against its own base\n", table(duels(rows)), *_sentences(rows)]
     for task in tasks:
         parts += [f"### {task}\n", table(everybody([row for row in rows if row["task"] == task]))]
-    parts += ["### The rates that were tried\n", _about_rates(), table(tried(rows))]
+    parts += ["### The rates that were tried\n", _about_rates(beyond=bool(pairs(rows))), table(tried(rows))]
     return "\n".join(parts)
 
 
@@ -183,11 +183,14 @@ def _sentences(rows: Sequence[Row]) -> list[str]:
     return [f"{line}\n" for line in lines]
 
 
-def _about_rates() -> str:
-    return (
-        "With the first seed. A dash is a run of modular addition that didn't get there. At four times the best rate of "
-        "a base, it and LLQR around it were run for the sentence on finite runs above, after the best rates had been chosen.\n"
-    )
+def _about_rates(beyond: bool) -> str:
+    said = "With the first seed. A dash is a run of modular addition that didn't get there."
+    if beyond:
+        said += (
+            " At four times the best rate of a base, it and LLQR around it were run for the sentence on finite runs above, "
+            "after the best rates had been chosen."
+        )
+    return f"{said}\n"
 
 
 def reached(target: Row, seeds: int) -> str:
