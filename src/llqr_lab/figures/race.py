@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import LogFormatter
+from matplotlib.ticker import LogLocator
 
 from llqr_lab.figures.style import BLUE, GREEN, GREY, ORANGE, PINK, drawing
 
@@ -47,7 +47,9 @@ def draw(rows: list[Row], untuned: list[Row], path: Path) -> None:
         }
         labels = [name for name in LINES if name in drawn]
         if labels:
-            figure.legend([drawn[label] for label in labels], labels, loc="outside lower center", ncols=5)
+            figure.legend(
+                [drawn[label] for label in labels], labels, loc="outside lower center", ncols=min(5, 2 * columns)
+            )
 
 
 def _by_seconds(axes: Axes, task: str, rows: list[Row]) -> None:
@@ -77,7 +79,8 @@ def _line(axes: Axes, name: str, at: list[float], curve: dict[str, list[Any]]) -
 def _labelled(axes: Axes, title: str, below: str) -> None:
     axes.set_title(title)
     axes.set_yscale("log")
+    axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
     for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-        ticks(LogFormatter(minor_thresholds=(1.5, 0.5)))
+        ticks("{x:g}")
     axes.set_xlabel(below)
     axes.set_ylabel("training loss")
