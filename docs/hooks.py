@@ -1,6 +1,6 @@
 """What mkdocs does with links that lead out of docs/, to files that are there in a checkout and not on a site.
 
-On the pages they are written as paths in the repository, `../results/step.json`, so that they work wherever the repository is
+On the pages they are written as paths in the repository, `../results/exact.json`, so that they work wherever the repository is
 looked at. On the site such a file is put beside the pages: a Python file as a page that shows it, any other as it is.
 """
 

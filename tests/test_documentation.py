@@ -109,7 +109,7 @@ def test_wrong_commands_are_noticed(line: str, tmp_path: Path, monkeypatch: pyte
 
 
 def test_commands_in_the_text_exist() -> None:
-    """`llqr bench step`, written in a sentence, up to what stands for something else: PRESET, --option, a path."""
+    """`llqr bench race`, written in a sentence, up to what stands for something else: PRESET, --option, a path."""
     found = 0
     for page in PAGES:
         for words in re.findall(r"`llqr ([a-z][^`]*)`", without_blocks(page)):

@@ -135,6 +135,15 @@ def test_unknown_names_of_presets_scales_and_methods() -> None:
             resolve(*arguments, 0)
 
 
+def test_the_default_method_sets_nothing() -> None:
+    alone, wrapped = (resolve("shakespeare-gpt-adamw", "cpu", method, 0) for method in ("base", "default"))
+    assert {line.partition(":")[0] for line in differences(alone, wrapped)} == {"default_llqr", "method"}
+    with pytest.raises(ConfigError, match=r"'llqr\.structure' is missing"):
+        resolve("shakespeare-gpt-adamw", "cpu", "default", 0, {"llqr.every": 10})
+    with pytest.raises(ConfigError, match="leave out one of them"):
+        resolve("shakespeare-gpt-adamw", "cpu", "kfac-ngd", 0, {"default_llqr": True})
+
+
 def test_changes_by_hand_are_part_of_the_method_s_name() -> None:
     config = resolve("grokking-add", "cpu", "kfac-ngd", 0, {"llqr.every": 100, "base.lr": 0.01})
     assert isinstance(config, Config)

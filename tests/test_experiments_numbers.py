@@ -145,7 +145,7 @@ def test_settings_reach_the_optimizer() -> None:
         0,
         {"llqr.damping": 0.5, "llqr.warm_start": True, "llqr.chunk_size": 4, "llqr.ema": 0.25, "llqr.steps": 3},
     )
-    made = optimizer(config.base, config.llqr, torch.nn.Linear(3, 2))
+    made = optimizer(config, torch.nn.Linear(3, 2))
     assert isinstance(made, PaperLLQR)
     assert (made.ema, made.warm_start) == (0.25, True)
     told = repr(made)

@@ -55,6 +55,13 @@ def test_every_structure_and_divergence(method: str, tmp_path: Path) -> None:
     assert result["preconditioner_bytes"] > 0
 
 
+def test_the_default_method_refits_by_itself(tmp_path: Path) -> None:
+    train("multi30k-transformer-adamw", "default", tmp_path)
+    (result,) = collected(tmp_path)
+    assert result["last"]["refits"] >= 1
+    assert result["unmoved"] == []
+
+
 def test_a_sweep_skips_what_is_done_and_its_results_are_drawn(tmp_path: Path) -> None:
     arguments = (
         "sweep",

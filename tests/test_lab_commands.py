@@ -16,17 +16,15 @@ from torch import nn
 from typer.testing import CliRunner
 
 from llqr.divergences import KL, Newton
-from llqr.paper import PaperLLQR
-from llqr.structures.assign import StructureSpec
 from llqr_lab import options
-from llqr_lab.bench import exact, measure, steps
+from llqr_lab.bench import exact, measure, overhead
 from llqr_lab.bench.chains import Size
 from llqr_lab.cli import app
 from llqr_lab.data.digits import small_digits
 from llqr_lab.exact_training import command as exact_command
 from llqr_lab.exact_training import loops
 from llqr_lab.figures import exact as exact_figure
-from llqr_lab.models.named import NETWORKS, example
+from llqr_lab.models.named import NETWORKS
 from llqr_lab.results import write_json
 
 PNG = b"\x89PNG"
@@ -160,7 +158,7 @@ def test_bench_exact_refuses_wrong_input_before_any_work(
 
 
 @pytest.mark.parametrize(
-    "arguments", [("--steps", "0"), ("--lr", "-1"), ("--output", "missing/demo.png"), ("--output", "demo")]
+    "arguments", [("--steps", "0"), ("--seed", "-1"), ("--output", "missing/demo.png"), ("--output", "demo")]
 )
 def test_demo_refuses_wrong_input_before_any_work(
     arguments: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -221,34 +219,6 @@ def test_bench_engine_measures_and_writes(tmp_path: Path) -> None:
     assert figure.stat().st_size > 0
 
 
-def test_bench_step_measures_every_structure_and_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llqr_lab.bench.step.PATIENCE", 0.0)
-    output, figure = tmp_path / "step.json", tmp_path / "step.png"
-    small = ("--networks", "transformer", "--batch", "4", "--repeats", "1")
-    code, printed = invoke("bench", "step", *small, "--output", output, "--figure", figure)
-    assert code == 0, printed
-    assert "transformer, batch 4" in printed
-    assert figure.read_bytes().startswith(PNG)
-    result = json.loads(output.read_text(encoding="utf-8"))
-    assert result["command"] == "llqr bench step --batch 4 --seed 0 --repeats 1 --networks transformer"
-    (row,) = result["rows"]
-    assert list(row["structures"]) == list(steps.STRUCTURES)
-    for found in row["structures"].values():
-        assert min(found["whole"], found["step"], found["by_parts"], found["memory_bytes"]) > 0
-    assert row["structures"]["diagonal"]["memory_bytes"] > row["structures"]["scalar"]["memory_bytes"]
-
-
-@pytest.mark.parametrize("structure", steps.STRUCTURES.values(), ids=steps.STRUCTURES)
-def test_the_u_of_bench_step_is_applied_and_turns_nothing(structure: StructureSpec) -> None:
-    trainer = steps.Trainer(*example("mlp", 4, 0), structure)
-    assert isinstance(trainer.optimizer, PaperLLQR)
-    assert trainer.optimizer.stats.turned == trainer.optimizer.stats.nonfinite == trainer.optimizer.stats.refits == 0
-    gradients = {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
-    u = trainer.optimizer.preconditioner
-    assert u is not None
-    assert all(not torch.equal(value, gradients[name]) for name, value in u.steer(gradients).gradients.items())
-
-
 def test_plan_prints_costs_and_advice() -> None:
     code, printed = invoke("plan", "convnet", "--batch", "4", "--repeats", "1")
     assert code == 0, printed
@@ -256,11 +226,27 @@ def test_plan_prints_costs_and_advice() -> None:
         assert part in printed
 
 
-@pytest.mark.parametrize("command", [("plan", "convent"), ("bench", "step", "--networks", "convent")])
+@pytest.mark.parametrize("command", [("plan", "convent"), ("bench", "overhead", "convent")])
 def test_a_network_that_is_not_there_is_refused_with_the_nearest(command: tuple[str, ...]) -> None:
     code, printed = invoke(*command)
-    assert code == 2
+    assert code in (1, 2)
     assert "did you mean convnet" in printed
+
+
+def test_bench_overhead_times_whole_trainings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few steps are put together from those with a refit and those without; enough of them are timed as they are."""
+    for name, size in (("FIRST", 6), ("LATER", 4), ("PARTS", (slice(0, 6), slice(6, 10))), ("TURN", 2)):
+        monkeypatch.setattr(overhead, name, size)
+    output = tmp_path / "overhead.json"
+    for steps, timed in (("5", False), ("10", True)):
+        code, printed = invoke("bench", "overhead", "mlp", "--steps", steps, "--repeats", "2", "--output", output)
+        assert code == 0, printed
+        result = json.loads(output.read_text(encoding="utf-8"))
+        assert result["command"] == f"llqr bench overhead mlp --seed 0 --repeats 2 --steps {steps}"
+        (row,) = result["rows"]
+        assert sum(row["refits"]) >= 1
+        assert min(row["base_seconds"], row["refit"], *row["by_medians"]) > 0
+        assert (row["as_timed"] is not None) == timed
 
 
 def test_the_names_that_are_checked_are_the_networks_there_are() -> None:

@@ -11,23 +11,23 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 from llqr import LLQR
-from llqr_lab.bench.ideas import main as ideas_main
-from llqr_lab.bench.race import SMOOTH, Race, _beyond, common_end, main, place, smoothed, summary
+from llqr_lab.bench.race import SMOOTH, Race, _beyond, common_end, main, place, smoothed, summary, untuned_rows
+from llqr_lab.cli import app
 from llqr_lab.data.folder import DataError
 from llqr_lab.experiments.collect import value
 from llqr_lab.experiments.command import folder_of
 from llqr_lab.experiments.config import Base, Config, ConfigError
 from llqr_lab.experiments.folder import RunError
 from llqr_lab.experiments.loop import Run, train
-from llqr_lab.experiments.optimizers import optimizer
+from llqr_lab.experiments.optimizers import base_of, optimizer
 from llqr_lab.experiments.peers import PEERS, MuonInFloat32, Several, muon
 from llqr_lab.experiments.presets import resolve
 from llqr_lab.race.entries import COURSES, ENTRIES, Course, Entry
-from llqr_lab.race.ideas import BASELINE, IDEAS, Idea
-from llqr_lab.race.page import blow_ups, body, duels
-from llqr_lab.race.timing import step_seconds
+from llqr_lab.race.page import blow_ups, body, duels, untuned_lines
+from llqr_lab.race.timing import seconds_to, step_seconds
 from llqr_lab.tasks.named import task_of
 from small_lab import batch, small
 
@@ -84,7 +84,7 @@ class Made(Race):
     def results(self, entry: Entry, rates: Any, seeds: Any) -> list[dict[str, Any]]:
         self.asked += rates
         return [
-            {"lr": rate, "diverged": not math.isfinite(self.ends(rate)), "last": {"train_loss": self.ends(rate)}}
+            {"lr": rate, "diverged": not math.isfinite(self.ends(rate)), "curve": {"train_loss": [self.ends(rate)]}}
             for rate in rates
         ]
 
@@ -118,7 +118,7 @@ class BySeed(Race):
 
     def results(self, entry: Entry, rates: Any, seeds: Any) -> list[dict[str, Any]]:
         found = [(rate, self.ends[rate][seed]) for rate in rates for seed in seeds]
-        return [{"lr": lr, "diverged": end == math.inf, "last": {"train_loss": end}} for lr, end in found]
+        return [{"lr": lr, "diverged": end == math.inf, "curve": {"train_loss": [end]}} for lr, end in found]
 
 
 @pytest.mark.parametrize(
@@ -139,8 +139,8 @@ def test_rates_that_are_close_are_decided_by_all_seeds(
     assert race.ran == ([close] if close else [])
 
 
-TIMES = {"SGDM": 0.1, "LLQR on SGDM": 0.12, "SOAP": 0.3, "Muon": 0.1}
-"""Seconds a step."""
+TIMES = {"SGDM": [0.1], "LLQR on SGDM": [0.12], "SOAP": [0.3], "Muon": [0.1]}
+"""Seconds of every step."""
 
 
 def result(losses: list[float], lr: float = 0.1, **more: Any) -> dict[str, Any]:
@@ -194,11 +194,11 @@ def test_the_page_says_who_was_faster() -> None:
     header, line = duels(rows)
     assert line == ["some", "SGDM", "1.2", "0.1: 30, 3.0", "0.1: 20, 2.4", "**×0.80**", "SOAP"]
     nearly = summary(
-        "some", COURSES["shakespeare"], grids, finals, len(finals["SGDM"]), {**TIMES, "LLQR on SGDM": 0.14}
+        "some", COURSES["shakespeare"], grids, finals, len(finals["SGDM"]), {**TIMES, "LLQR on SGDM": [0.14]}
     )
     assert duels(nearly)[1][5] == "×0.93"  # a tie
     assert len(header) == len(line)
-    text = body(rows)
+    text = body(rows, [])
     assert "| Muon | 0.1 | 1.4500 (0.9, 2) | 2.45 | – (1 of 2 seeds) |" in text
     assert "At 1 of the 1 rates" in text
     assert "moved every parameter" in text
@@ -218,8 +218,8 @@ def test_llqr_that_diverges_where_its_base_does_not_is_told() -> None:
 def test_a_task_that_ends_by_itself_is_timed_to_its_end() -> None:
     course = COURSES["modular-addition"]
     finals = {"AdamW": [result([1, 1, 1], steps_to_target=s) for s in (500, 300, 400)]}
-    (row,) = summary("some", course, {"AdamW": (0.1, finals["AdamW"][:1])}, finals, 3, {"AdamW": 0.1})
-    assert row["targets"]["the end"] == {"loss": None, "reached": 3, "steps": 400, "seconds": 40}
+    (row,) = summary("some", course, {"AdamW": (0.1, finals["AdamW"][:1])}, finals, 3, {"AdamW": [0.1]})
+    assert row["targets"]["the end"] == {"loss": None, "reached": 3, "steps": 400, "seconds": pytest.approx(40)}
     assert row["tried"] == {"0.1": 500.0}
 
 
@@ -289,12 +289,12 @@ def test_a_peer_goes_on_where_it_was_stopped_or_says_that_it_cannot(name: str) -
             stepper.step()
 
     straight = small("gpt")
-    one = optimizer(base, None, straight)
+    one = base_of(base, straight)
     trained(straight, one, range(12))
     stopped = small("gpt")
-    before = optimizer(base, None, stopped)
+    before = base_of(base, stopped)
     trained(stopped, before, range(6))
-    after = optimizer(base, None, stopped)
+    after = base_of(base, stopped)
     assert isinstance(after, Several)
     if not after.resumable:
         with pytest.raises(RunError, match="begin anew"):
@@ -324,7 +324,7 @@ def test_several_optimizers_are_a_base_like_any_other() -> None:
     """One rate and one schedule for all the parts, under LLQR too."""
     model = small("gpt")
     several = muon(Base("muon", lr=1e-3), model)
-    wrapped = LLQR(several, model, structure="kfac", every=2, steps=2)
+    wrapped = LLQR.paper(several, model, structure="kfac", every=2, steps=2)
     schedule = torch.optim.lr_scheduler.LambdaLR(wrapped, lambda step: 0.5**step)
     for _ in range(3):
         inputs, targets = batch("gpt")
@@ -332,7 +332,7 @@ def test_several_optimizers_are_a_base_like_any_other() -> None:
         nn.functional.cross_entropy(model(*inputs).flatten(0, 1), targets.flatten()).backward()
         wrapped.step()
         schedule.step()
-    again = LLQR(muon(Base("muon", lr=1e-3), model), model, structure="kfac", every=2, steps=2)
+    again = LLQR.paper(muon(Base("muon", lr=1e-3), model), model, structure="kfac", every=2, steps=2)
     again.load_state_dict(wrapped.state_dict())
     assert again.stats.refits == 2
     assert [group["lr"] for part in again.base.parts for group in part.param_groups] == [1e-3 / 8] * 2  # type: ignore[attr-defined]
@@ -373,50 +373,67 @@ def test_losses_are_recorded_between_evaluations(tmp_path: Path) -> None:
 
 
 def test_losses_are_smoothed_and_steps_timed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A single low record isn't arrival; and everybody takes as many turns, after one that warms up."""
+    """A single low record isn't arrival; and everybody takes as many turns, from the start in every round."""
     lucky = result([3, 3, 3])
     lucky["curve"]["train_loss"][4] = 0.5
     assert place(lucky, COURSES["shakespeare"], 1.0) is None
     assert smoothed(lucky)[:6] == pytest.approx([3, 3, 3, 3, 6.5 / 3, 6.5 / 3])
-    turns = list[tuple[str, int]]()
-    monkeypatch.setattr(Run, "advance", lambda run, batch: turns.append((run.config.method, run.step)))
-    methods = ("base", "scalar-ngd-scalefree")
+    turns = list[str]()
+    monkeypatch.setattr(Run, "advance", lambda run, batch: turns.append(run.config.method))
+    monkeypatch.setattr("llqr_lab.race.timing.TURN", 2)
+    methods = ("base", "default")
     configs = {method: resolve("shakespeare-gpt-sgdm", "smoke", method, 0, {}) for method in methods}
     done = list[None]()
-    assert set(step_seconds(configs, None, 2, lambda: done.append(None), period=2)) == set(methods)
-    assert len(done) == 6
-    assert [method for method, _ in turns] == [method for _ in range(3) for method in methods for _ in range(2)]
+    found = step_seconds(configs, None, 2, lambda: done.append(None), steps=4)
+    assert {name: len(times) for name, times in found.items()} == {"base": 4, "default": 4}
+    assert len(done) == 8
+    assert turns == [method for _ in range(4) for method in methods for _ in range(2)]
 
 
-def test_ideas_are_run_at_the_rate_of_the_baseline_with_one_thing_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_time_of_many_steps_is_known_from_the_first_ones() -> None:
+    times = [4.0, 2.0, 1.0, 1.0]
+    assert [seconds_to(times, steps) for steps in (1, 3, 4, 10)] == [4, 7, 8, 14]
+
+
+def test_llqr_runs_at_the_rate_of_its_base_with_nothing_tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     perform = in_this_process(tmp_path)
-    monkeypatch.setattr("llqr_lab.bench.ideas.sweep", lambda wanted, *rest: perform(wanted))
-    monkeypatch.setattr(
-        "llqr_lab.bench.ideas.IDEAS", [idea for idea in IDEAS if idea.name in ("K-FAC", "3 inner steps")]
-    )
-    output = tmp_path / "ideas.json"
-    page = tmp_path / "page.md"
-    ideas_main(["shakespeare"], "smoke", [0, 1], tmp_path, None, 1, output, page)
-    assert "| K-FAC | " in page.read_text(encoding="utf-8")
-    rows = json.loads(output.read_text(encoding="utf-8"))["rows"]
-    assert [row["idea"] for row in rows] == ["SGDM", "LLQR on SGDM", "K-FAC", "3 inner steps"]
-    assert len({row["lr"] for row in rows[1:]}) == 1
-    assert len({row["train_loss"] for row in rows}) == 4
-    for row in rows:
-        assert (row["seeds"], row["diverged"]) == (2, 0)
-        assert row["least"] <= row["train_loss"] <= row["most"]
-    assert rows[0]["time"] == 1.0
+    monkeypatch.setattr("llqr_lab.bench.race.sweep", lambda wanted, *rest: perform(wanted))
+    output, figure, page = tmp_path / "race.json", tmp_path / "race.png", tmp_path / "page.md"
+    names = ["SGDM", "LLQR on SGDM"]
+    main(["shakespeare"], names, "smoke", [0, 1], tmp_path, None, 1, output, figure, page, True)
+    found = json.loads(output.read_text(encoding="utf-8"))
+    assert [row["optimizer"] for row in found["rows"]] == ["SGDM"]
+    (row,) = found["untuned"]
+    assert (row["base"], row["lr"]) == ("SGDM", found["rows"][0]["lr"])
+    assert row["alone"]["train_losses"] == found["rows"][0]["train_losses"]
+    assert len(row["llqr"]["train_losses"]) == 2
+    rates = {path.parent.name for path in tmp_path.rglob("seed-0") if path.parent.name.startswith("default")}
+    assert len(rates) == 1
+    text = page.read_text(encoding="utf-8")
+    assert "### Nothing of LLQR tuned" in text
+    assert "tuned alike" not in text
+    assert figure.stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("idea", IDEAS, ids=lambda idea: idea.name)
-def test_an_idea_changes_something(idea: Idea) -> None:
-    configs = [
-        resolve("shakespeare-gpt-sgdm", "cpu", entry.method, 0, entry.changes(0.1)) for entry in (idea.entry, BASELINE)
-    ]
-    assert configs[0].llqr != configs[1].llqr
-    assert configs[0].base == configs[1].base
+def test_ratios_are_of_the_steps_and_seconds_to_what_the_base_comes_to() -> None:
+    entry = next(each for each in ENTRIES if each.name == "LLQR on SGDM")
+    finals = {"SGDM": [result([3, 2, 1.0]), result([3, 2, 1.2])]}
+    own = [result([3, 1.1, 0.5]), result([3, 1.0, 0.5])]
+    rows = untuned_rows("some", COURSES["shakespeare"], finals, {entry: own}, 2, TIMES)
+    line = ["some", "SGDM", "0.1", "1.2", "30, 3.0", "20, 2.4", "×0.67", "×0.80"]
+    assert untuned_lines(rows)[1] == [*line, "1.1000 (1, 1.2)", "0.5000 (0.5, 0.5)"]
+    rows = untuned_rows("some", COURSES["shakespeare"], finals, {entry: [own[0], result([3, 3, 3])]}, 2, TIMES)
+    assert untuned_lines(rows)[1][5:8] == ["– (1 of 2 seeds)", "–", "–"]
+    blown = {"SGDM": [result([3, 2, 1.0], diverged=True)]}
+    rows = untuned_rows("some", COURSES["shakespeare"], blown, {entry: own[:1]}, 1, TIMES)
+    assert untuned_lines(rows)[1][3:8] == ["–", "diverged", "–", "–", "–"]
+
+
+def test_losses_are_recorded_every_fiftieth_of_a_course() -> None:
+    for course in COURSES.values():
+        config = resolve(course.preset, "cpu", "default", 0, {**course.changes, **course.cpu})
+        assert config.default_llqr
+        assert 50 * (config.record_every or config.evaluate_every) <= config.steps
 
 
 def test_a_run_that_diverges_or_comes_to_no_end_counts_for_nothing() -> None:
@@ -475,7 +492,7 @@ def test_singd_is_told_what_the_loss_is_a_mean_over(preset: str, average: str) -
     if not installed("singd"):
         pytest.skip("singd isn't installed (llqr[peers])")
     config = resolve(preset, "smoke", "base", 0, {"base.name": "singd"})
-    made = optimizer(config.base, None, task_of(config, None).network())
+    made = base_of(config.base, task_of(config, None).network())
     assert isinstance(made, Several)
     assert {group["loss_average"] for group in made.parts[0].param_groups} == {average}
 
@@ -486,22 +503,40 @@ def test_singd_leaves_large_vocabularies_to_adamw(monkeypatch: pytest.MonkeyPatc
     model = nn.Sequential(nn.Embedding(40, 8), nn.Linear(8, 24), nn.Linear(24, 40))
     for largest, expected in ((1024, {(24, 8), (24,), (40, 24), (40,)}), (30, {(24, 8), (24,)})):
         monkeypatch.setattr("llqr_lab.experiments.peers.LARGEST_FACTOR", largest)
-        made = optimizer(Base("singd", 0.01), None, model)
+        made = base_of(Base("singd", 0.01), model)
         assert isinstance(made, Several)
         assert {tuple(p.shape) for group in made.parts[0].param_groups for p in group["params"]} == expected
     monkeypatch.setattr("llqr_lab.experiments.peers.LARGEST_FACTOR", 30)
     with pytest.raises(ConfigError, match="none inside"):
-        optimizer(Base("singd", 0.01), None, nn.Sequential(nn.Embedding(40, 8), nn.Linear(8, 40)))
+        base_of(Base("singd", 0.01), nn.Sequential(nn.Embedding(40, 8), nn.Linear(8, 40)))
 
 
 def test_settings_of_llqr_reach_it() -> None:
-    settings = {"llqr.sample": 0.5, "llqr.trust": 0.25, "llqr.max_dim": 17, "llqr.steps": 2}
+    settings = {"llqr.sample": 0.5, "llqr.max_dim": 17, "llqr.steps": 2}
     config = resolve("shakespeare-gpt-sgdm", "smoke", "kfac-ngd-scalefree", 0, settings)
-    made = repr(optimizer(config.base, config.llqr, task_of(config, None).network()))
-    for shown in ("sample=0.5", "trust=0.25", "max_dim=17", "steps=2"):
+    made = repr(optimizer(config, task_of(config, None).network()))
+    for shown in ("sample=0.5", "max_dim=17", "steps=2"):
         assert shown in made
 
 
 def test_a_run_of_modular_arithmetic_may_record_between_evaluations(tmp_path: Path) -> None:
     config = resolve("grokking-add", "smoke", "base", 0, {"record_every": 1, "evaluate_every": 2})
     assert train(config, folder_of(tmp_path, config), None, torch.device("cpu"))["steps_to_target"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["fashion-mpl"], "did you mean fashion-mlp"),
+        (["--optimizers", "LLQR on Adam"], "LLQR on AdamW"),
+        (["--untuned", "--optimizers", "SGDM,LLQR on AdamW"], "name the base too"),
+    ],
+)
+def test_a_race_that_cannot_be_is_told_before_any_work(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("llqr_lab.bench.race.main", lambda *_: pytest.fail("work was begun"))
+    places = ["--output", str(tmp_path / "race.json"), "--figure", str(tmp_path / "race.png")]
+    result = CliRunner().invoke(app, ["bench", "race", *arguments, *places])
+    assert result.exit_code == 1
+    assert message in result.output

@@ -16,7 +16,9 @@ from llqr_lab.experiments.folder import RunFolder
 from llqr_lab.experiments.loop import train
 from llqr_lab.experiments.presets import resolve
 
+pytestmark = pytest.mark.filterwarnings("ignore:U would have turned the gradient")
 RUNS = {
+    "default": resolve("cifar10-resnet18-sgdm", "smoke", "default", 0, {"steps": 24, "evaluate_every": 3}),
     "grokking": resolve("grokking-add", "smoke", "kfac-ngd", 0, {"steps": 30, "evaluate_every": 3, "llqr.every": 7}),
     "pictures": resolve(
         "cifar10-resnet18-sgdm", "smoke", "ekfac-newton", 1, {"steps": 16, "evaluate_every": 3, "llqr.every": 6}

@@ -50,13 +50,12 @@ def options(
 def demo(
     output: Annotated[Path, typer.Option(callback=writable_picture, help="The picture to write.")] = Path("demo.png"),
     seed: Seed = 0,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of each optimizer.")] = 600,
-    lr: Annotated[float, typer.Option(callback=positive_number, help="SGDM's learning rate, in all rows.")] = 0.01,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of each optimizer.")] = 300,
 ) -> None:
-    """Train a small network on digits by SGD with momentum, alone and with LLQR around it."""
+    """Train a small network on digits by SGD with momentum and by AdamW, alone and with LLQR around them."""
     from llqr_lab.demo import show
 
-    show(output, seed, steps, lr)
+    show(output, seed, steps)
 
 
 @app.command()
@@ -176,7 +175,7 @@ def train(
     method: Annotated[
         str | None,
         typer.Option(
-            help="base (the default), or a structure and a divergence: kfac-ngd, ekfac-newton, diagonal-ngd-scalefree."
+            help="base (else), default (LLQR, nothing set), or the paper's: diagonal-ngd, ekfac-newton, kfac-ngd-scalefree."
         ),
     ] = None,
     seed: Annotated[int | None, typer.Option(min=0, max=2**32 - 1, help="Seed of everything random; else 0.")] = None,

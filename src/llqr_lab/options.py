@@ -28,14 +28,6 @@ def known_network(name: str) -> str:
     return name
 
 
-def known_networks(names: list[str] | None) -> list[str] | None:
-    if names is None:
-        return None
-    for name in names:
-        known_network(name)
-    return list(dict.fromkeys(names))
-
-
 def known_subject(name: str) -> str:
     if name not in SUBJECTS:
         raise typer.BadParameter(f"nothing to compare on is called '{name}'{suggestion(name, SUBJECTS)}")

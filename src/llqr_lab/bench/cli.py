@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from llqr_lab.options import Data, Scale, Seed, known_networks, writable_file, writable_picture
+from llqr_lab.options import Data, Scale, Seed, writable_file, writable_picture
 
 Seeds = Annotated[str, typer.Option(help="Such as 0-2; learning rates are chosen with the first.")]
 Runs = Annotated[Path, typer.Option(help="The folder of runs; what is there isn't repeated.")]
@@ -111,30 +111,6 @@ def bench_report(
         main(output, runs, points, seed, repeats)
 
 
-@bench.command("step")
-def bench_step(
-    output: Annotated[Path, typer.Option(callback=writable_file, help="The JSON file to write.")] = Path(
-        "results/step.json"
-    ),
-    figure: Annotated[Path, typer.Option(callback=writable_picture, help="The figure to write.")] = Path(
-        "docs/figures/bench_step.png"
-    ),
-    networks: Annotated[
-        list[str] | None,
-        typer.Option(
-            callback=known_networks, help="A network; give it again for more. Else mlp, resnet18, transformer."
-        ),
-    ] = None,
-    batch: Annotated[int, typer.Option(min=2, help="Examples in a batch.")] = 128,
-    seed: Seed = 0,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds, more where steps are short; medians are reported.")] = 7,
-) -> None:
-    """What LLQR adds to a training step between refits, over the base optimizer alone, by structure."""
-    from llqr_lab.bench.step import DEFAULT, main
-
-    main(output, figure, tuple(networks or DEFAULT), batch, seed, repeats)
-
-
 @bench.command("ranks")
 def bench_ranks(
     output: Annotated[Path, typer.Option(callback=writable_file, help="The JSON file to write.")] = Path(
@@ -167,8 +143,11 @@ def bench_race(
         "docs/figures/race.png"
     ),
     page: Page = None,
+    untuned: Annotated[
+        bool, typer.Option("--untuned", help="LLQR has no rates of its own: it runs at its base's best only.")
+    ] = False,
 ) -> None:
-    """Optimizers side by side: SGDM, AdamW, Muon, SOAP, Shampoo, SINGD, and LLQR on three of them, each at its best rate."""
+    """SGDM, AdamW, Muon, SOAP, Shampoo, SINGD, and LLQR on three of them: each at its best rate, and LLQR at its base's."""
     from llqr_lab.experiments.cli import numbers, told
     from llqr_lab.experiments.config import ConfigError
     from llqr_lab.race.entries import COURSES, ENTRIES
@@ -183,64 +162,62 @@ def bench_race(
             for name in given:
                 if name not in known:
                     raise ConfigError(f"there is no {what} '{name}' in the race{suggestion(name, known)}")
+        for name in chosen if untuned else []:
+            if name.removeprefix("LLQR on ") not in chosen:
+                raise ConfigError(f"with --untuned, '{name}' runs at its base's best rate: name the base too")
         from llqr_lab.bench.race import main
 
-        at_a_time = jobs or os.cpu_count() or 1
-        main(tasks or list(COURSES), chosen, scale, numbers(seeds), runs, data, at_a_time, output, figure, page)
+        at_a_time, names = jobs or os.cpu_count() or 1, tasks or list(COURSES)
+        main(names, chosen, scale, numbers(seeds), runs, data, at_a_time, output, figure, page, untuned)
 
 
-@bench.command("ideas")
-def bench_ideas(
-    tasks: Annotated[list[str] | None, typer.Argument(help="Tasks of the race; else two of them.")] = None,
-    scale: Scale = "cpu",
-    seeds: Seeds = "0-2",
+@bench.command("unseen")
+def bench_unseen(
+    tasks: Annotated[list[str] | None, typer.Argument(help="Tasks; else all of them.")] = None,
+    seeds: Annotated[str, typer.Option(help="Such as 0-2; learning rates are chosen with the first.")] = "0",
+    steps: Annotated[int, typer.Option(min=10, help="Steps of a run.")] = 300,
     runs: Runs = Path("runs"),
     data: Data = None,
     jobs: Jobs = None,
     output: Annotated[Path, typer.Option(callback=writable_file, help="The JSON file to write.")] = Path(
-        "results/ideas.json"
+        "results/unseen.json"
     ),
     page: Page = None,
 ) -> None:
-    """LLQR as it races on SGDM, and the same with one thing changed: structure, solver, sample, schedule, trust."""
+    """Tasks that nothing was chosen by: LLQR over its base at a third, one and three times the base's best rate."""
     from llqr_lab.experiments.cli import numbers, told
     from llqr_lab.experiments.config import ConfigError
-    from llqr_lab.race.entries import COURSES
-    from llqr_lab.race.ideas import TASKS
     from llqr_lab.suggest import suggestion
 
     with told():
-        known = [name for name, course in COURSES.items() if course.reached == "train_loss"]
+        from llqr_lab.bench.unseen import main
+        from llqr_lab.race.unseen import UNSEEN
+
         for name in tasks or []:
-            if name not in known:
-                raise ConfigError(f"there is no task '{name}' with a training loss to reach{suggestion(name, known)}")
-        from llqr_lab.bench.ideas import main
-
-        main(tasks or list(TASKS), scale, numbers(seeds), runs, data, jobs or os.cpu_count() or 1, output, page)
+            if name not in UNSEEN:
+                raise ConfigError(f"there is no unseen task '{name}'{suggestion(name, UNSEEN)}")
+        main(tasks or list(UNSEEN), numbers(seeds), steps, runs, data, jobs or os.cpu_count() or 1, output, page)
 
 
-@bench.command("target")
-def bench_target(
-    suite: Annotated[str, typer.Argument(help="What to compare: solvers, or modes (of a refit).")] = "solvers",
-    output: Annotated[
-        Path | None, typer.Option(help="The JSON file to write; runs that are in it aren't repeated.")
-    ] = None,
-    figure: Annotated[Path | None, typer.Option(help="The figure to write.")] = None,
-    data: Annotated[Path | None, typer.Option(help="The folder with data sets; else LLQR_DATA.")] = None,
+@bench.command("overhead")
+def bench_overhead(
+    networks: Annotated[list[str] | None, typer.Argument(help="gpt, resnet18, convnet, mlp; else all of them.")] = None,
+    output: Annotated[Path, typer.Option(callback=writable_file, help="The JSON file to write.")] = Path(
+        "results/overhead.json"
+    ),
     seed: Seed = 0,
-    seeds: Annotated[int, typer.Option(min=1, help="How many seeds, from --seed on.")] = 5,
-    quick: Annotated[bool, typer.Option("--quick", help="A few steps on digits, to see that it works.")] = False,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each; medians are reported.")] = 3,
+    steps: Annotated[int | None, typer.Option(min=2, help="Steps of a run; else 400, of resnet18 12.")] = None,
 ) -> None:
-    """Steps and seconds to a training loss: LLQR against its base at the same learning rate."""
-    output = writable_file(output or Path(f"results/target_{suite}.json"))
-    figure = writable_picture(figure or Path(f"docs/figures/target_{suite}.png"))
-    from llqr_lab.bench.target import main
-    from llqr_lab.data.folder import DataError
-    from llqr_lab.race.methods import SUITES
+    """The time of a whole training with LLQR, refits included, nothing set, over that of its base alone."""
+    from llqr_lab.experiments.cli import told
+    from llqr_lab.experiments.config import ConfigError
+    from llqr_lab.suggest import suggestion
 
-    if suite not in SUITES:
-        raise typer.BadParameter(f"'{suite}' is none of {', '.join(SUITES)}", param_hint="SUITE")
-    try:
-        main(suite, output, figure, data, seed, seeds, quick)
-    except DataError as error:
-        raise typer.BadParameter(str(error), param_hint="--data") from None
+    with told():
+        from llqr_lab.bench.overhead import SUBJECTS, main
+
+        for name in networks or []:
+            if name not in SUBJECTS:
+                raise ConfigError(f"no network is called '{name}'{suggestion(name, SUBJECTS)}")
+        main(networks or list(SUBJECTS), output, seed, repeats, steps)

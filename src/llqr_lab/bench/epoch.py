@@ -49,6 +49,10 @@ def main(
     changes = dict(map(change, settings))
     if tuple(methods) == ("base",) and any(name.startswith("llqr.") for name in changes):
         raise ConfigError("there is no LLQR among the methods: leave out its settings")
+    if "default" in methods:
+        raise ConfigError(
+            "an epoch is of the paper's methods, with one period; for the default see llqr bench overhead"
+        )
     torch.set_num_threads(threads or torch.get_num_threads())
     torch.set_flush_denormal(True)
     names = ("base", *(each for each in methods if each != "base"))

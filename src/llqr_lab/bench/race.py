@@ -1,7 +1,8 @@
-"""`llqr bench race`: optimizers side by side on the same tasks, from the same weights and batches.
+"""`llqr bench race`: optimizers side by side on the same tasks, from the same weights and batches; two tables.
 
-Each optimizer tries a grid of learning rates with the first seed, wider where the best is at its edge; the rate with the lowest
-training loss at the end is its own, and is run with the other seeds too (where two are close, both, and the seeds decide).
+Everybody tuned alike: each optimizer tries a grid of learning rates with the first seed, wider where the best is at its edge;
+the rate with the lowest training loss at the end is its own, and is run with the other seeds too (where two are close, both,
+and the seeds decide). Nothing of LLQR tuned: it runs at the best rate of its base, with all seeds.
 Every run is a folder as `llqr train` makes them, so a race that was stopped goes on, and one with more optimizers or seeds
 repeats nothing.
 """
@@ -21,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from llqr_lab import pages
+from llqr_lab.bench.measure import ratio
 from llqr_lab.experiments.collect import Result, curve, value
 from llqr_lab.experiments.command import folder_of
 from llqr_lab.experiments.config import Config
@@ -30,10 +32,12 @@ from llqr_lab.experiments.sweep import sweep
 from llqr_lab.figures.race import draw
 from llqr_lab.progress import bar
 from llqr_lab.race.entries import BEYOND, COURSES, WIDEN, WIDEST, Course, Entry
-from llqr_lab.race.page import COMMAND, Row, blow_ups, body, reached, shown
-from llqr_lab.race.timing import PERIOD, step_seconds
+from llqr_lab.race.page import COMMAND, THE_END, Row, blow_ups, body, reached, shown
+from llqr_lab.race.timing import TIMED, TURN, seconds_to, step_seconds
 from llqr_lab.results import provenance, write_json
 
+Grids = dict[str, tuple[float | None, list[Result]]]
+"""Of each optimizer: its rate with the best end, and the runs that say so."""
 Wanted = list[tuple[Config, dict[str, Any]]]
 TARGETS = ("SGDM", "AdamW", "Muon")
 """What these come to with every seed, at their best rates, is what everybody is timed to."""
@@ -42,7 +46,9 @@ SMOOTH = 3
 TIE = 0.02
 """Rates whose ends with the first seed differ by less than this share are run with all seeds: seeds differ by more."""
 ROUNDS = 3
-"""Turns of each optimizer when steps are timed."""
+"""Times that the first steps are taken anew when they are timed."""
+Times = dict[str, list[float]]
+"""Seconds of the first steps of each optimizer."""
 
 
 class Race:
@@ -64,9 +70,8 @@ class Race:
         """Make the runs that aren't there, all at once: no core waits for another's optimizer."""
         self._perform([each for entry, rates in wanted.items() for each in self._wanted(entry, rates, seeds)])
 
-    def grids(self, entries: Sequence[Entry], seed: int) -> dict[str, tuple[float | None, list[Result]]]:
-        """Everybody's rate with the best end, and the runs that say so."""
-        found: dict[str, tuple[float | None, list[Result]]] = {entry.name: (None, []) for entry in entries}
+    def grids(self, entries: Sequence[Entry], seed: int) -> Grids:
+        found: Grids = {entry.name: (None, []) for entry in entries}
         coming: dict[Entry, Sequence[float]] = {entry: entry.rates for entry in entries}
         for _ in range(1 + WIDEST):
             self.run(coming, [seed])
@@ -81,9 +86,7 @@ class Race:
             coming = wider
         return found
 
-    def chosen(
-        self, grids: Mapping[str, tuple[float | None, list[Result]]], runners: Sequence[Entry], seeds: Sequence[int]
-    ) -> dict[Entry, list[float]]:
+    def chosen(self, grids: Grids, runners: Sequence[Entry], seeds: Sequence[int]) -> dict[Entry, list[float]]:
         """The best rate of each who has one. Where others come close to it with the first seed, all seeds decide, by their
         mean."""
         close = {entry: self._close(grids[entry.name][1]) for entry in runners}
@@ -110,19 +113,20 @@ class Race:
         best = min(ends, key=lambda lr: ends[lr], default=None)
         return None if best is None or ends[best] == math.inf else best
 
-    def step_seconds(self, best: Mapping[Entry, Sequence[float]], seed: int, data: Path | None) -> dict[str, float]:
+    def step_seconds(self, best: Mapping[Entry, Sequence[float]], seed: int, data: Path | None) -> Times:
         """Everybody's at their best rates, in turns; kept beside the runs, for as long as the same ones are timed."""
         configs = {entry.name: self._configuration(entry, rates[0], seed)[0] for entry, rates in best.items()}
         if not configs:
             return {}
         labels = {name: config.label for name, config in configs.items()}
         which = blake2b(json.dumps(labels).encode(), digest_size=8).hexdigest()
-        path = self._runs / self._course.preset / self._scale / f"step_seconds-{which}.json"
+        path = self._runs / self._course.preset / self._scale / f"seconds-{which}.json"
         known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         if known:
             return dict(known["seconds"])
-        with bar((1 + ROUNDS) * len(configs), "timing steps") as done:
-            found = step_seconds(configs, data, ROUNDS, done, 2 if self._scale == "smoke" else PERIOD)
+        steps = 2 if self._scale == "smoke" else TIMED
+        with bar(ROUNDS * len(configs) * math.ceil(steps / TURN), "timing steps") as done:
+            found = step_seconds(configs, data, ROUNDS, done, steps)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, {"labels": labels, "seconds": found})
         return found
@@ -140,7 +144,7 @@ def end(result: Result, course: Course) -> float:
     """How a run ended: its last training loss, or the steps that it took to be over; the less the better."""
     if result["diverged"]:
         return math.inf
-    found = result.get("steps_to_target") if course.reached == "test_accuracy" else result["last"]["train_loss"]
+    found = result.get("steps_to_target") if course.reached == "test_accuracy" else last_loss(result)
     return math.inf if found is None else float(found)
 
 
@@ -155,7 +159,9 @@ def main(
     output: Path,
     figure: Path,
     page: Path | None = None,
+    untuned: bool = False,
 ) -> None:
+    """`untuned`: LLQR has no rates of its own, and runs at its base's only."""
     console, failed = Console(), list[bool]()
     if page is not None:
         pages.check(page, COMMAND)
@@ -164,50 +170,58 @@ def main(
         failed.append(sweep(wanted, runs, data, jobs, "auto", console) is False)
 
     rows: list[Row] = []
-    some = f" --optimizers '{','.join(entries)}'" if entries else ""
+    at_base: list[Row] = []
+    some = (f" --optimizers '{','.join(entries)}'" if entries else "") + " --untuned" * untuned
     command = f"llqr bench race {' '.join(names)} --scale {scale} --seeds {','.join(map(str, seeds))}{some}"
     for name in names:
         race = Race(COURSES[name], scale, runs, perform)
         runners = [entry for entry in COURSES[name].runners if not entries or entry.name in entries]
         if not runners:
             console.print(f"{name} is without these optimizers at --scale {scale}", style="yellow", highlight=False)
-        grids = race.grids(runners, seeds[0])
-        best = race.chosen(grids, runners, seeds)
+        tuned = [entry for entry in runners if entry.method == "base" or not untuned]
+        grids = race.grids(tuned, seeds[0])
+        best = race.chosen(grids, tuned, seeds)
+        wrapped = at_rates_of_bases(runners, best)
+        race.run(wrapped, seeds)
         finals = {entry.name: race.results(entry, rates, seeds) for entry, rates in best.items()}
         beyond = _beyond(best)
         race.run(beyond, seeds[:1])
         for entry, rates in beyond.items():
             grids[entry.name][1].extend(race.results(entry, rates, seeds[:1]))
-        times = race.step_seconds(best, seeds[0], data)
+        times = race.step_seconds({**wrapped, **best}, seeds[0], data)
         rows += summary(name, COURSES[name], grids, finals, len(seeds), times)
-        write_json(output, {**provenance(command, seeds[0]), "scale": scale, "seeds": list(seeds), "rows": rows})
-    draw(rows, figure)
+        results = {entry: race.results(entry, rates, seeds) for entry, rates in wrapped.items()}
+        at_base += untuned_rows(name, COURSES[name], finals, results, len(seeds), times)
+        found = {"scale": scale, "seeds": list(seeds), "rows": rows, "untuned": at_base}
+        write_json(output, {**provenance(command, seeds[0]), **found})
+    draw(rows, at_base, figure)
     for name in dict.fromkeys(row["task"] for row in rows):
         report([row for row in rows if row["task"] == name], console)
+    report_untuned(at_base, console)
     for each in blow_ups(rows):
         console.print(f"{each} diverged, and its base didn't", style="red", highlight=False)
     console.print(f"Wrote {output} and {figure}", highlight=False, soft_wrap=True)
     if any(failed):
         raise RunError("some runs came to no end (above): the same command goes on with them, and writes the page then")
     if page is not None:
-        pages.write(page, COMMAND, body(rows))
+        pages.write(page, COMMAND, body(rows, at_base))
         console.print(f"Wrote {page}", highlight=False, soft_wrap=True)
 
 
 def _beyond(best: Mapping[Entry, Sequence[float]]) -> dict[Entry, list[float]]:
     """Much more than the best rate of a base, for it and for LLQR around it."""
     bases = {entry.base: rates for entry, rates in best.items() if entry.method == "base"}
-    wrapped = {entry.base for entry in best if entry.method != "base"}
+    wrapped = {entry.base for entry in best if entry.method != "base"}  # none where LLQR isn't tuned
     return {entry: [_rounded(BEYOND * bases[entry.base][0])] for entry in best if entry.base in wrapped & set(bases)}
 
 
 def summary(
     task: str,
     course: Course,
-    grids: dict[str, tuple[float | None, list[Result]]],
+    grids: Grids,
     finals: dict[str, list[Result]],
     seeds: int,
-    times: Mapping[str, float],
+    times: Times,
 ) -> list[Row]:
     """A row an optimizer: its rate, steps and seconds to each target (medians of the seeds), how it ended, and its memory."""
     targets = _targets(course, finals)
@@ -230,7 +244,7 @@ def summary(
                 "diverged_seeds": sum(each["diverged"] for each in results),
                 "score_name": results[0]["score"] if results else None,
                 "score": _middle([value(each) for each in results]),
-                "step_seconds": seconds,
+                "step_seconds": seconds and mean(seconds),
                 "steps": _middle([each["steps"] for each in results]),
                 "peak_bytes": _middle([each["peak_bytes"] for each in results]),
                 "unmoved": sorted({moved for each in (*tried, *results) for moved in each["unmoved"]}),
@@ -240,9 +254,54 @@ def summary(
     return rows
 
 
-def _targets(course: Course, finals: dict[str, list[Result]]) -> dict[str, float]:
+def at_rates_of_bases(runners: Sequence[Entry], best: Mapping[Entry, Sequence[float]]) -> dict[Entry, Sequence[float]]:
+    """LLQR with the best rate of its base, where the base has one."""
+    rates = {entry.base: own for entry, own in best.items() if entry.method == "base"}
+    return {entry: rates[entry.base] for entry in runners if entry.method != "base" and entry.base in rates}
+
+
+def untuned_rows(
+    task: str,
+    course: Course,
+    finals: Mapping[str, list[Result]],
+    wrapped: Mapping[Entry, list[Result]],
+    seeds: int,
+    times: Times,
+) -> list[Row]:
+    """A row a base: when it, and LLQR at the same rate, came to the training loss that the base comes to with every seed."""
+    targets, rows = _targets(course, finals), []
+    for entry, results in wrapped.items():
+        base = entry.name.removeprefix("LLQR on ")
+        target = targets.get(THE_END, targets.get(base))
+        sides = {}
+        for name, own in ((base, finals[base]), (entry.name, results)):
+            losses = [last_loss(each) for each in own]
+            sides[name] = {
+                "train_loss": _middle(losses),
+                "train_losses": losses,
+                "score": _middle([value(each) for each in own]),
+                "curve": own[0]["curve"] if own else None,
+                **({} if target is None else _reached(own, course, target, seeds, times.get(name))),
+            }
+        alone, around = sides.values()
+        rows.append(
+            {
+                "task": task,
+                "base": base,
+                "lr": finals[base][0]["lr"],
+                "seeds": seeds,
+                "target": alone.get("loss"),
+                "alone": alone,
+                "llqr": around,
+                **{f"{what}_ratio": ratio(around.get(what), alone.get(what)) for what in ("steps", "seconds")},
+            }
+        )
+    return rows
+
+
+def _targets(course: Course, finals: Mapping[str, list[Result]]) -> dict[str, float]:
     if course.reached == "test_accuracy":
-        return {"the end": 0.0}
+        return {THE_END: 0.0}
     ends = {name: common_end(finals.get(name, [])) for name in TARGETS}
     return {name: found for name, found in ends.items() if found is not None}
 
@@ -253,7 +312,7 @@ def common_end(results: Sequence[Result]) -> float | None:
     return max(each for each in ends if each is not None) if ends and None not in ends else None
 
 
-def _reached(results: list[Result], course: Course, target: float, seeds: int, seconds: float | None) -> Row:
+def _reached(results: list[Result], course: Course, target: float, seeds: int, times: list[float] | None) -> Row:
     """How many seeds got there, the target, and the median of the steps if all did, with the time of so many steps."""
     places = [found for each in results if (found := place(each, course, target)) is not None]
     steps = median(places) if len(places) == seeds else None
@@ -261,7 +320,7 @@ def _reached(results: list[Result], course: Course, target: float, seeds: int, s
         "loss": target if course.reached == "train_loss" else None,
         "reached": len(places),
         "steps": steps,
-        "seconds": None if steps is None or seconds is None else steps * seconds,
+        "seconds": None if steps is None or times is None else seconds_to(times, steps),
     }
 
 
@@ -300,6 +359,19 @@ def _rounded(rate: float) -> float:
 
 def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None
+
+
+def report_untuned(rows: list[Row], console: Console) -> None:
+    if not rows:
+        return
+    table = Table(title="nothing of LLQR tuned: at its base's best rate", title_justify="left", box=box.SIMPLE_HEAD)
+    for header in ("task", "base", "rate", "steps", "time", "train loss", "with LLQR"):
+        table.add_column(header, justify="left" if header in ("task", "base") else "right")
+    for row in rows:
+        ratios = [shown(row[f"{what}_ratio"], "×{:.2f}") for what in ("steps", "seconds")]
+        losses = [shown(row[side]["train_loss"], "{:.4g}") for side in ("alone", "llqr")]
+        table.add_row(row["task"], row["base"], f"{row['lr']:g}", *ratios, *losses)
+    console.print(table)
 
 
 def report(rows: list[Row], console: Console) -> None:

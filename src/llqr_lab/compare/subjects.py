@@ -31,7 +31,7 @@ class Subject:
 
 
 def subject(name: str, batch: int, seed: int, data: Path | None) -> Subject:
-    """A network on data: one of `llqr bench target`'s, a GPT on tinyshakespeare, or one of `llqr plan`'s on random batches."""
+    """A network on data: digits or Fashion-MNIST, a GPT on tinyshakespeare, or one of `llqr plan`'s on random batches."""
     if name in TASKS:
         task = TASKS[name]
         return Subject(task.start(seed), _rows(task.load(data), batch, seed), cross_entropy)

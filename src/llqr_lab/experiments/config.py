@@ -62,7 +62,7 @@ class Inner:
 
 @dataclass(frozen=True)
 class Wrapper:
-    """LLQR around the base."""
+    """The paper's LLQR around the base."""
 
     structure: str
     divergence: str = "ngd"
@@ -79,8 +79,6 @@ class Wrapper:
     """The share of a batch's examples whose curvature a refit looks at."""
     max_dim: int = 8192
     """The longest side of a matrix that K-FAC and E-KFAC have a full factor for."""
-    trust: float | None = None
-    """As LLQR's; not set, it is the library's own."""
     solver: Inner = field(default_factory=Inner)
 
 
@@ -114,6 +112,8 @@ class Config:
     clip_norm: float = 0.0
     """The largest norm of the gradient; 0 is none."""
     schedule: Schedule = field(default_factory=Schedule)
+    default_llqr: bool = False
+    """LLQR around the base with nothing set."""
     llqr: Wrapper | None = None
     diagnostics: Diagnostics = field(default_factory=Diagnostics)
     seed: int = 0
@@ -301,6 +301,8 @@ def _check(config: Config) -> None:
         raise ConfigError(f"'llqr.sample' is a share of the batch, at most 1, and is {settings['llqr.sample']}")
     if settings.get("llqr.sample", 1.0) < 1 and settings.get("llqr.reduction") == "sum":
         raise ConfigError("'llqr.sample' below 1 is for 'llqr.reduction' \"mean\": a sum is of the whole batch")
+    if config.default_llqr and config.llqr is not None:
+        raise ConfigError("'llqr' is the paper's, and 'default_llqr' takes no settings: leave out one of them")
     if (config.epochs > 0) == (config.steps > 0):
         raise ConfigError("the length of the run should be set by one of 'epochs' and 'steps'")
     for name, where, kinds, default in NEEDED:

@@ -21,11 +21,10 @@ from torch.optim import Optimizer
 
 from llqr.diagnostics import Monitor
 from llqr.diagnostics.monitor import Writer
-from llqr.paper import PaperLLQR
 from llqr_lab.data.batches import Batch, mixed, own_randomness, stream
 from llqr_lab.experiments.config import Config, ConfigError
 from llqr_lab.experiments.folder import RunFolder
-from llqr_lab.experiments.optimizers import optimizer, scheduler
+from llqr_lab.experiments.optimizers import fits, optimizer, scheduler
 from llqr_lab.results import provenance
 from llqr_lab.tasks.base import Task, to_device
 from llqr_lab.tasks.named import task_of
@@ -98,7 +97,7 @@ class Run:
         self.config, self.task, self.device = config, task, device
         with own_randomness("weights", config.seed):
             self.model: nn.Module = _built(task).to(device)
-        self.optimizer: Optimizer = optimizer(config.base, config.llqr, self.model, task.weights)
+        self.optimizer: Optimizer = optimizer(config, self.model, task.weights)
         epoch = task.train.steps_per_epoch
         self.steps = config.steps or math.ceil(config.epochs * epoch)
         self.evaluate_every = config.evaluate_every or epoch
@@ -141,7 +140,7 @@ class Run:
 
     def advance(self, batch: Batch) -> None:
         """One step."""
-        start, fits = self.clock(), self._fits()
+        start, before = self.clock(), fits(self.optimizer)
         self.model.train()
         outputs: list[Tensor] = []
 
@@ -168,14 +167,13 @@ class Run:
             torch.cuda.synchronize(self.device)
         seconds = self.clock() - start
         self.seconds += seconds
-        if self._fits() > fits:
+        if fits(self.optimizer) > before:
             self.spent["refit_step_seconds"] += seconds
 
-    def _fits(self) -> int:
-        """Refits so far, taken or not."""
-        return (
-            self.optimizer.stats.refits + self.optimizer.stats.rejected if isinstance(self.optimizer, PaperLLQR) else 0
-        )
+    @property
+    def stats(self) -> Any:
+        """LLQR's own counts; None where there is none."""
+        return getattr(self.optimizer, "stats", None)
 
     def monitor(self, writer: Writer, record: Callable[[dict[str, Any]], None]) -> Monitor | None:
         """What looks at the coming steps; None where nobody asked."""
@@ -213,11 +211,13 @@ class Run:
         if evaluated:
             metrics |= self._evaluation()
         times = {"seconds": self.seconds}
-        if isinstance(self.optimizer, PaperLLQR):
-            stats = self.optimizer.stats
-            metrics |= {"refits": stats.refits, "rejected": stats.rejected, "turned": stats.turned}
-            metrics |= {"objective": None if stats.objective_after is None else _finite(stats.objective_after)}
-            times["refit_wall_seconds"] = stats.seconds
+        if self.stats is not None:
+            known = vars(self.stats)
+            metrics |= {name: known[name] for name in ("refits", "rejected", "turned") if name in known}
+            if "objective_after" in known:
+                objective = known["objective_after"]
+                metrics["objective"] = None if objective is None else _finite(objective)
+            times["refit_wall_seconds"] = known.get("seconds", 0.0)
         times |= self.spent
         self.over = self.diverged or (evaluated and self.task.over(metrics))
         self.latest = metrics
@@ -232,7 +232,7 @@ class Run:
     def shown(self) -> dict[str, Any]:
         """For the progress bar."""
         loss = self._losses / self._counted if self._counted else self.latest.get("train_loss")
-        stats = {"refits": self.optimizer.stats.refits} if isinstance(self.optimizer, PaperLLQR) else {}
+        stats = {} if self.stats is None else {"refits": self.stats.refits}
         return {**self.latest, "train_loss": loss, **stats}
 
     def state_dict(self) -> dict[str, Any]:
@@ -314,7 +314,7 @@ def _result(config: Config, run: Run, folder: RunFolder, device: torch.device) -
     with torch.no_grad(), run.timed("evaluation_seconds"):
         finals = {} if run.diverged else run.task.finals(run.model, device)
     lines = folder.read_metrics()
-    stats = run.optimizer.stats if isinstance(run.optimizer, PaperLLQR) else None
+    stats = vars(run.stats) if run.stats is not None else {}
     return {
         "preset": config.preset,
         "scale": config.scale,
@@ -332,11 +332,11 @@ def _result(config: Config, run: Run, folder: RunFolder, device: torch.device) -
         "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
         "steps": run.step,
         "seconds": run.seconds,
-        "refit_wall_seconds": stats.seconds if stats else 0.0,
+        "refit_wall_seconds": stats.get("seconds", 0.0),
         "peak_bytes": _peak_bytes(device),
         "unmoved": _unmoved(run),
         **run.spent,
-        "preconditioner_bytes": stats.memory if stats else 0,
+        "preconditioner_bytes": stats.get("memory", 0),
         "diverged": run.diverged,
         **run.task.summary(lines),
         "last": {**lines[-1], **finals},

@@ -12,20 +12,20 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from llqr import LLQR
 from llqr.divergences import KL, Divergence
-from llqr.solvers import SGDM, Adam, ConjugateGradient, Solver
+from llqr.solvers import SGDM, Adam, ConjugateGradient, ScaleFree, Solver
 from llqr.structures import EigenKronecker, Kronecker, Structure
-from llqr_lab.experiments.config import Base, Inner, Schedule, Wrapper
+from llqr_lab.experiments.config import Base, Config, Inner, Schedule, Wrapper
 from llqr_lab.experiments.peers import PEERS
 
 
-def optimizer(
-    base: Base, wrapper: Wrapper | None, model: nn.Module, weights: Callable[[Any], Tensor] | None = None
-) -> Optimizer:
-    """The base, with LLQR around it if there is one."""
-    alone = _base(base, model)
+def optimizer(config: Config, model: nn.Module, weights: Callable[[Any], Tensor] | None = None) -> Optimizer:
+    """The base, with LLQR around it if it is asked for: nothing set, or the paper's, which has to be told of padding."""
+    alone, wrapper = base_of(config.base, model), config.llqr
+    if config.default_llqr:
+        return LLQR(alone, model)
     if wrapper is None:
         return alone
-    return LLQR(
+    return LLQR.paper(
         alone,
         model,
         divergence=_divergence(wrapper),
@@ -38,12 +38,17 @@ def optimizer(
         chunk_size=wrapper.chunk_size or None,
         warm_start=wrapper.warm_start,
         sample=wrapper.sample,
-        trust=wrapper.trust,
         weights=weights,
     )
 
 
-def _base(base: Base, model: nn.Module) -> Optimizer:
+def fits(optimizer: Optimizer) -> int:
+    """Refits of LLQR so far, taken or not; 0 of any other."""
+    stats = getattr(optimizer, "stats", None)
+    return int(getattr(stats, "refits", 0)) + int(getattr(stats, "rejected", 0))
+
+
+def base_of(base: Base, model: nn.Module) -> Optimizer:
     if base.name in PEERS:
         return PEERS[base.name](base, model)
     if base.name == "sgdm":
@@ -66,8 +71,7 @@ def _structure(wrapper: Wrapper) -> str | Structure:
     return kind(max_dim=wrapper.max_dim)
 
 
-def _solver(inner: Inner) -> Solver | None:
-    """None is the library's own default, which is `ScaleFree` on the objective of the base's step."""
+def _solver(inner: Inner) -> Solver:
     clip = inner.clip or None
     match inner.name:
         case "sgdm":
@@ -77,7 +81,7 @@ def _solver(inner: Inner) -> Solver | None:
         case "cg":
             return ConjugateGradient()
         case _:
-            return None
+            return ScaleFree()
 
 
 def scheduler(schedule: Schedule, optimizer: Optimizer, steps: int) -> LambdaLR:

@@ -4,8 +4,8 @@
 - `cpu`: hours on two cores: a smaller network or fewer steps, with settings that suit it. Not comparable with the paper.
 - `smoke`: seconds, on data of a test's size: shows that everything runs.
 
-A method is `base`, or a structure of U and a divergence, such as `ekfac-ngd`, with the paper's inner solver;
-`ekfac-ngd-scalefree` has the library's own.
+A method is `base`; `default`, which is LLQR around it with nothing set; or the paper's LLQR: a structure of U and a divergence,
+such as `ekfac-ngd`, with the paper's inner solver (`ekfac-ngd-scalefree`: with one that takes no learning rate).
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ SCALES = ("paper", "cpu", "smoke")
 STRUCTURES = ("diagonal", "kfac", "ekfac")
 """Of the paper's experiments."""
 DIVERGENCES = ("newton", "ngd")
+BARE = ("base", "default")
+"""Methods that no setting of the paper's LLQR is for."""
 SOLVER = {"name": "sgdm", "lr": 0.005, "momentum": 0.9, "clip": 5.0}
 """The paper's inner solver. The clip is from the authors' code: without it the sum over the batch blows up."""
 SCALE_FREE: dict[str, Any] = {
@@ -31,7 +33,7 @@ SCALE_FREE: dict[str, Any] = {
     "sample": 0.25,
     "solver": {"name": "scale-free"},
 }
-"""What was found for short runs (docs/findings.md); it takes no inner learning rate."""
+"""What was found for short runs; it takes no inner learning rate."""
 LARGEST_FACTOR = 1024
 """With that solver, and of SOAP and SINGD: a factor over the words of a vocabulary costs more than the rest of the step."""
 
@@ -335,20 +337,21 @@ def resolve(name: str, scale: str, method: str, seed: int, changes: Mapping[str,
         raise ConfigError(f"there is no scale '{scale}'{suggestion(scale, SCALES)}")
     own = dict(preset.cpu if scale == "cpu" else preset.smoke if scale == "smoke" else {})
     wrapper = _wrapper(preset, scale, method)
-    config = parsed({**preset.settings, **({"llqr": wrapper} if wrapper else {})}).changed(own)
+    around: dict[str, Any] = {"default_llqr": True} if method == "default" else {"llqr": wrapper} if wrapper else {}
+    config = parsed({**preset.settings, **around}).changed(own)
     named = {"seed": seed, "preset": name, "scale": scale, "method": method}
     return config.changed(named).by_hand(changes or {})
 
 
 def _wrapper(preset: Preset, scale: str, method: str) -> dict[str, Any] | None:
-    """LLQR's settings of a method; None for the base alone."""
-    if method == "base":
+    """The settings of the paper's LLQR; None for a method without any."""
+    if method in BARE:
         return None
     structure, _, rest = method.partition("-")
     divergence, _, solver = rest.partition("-")
     if structure not in ("scalar", *STRUCTURES) or divergence not in DIVERGENCES or solver not in ("", "scalefree"):
         known = [f"{each}-{other}" for each in STRUCTURES for other in DIVERGENCES]
-        raise ConfigError(f"there is no method '{method}'{suggestion(method, ['base', *known])}; or with -scalefree")
+        raise ConfigError(f"there is no method '{method}'{suggestion(method, [*BARE, *known])}; or with -scalefree")
     own: dict[str, Any] = {"ema": 0.9 if divergence == "newton" else 0.95, "solver": dict(SOLVER), **preset.llqr}
     if scale == "cpu":
         own |= preset.llqr_cpu

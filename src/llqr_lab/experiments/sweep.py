@@ -18,7 +18,7 @@ from rich.console import Console
 from llqr_lab.experiments.command import describe, folder_of
 from llqr_lab.experiments.config import Config, toml
 from llqr_lab.experiments.folder import RunFolder
-from llqr_lab.experiments.presets import resolve
+from llqr_lab.experiments.presets import BARE, resolve
 
 ABLATIONS: dict[str, tuple[tuple[str, ...], dict[str, list[Any]]]] = {
     "damping": (("ekfac-ngd",), {"llqr.damping": [0.0, 0.01, 0.1, 1.0]}),
@@ -48,8 +48,7 @@ def configurations(
     points = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
     found: dict[tuple[str, int], tuple[Config, dict[str, Any]]] = {}
     for seed, method, point in itertools.product(seeds, methods, points):
-        # LLQR's settings aren't the base's
-        own = {name: value for name, value in point.items() if method != "base" or not name.startswith("llqr.")}
+        own = {name: value for name, value in point.items() if method not in BARE or not name.startswith("llqr.")}
         config = resolve(preset, scale, method, seed, own)
         found.setdefault((config.label, seed), (config, own))
     return list(found.values())

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from llqr_lab.figures.style import BLUE, GREEN, GREY, ORANGE, PINK, SKY, drawing
+from llqr_lab.figures.style import GREEN, GREY, ORANGE, SKY, drawing
 from llqr_lab.race.run import Curve
 
-LINES = ((ORANGE, "--", "s"), (BLUE, "-", "o"), (GREEN, "-.", "^"), (PINK, ":", "D"), (SKY, (0, (6, 2)), "v"))
+LINES = ((ORANGE, "--", "s"), (ORANGE, "-", "o"), (GREEN, "--", "^"), (GREEN, "-", "D"), (SKY, "-.", "v"))
 
 
 def draw(curves: Mapping[str, Curve], target: float, path: Path, log_seconds: bool = False) -> None:

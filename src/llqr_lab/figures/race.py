@@ -1,4 +1,4 @@
-"""The race: every task's training losses by seconds, one line an optimizer."""
+"""The race: every task's training losses, by seconds with everybody tuned alike, and by steps with LLQR at its base's rate."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from matplotlib.ticker import LogFormatter
+from matplotlib.axes import Axes
+from matplotlib.ticker import LogLocator
 
 from llqr_lab.figures.style import BLUE, GREEN, GREY, ORANGE, PINK, drawing
 
@@ -22,46 +23,64 @@ LINES = {
     "LLQR on Muon": (PINK, "-"),
 }
 """LLQR has the colour of its base, unbroken."""
-
-
 PLAIN = ("SGDM", "AdamW")
 """Twice the time of these is shown: the slowest would take most of the picture."""
+COLUMNS = 3
+
+Row = dict[str, Any]
 
 
-def _seconds(row: dict[str, Any]) -> float:
-    return float((row["step_seconds"] or 0.0) * (row["steps"] or 0.0))
-
-
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    tasks = list(dict.fromkeys(row["task"] for row in rows))
-    columns = min(3, len(tasks))
-    height = math.ceil(len(tasks) / columns)
-    with drawing(path, 4.5 * columns, 3.6 * height + 0.6) as figure:
-        grid = figure.subplots(height, columns, squeeze=False).flat
-        for axes, task in zip(grid, tasks, strict=False):
-            for row in rows:
-                if row["task"] == task and row["curve"] and row["step_seconds"]:
-                    colour, style = LINES.get(row["optimizer"], (BLUE, "-"))
-                    seconds = [step * row["step_seconds"] for step in row["curve"]["step"]]
-                    axes.plot(
-                        seconds, row["curve"]["train_loss"], color=colour, linestyle=style, label=row["optimizer"]
-                    )
-            axes.set_title(task)
-            axes.set_yscale("log")
-            for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-                ticks(LogFormatter(minor_thresholds=(1.5, 0.5)))
-            axes.set_xlabel("seconds of training")
-            plain = [_seconds(row) for row in rows if row["task"] == task and row["optimizer"] in PLAIN]
-            if max(plain, default=0.0) > 0:
-                axes.set_xlim(0, 2 * max(plain))
-        for axes in list(grid)[len(tasks) :]:
-            axes.set_visible(False)
-        figure.axes[0].set_ylabel("training loss")
+def draw(rows: list[Row], untuned: list[Row], path: Path) -> None:
+    tuned, same = (list(dict.fromkeys(row["task"] for row in each)) for each in (rows, untuned))
+    columns = max(1, min(COLUMNS, max(len(tuned), len(same))))
+    heights = [math.ceil(len(tasks) / columns) for tasks in (tuned, same)]
+    with drawing(path, 4.5 * columns, 3.6 * max(1, sum(heights)) + 0.6) as figure:
+        grid = list(figure.subplots(max(1, sum(heights)), columns, squeeze=False).flat)
+        for axes, task in zip(grid, tuned, strict=False):
+            _by_seconds(axes, task, [row for row in rows if row["task"] == task])
+        for axes, task in zip(grid[heights[0] * columns :], same, strict=False):
+            _by_steps(axes, task, [row for row in untuned if row["task"] == task])
+        for axes in grid:
+            axes.set_visible(axes.has_data())
         drawn = {
-            label: handle
-            for axes in figure.axes
-            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+            label: handle for axes in grid for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
         }
         labels = [name for name in LINES if name in drawn]
         if labels:
-            figure.legend([drawn[label] for label in labels], labels, loc="outside lower center", ncols=5)
+            figure.legend(
+                [drawn[label] for label in labels], labels, loc="outside lower center", ncols=min(5, 2 * columns)
+            )
+
+
+def _by_seconds(axes: Axes, task: str, rows: list[Row]) -> None:
+    for row in rows:
+        if row["curve"] and row["step_seconds"]:
+            seconds = [step * row["step_seconds"] for step in row["curve"]["step"]]
+            _line(axes, row["optimizer"], seconds, row["curve"])
+    _labelled(axes, f"{task}, tuned alike", "seconds of training")
+    plain = [(row["step_seconds"] or 0.0) * (row["steps"] or 0.0) for row in rows if row["optimizer"] in PLAIN]
+    if max(plain, default=0.0) > 0:
+        axes.set_xlim(0, 2 * max(plain))
+
+
+def _by_steps(axes: Axes, task: str, rows: list[Row]) -> None:
+    for row in rows:
+        for name, side in ((row["base"], row["alone"]), (f"LLQR on {row['base']}", row["llqr"])):
+            if side["curve"]:
+                _line(axes, name, side["curve"]["step"], side["curve"])
+    _labelled(axes, f"{task}, LLQR at its base's rate", "steps")
+
+
+def _line(axes: Axes, name: str, at: list[float], curve: dict[str, list[Any]]) -> None:
+    colour, style = LINES.get(name, (BLUE, "-"))
+    axes.plot(at, curve["train_loss"], color=colour, linestyle=style, label=name)
+
+
+def _labelled(axes: Axes, title: str, below: str) -> None:
+    axes.set_title(title)
+    axes.set_yscale("log")
+    axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+    for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        ticks("{x:g}")
+    axes.set_xlabel(below)
+    axes.set_ylabel("training loss")

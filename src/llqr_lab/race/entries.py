@@ -6,13 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-LENGTHS, FACTORS = "scalar-ngd-scalefree", "kfac-ngd-scalefree"
-"""LLQR's defaults, the same for every task: one number a tensor, around AdamW on its updates; and factors around Muon, which
-would take no notice of these."""
-
-FURTHER = (("llqr.steps", 3),)
-"""Factors take more inner steps than single numbers do: LLQR's defaults."""
-
 STEPS_OF_SGD = (0.03, 0.1, 0.3)
 STEPS_OF_ADAM = (1e-3, 3e-3, 1e-2)
 WIDEN = 3.0
@@ -31,12 +24,10 @@ class Entry:
     base: str
     rates: tuple[float, ...]
     method: str = "base"
-    settings: tuple[tuple[str, Any], ...] = ()
-    """What else is changed, by dotted names."""
 
     def changes(self, rate: float) -> dict[str, Any]:
         averaging = {"base.beta2": 0.99} if self.base in ("adamw", "muon", "singd") else {}
-        return {"base.name": self.base, "base.lr": rate, **averaging, **dict(self.settings)}
+        return {"base.name": self.base, "base.lr": rate, **averaging}
 
 
 ENTRIES = (
@@ -46,10 +37,15 @@ ENTRIES = (
     Entry("SOAP", "soap", STEPS_OF_ADAM),
     Entry("Shampoo", "shampoo", STEPS_OF_SGD),
     Entry("SINGD", "singd", STEPS_OF_ADAM),
-    Entry("LLQR on SGDM", "sgdm", STEPS_OF_SGD, LENGTHS),
-    Entry("LLQR on AdamW", "adamw", STEPS_OF_ADAM, LENGTHS),
-    Entry("LLQR on Muon", "muon", STEPS_OF_ADAM, FACTORS, FURTHER),
+    Entry("LLQR on SGDM", "sgdm", STEPS_OF_SGD, "default"),
+    Entry("LLQR on AdamW", "adamw", STEPS_OF_ADAM, "default"),
+    Entry("LLQR on Muon", "muon", STEPS_OF_ADAM, "default"),
 )
+
+
+def _course(steps: int) -> dict[str, Any]:
+    """So many steps, evaluated at the end; the training loss is recorded after every fiftieth part."""
+    return {"epochs": 0, "steps": steps, "evaluate_every": steps, "record_every": steps // 50}
 
 
 @dataclass(frozen=True)
@@ -72,26 +68,17 @@ class Course:
 
 PLAIN = {"base.weight_decay": 0.0}
 COURSES = {
-    "fashion-mlp": Course("fashion-mlp", cpu={"evaluate_every": 0, "record_every": 39}),
-    "fashion-convnet": Course("fashion-convnet", cpu={"epochs": 2, "evaluate_every": 0, "record_every": 39}),
+    "fashion-mlp": Course("fashion-mlp", cpu=_course(600)),
+    "fashion-convnet": Course("fashion-convnet", cpu=_course(600)),
+    # one block in each of ResNet-20's three stages: ResNet-8
     "cifar10": Course(
-        "cifar10-resnet18-sgdm",
-        PLAIN,
-        {"batch": 32, "epochs": 0, "steps": 100, "evaluate_every": 100, "record_every": 10},
-        without=("muon",),
+        "cifar10-resnet18-sgdm", PLAIN, {"model.blocks": [1, 1, 1], "batch": 64, **_course(400)}, without=("muon",)
     ),
-    "shakespeare": Course("shakespeare-gpt-sgdm", cpu={"steps": 600, "evaluate_every": 600, "record_every": 20}),
+    "shakespeare": Course("shakespeare-gpt-sgdm", cpu=_course(600)),
     "modular-addition": Course("grokking-add", cpu={"steps": 500, "evaluate_every": 10}, reached="test_accuracy"),
     "multi30k": Course(
         "multi30k-transformer-adamw",
         {**PLAIN, "data.beam": 0},
-        {
-            "batch": 1024,
-            "epochs": 0,
-            "steps": 100,
-            "schedule.warmup": 30,
-            "evaluate_every": 100,
-            "record_every": 10,
-        },
+        {"batch": 1024, "schedule.warmup": 60, **_course(400)},
     ),
 }

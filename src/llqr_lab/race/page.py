@@ -1,4 +1,4 @@
-"""docs/benchmarks.md: the race and its ideas as tables. `llqr bench race --page` and `llqr bench ideas --page` write them."""
+"""docs/benchmarks.md: the race as tables. `llqr bench race --page` writes them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from llqr_lab.pages import table
 from llqr_lab.race.entries import BEYOND
 
-COMMAND, IDEAS_COMMAND = "llqr bench race --page", "llqr bench ideas --page"
+COMMAND = "llqr bench race --page"
 Row = dict[str, Any]
 BEYOND_A_TIE = 0.9
 """The ratio of times below which LLQR is called faster; they are good to about a tenth."""
@@ -22,12 +22,16 @@ THE_END = "the end"
 """The target of tasks that say themselves when they are over."""
 
 
-def body(rows: Sequence[Row]) -> str:
+def body(rows: Sequence[Row], untuned: Sequence[Row]) -> str:
     tasks = list(dict.fromkeys(row["task"] for row in rows))
-    parts = ["### LLQR against its own base\n", table(duels(rows)), *_sentences(rows)]
+    parts = []
+    if untuned:
+        parts += ["### Nothing of LLQR tuned: at its base's best rate\n", table(untuned_lines(untuned))]
+    if pairs(rows):
+        parts += ["### Everybody tuned alike: LLQR against its own base\n", table(duels(rows)), *_sentences(rows)]
     for task in tasks:
         parts += [f"### {task}\n", table(everybody([row for row in rows if row["task"] == task]))]
-    parts += ["### The rates that were tried\n", _about_rates(), table(tried(rows))]
+    parts += ["### The rates that were tried\n", _about_rates(beyond=bool(pairs(rows))), table(tried(rows))]
     return "\n".join(parts)
 
 
@@ -65,7 +69,7 @@ def duels(rows: Sequence[Row]) -> list[list[str]]:
             [
                 base["task"],
                 base["optimizer"],
-                "95% on the test set" if goal["loss"] is None else f"{goal['loss']:.4g}",
+                _goal(goal["loss"]),
                 f"{shown(base['lr'], '{:g}')}: {reached(own, base['seeds'])}",
                 f"{shown(wrapped['lr'], '{:g}')}: {reached(other, wrapped['seeds'])}",
                 shown(ratio, "**×{:.2f}**" if ratio and ratio < BEYOND_A_TIE else "×{:.2f}"),
@@ -73,6 +77,26 @@ def duels(rows: Sequence[Row]) -> list[list[str]]:
             ]
         )
     return [header, *lines]
+
+
+def untuned_lines(rows: Sequence[Row]) -> list[list[str]]:
+    """A line for each task and base, both at the base's best rate."""
+    header = ["task", "base", "rate", "to", "base: steps, seconds", "LLQR: steps, seconds", "steps", "time"]
+    header += ["base: training loss", "LLQR: training loss"]
+    lines = []
+    for row in rows:
+        line = [row["task"], row["base"], f"{row['lr']:g}"]
+        if "reached" in row["alone"]:
+            line += [_goal(row["target"]), *(reached(row[side], row["seeds"]) for side in ("alone", "llqr"))]
+        else:
+            line += ["–", "diverged", "–"]
+        line += [shown(row[f"{what}_ratio"], "×{:.2f}") for what in ("steps", "seconds")]
+        lines.append([*line, *(_spread(row[side]) for side in ("alone", "llqr"))])
+    return [header, *lines]
+
+
+def _goal(loss: float | None) -> str:
+    return "95% on the test set" if loss is None else f"{loss:.4g}"
 
 
 def everybody(rows: Sequence[Row]) -> list[list[str]]:
@@ -117,25 +141,6 @@ def tried(rows: Sequence[Row]) -> list[list[str]]:
     return [["task", "optimizer", "rate: training loss at the end (modular addition: steps)"], *lines]
 
 
-def ideas_body(rows: Sequence[Row]) -> str:
-    return "\n".join(
-        f"### {task}\n\n{table(ideas([row for row in rows if row['task'] == task]))}"
-        for task in dict.fromkeys(row["task"] for row in rows)
-    )
-
-
-def ideas(rows: Sequence[Row]) -> list[list[str]]:
-    """Of one task, a line an idea."""
-    header = ["", "rate", "training loss (least, most)", f"to {rows[0]['target']:.4g}: steps, seconds", "time a step"]
-    lines = []
-    for row in rows:
-        loss = "–" if row["train_loss"] is None else f"{row['train_loss']:.4f} ({row['least']:.4f}, {row['most']:.4f})"
-        dead = f", {row['diverged']} of {row['seeds']} diverged" if row["diverged"] else ""
-        there = "–" if row["steps"] is None else f"{row['steps']:.0f}, {row['seconds']:.1f}"
-        lines.append([row["idea"], f"{row['lr']:g}", loss + dead, there, f"×{row['time']:.2f}"])
-    return [header, *lines]
-
-
 def blow_ups(rows: Sequence[Row]) -> list[str]:
     """Where LLQR diverged at a rate at which its base didn't."""
     found = []
@@ -178,11 +183,14 @@ def _sentences(rows: Sequence[Row]) -> list[str]:
     return [f"{line}\n" for line in lines]
 
 
-def _about_rates() -> str:
-    return (
-        "With the first seed. A dash is a run of modular addition that didn't get there. At four times the best rate of "
-        "a base, it and LLQR around it were run for the sentence on finite runs above, after the best rates had been chosen.\n"
-    )
+def _about_rates(beyond: bool) -> str:
+    said = "With the first seed. A dash is a run of modular addition that didn't get there."
+    if beyond:
+        said += (
+            " At four times the best rate of a base, it and LLQR around it were run for the sentence on finite runs above, "
+            "after the best rates had been chosen."
+        )
+    return f"{said}\n"
 
 
 def reached(target: Row, seeds: int) -> str:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
-from llqr import LLQR
 from llqr_lab.data.split import Split
 from llqr_lab.race.tasks import Task, batches
 
@@ -27,11 +25,9 @@ class Curve:
     losses: list[float] = field(default_factory=list)
     accuracy: float = float("nan")
     """On the test set, at the end."""
-    stats: dict[str, Any] = field(default_factory=dict)
-    """LLQR's own counts."""
 
     def reached(self, target: float) -> int | None:
-        """The place of the first look at which the loss was at most `target`, and stayed finite."""
+        """The place of the first look at which the loss was at most `target`."""
         return next((i for i, loss in enumerate(self.losses) if loss <= target), None)
 
 
@@ -39,21 +35,18 @@ def train(
     task: Task,
     data: Split,
     seed: int,
-    base: Callable[[nn.Module], Optimizer],
-    settings: Mapping[str, Any] | None = None,
-    steps: int | None = None,
-    until: float | None = None,
+    make: Callable[[nn.Module], Optimizer],
+    steps: int,
     done: Callable[[], None] = lambda: None,
 ) -> Curve:
-    """Train by `base` alone, or by LLQR around it with these settings, for `steps` steps or until the loss is reached."""
+    """Train by the optimizer that is made for the network."""
     model = task.start(seed)
-    optimizer = base(model) if settings is None else LLQR(base(model), model, **settings)
-    draw, curve, spent = batches(data, task.batch, seed), Curve(), 0.0
+    optimizer, draw, curve, spent = make(model), batches(data, task.batch, seed), Curve(), 0.0
     torch.manual_seed(seed)  # dropout
-    for step in range(task.steps if steps is None else steps):
+    for step in range(steps):
         if step % task.interval == 0:
             _look(curve, model, data, task, step, spent)
-            if curve.losses[-1] <= (until or 0.0) or not math.isfinite(curve.losses[-1]):
+            if not math.isfinite(curve.losses[-1]):
                 break
         inputs, targets = draw()
         begun = time.perf_counter()
@@ -63,10 +56,8 @@ def train(
         spent += time.perf_counter() - begun
         done()
     else:
-        _look(curve, model, data, task, step + 1, spent)
+        _look(curve, model, data, task, steps, spent)
     curve.accuracy = _accuracy(model, data)
-    if isinstance(optimizer, LLQR):
-        curve.stats = vars(optimizer.stats)
     return curve
 
 

@@ -1,4 +1,4 @@
-"""What optimizers race on: a network, data, batches, and the training loss to reach."""
+"""Small networks on pictures, for the demonstration and for `llqr compare`: data, batches, and a training loss to reach."""
 
 from __future__ import annotations
 
@@ -18,13 +18,10 @@ from llqr_lab.models.small import picture_net
 
 @dataclass(frozen=True)
 class Task:
-    name: str
     load: Callable[[Path | None], Split]
     network: Callable[[], nn.Module]
-    target: float
+    target: float = 0.02
     """Training loss, of the first `measured` training pictures, looked at every `interval` steps."""
-    steps: int
-    """When a run gives up."""
     batch: int = 128
     interval: int = 10
     measured: int = 10_000
@@ -48,14 +45,8 @@ def batches(data: Split, size: int, seed: int) -> Callable[[], tuple[Tensor, Ten
 
 
 TASKS = {
-    "digits": Task("digits", lambda folder: digits(), partial(picture_net, 8, (1, 2)), 0.02, 1000),
-    "digits-batchnorm": Task(
-        "digits-batchnorm", lambda folder: digits(), partial(picture_net, 8, (1, 2), norm=True), 0.02, 1000
-    ),
-    "digits-dropout": Task(
-        "digits-dropout", lambda folder: digits(), partial(picture_net, 8, (1, 2), dropout=0.3), 0.02, 1000
-    ),
-    "fashion": Task(
-        "fashion", fashion_mnist, partial(picture_net, 28, (2, 2, 2)), 0.4, 2000, interval=25, measured=5000
-    ),
+    "digits": Task(lambda folder: digits(), partial(picture_net, 8, (1, 2))),
+    "digits-batchnorm": Task(lambda folder: digits(), partial(picture_net, 8, (1, 2), norm=True)),
+    "digits-dropout": Task(lambda folder: digits(), partial(picture_net, 8, (1, 2), dropout=0.3)),
+    "fashion": Task(fashion_mnist, partial(picture_net, 28, (2, 2, 2))),
 }

@@ -1,0 +1,165 @@
+"""`llqr bench overhead`: the time of a whole training with LLQR, nothing set, over that of its base alone.
+
+Base and LLQR train copies of a network in turns of a few steps, on one thread, from the start, several times. Every step's time
+is its median over the times, so refits are in it as often as the default schedule has them: over the first 300 steps, and over
+the steps after these. A network whose steps are too long for that is timed over a few, and the rest is put together from the
+medians of its steps with a refit and of those without, by the steps at which LLQR refits (it does so on any network alike).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import SGD, AdamW, Optimizer
+
+from llqr import LLQR
+from llqr_lab.bench.measure import one_thread
+from llqr_lab.experiments.optimizers import fits
+from llqr_lab.models.gpt import GPT
+from llqr_lab.models.resnet import ResNet18
+from llqr_lab.models.small import mlp, picture_net
+from llqr_lab.progress import bar
+from llqr_lab.results import provenance, write_json
+
+FIRST, LATER = 300, 100
+"""Steps of a training from its start, and steps after that."""
+PARTS = (slice(0, FIRST), slice(FIRST, FIRST + LATER))
+TURN = 10
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Subject:
+    summary: str
+    network: Callable[[], nn.Module]
+    batch: Callable[[], tuple[Tensor, Tensor]]
+    base: str = "SGDM"
+    steps: int = FIRST + LATER
+
+
+def _pictures(batch: int, *shape: int) -> Callable[[], tuple[Tensor, Tensor]]:
+    return lambda: (torch.randn(batch, *shape), torch.randint(10, (batch,)))
+
+
+SUBJECTS = {
+    "gpt": Subject(
+        "the GPT of the race, batch 32 × 64",
+        lambda: GPT(words=65, length=64, width=64, heads=4, layers=2),
+        lambda: (torch.randint(65, (32, 64)), torch.randint(65, (32, 64))),
+        "AdamW",
+    ),
+    "resnet18": Subject("ResNet-18, batch 128", ResNet18, _pictures(128, 3, 32, 32), steps=12),
+    "convnet": Subject("the convnet of the race, batch 128", picture_net, _pictures(128, 1, 28, 28)),
+    "mlp": Subject("784-256-256-10, batch 128", lambda: mlp(width=256), _pictures(128, 784)),
+}
+
+
+class Trainer:
+    """A network under the base alone, or inside LLQR; how long each step took, and whether it had a refit."""
+
+    def __init__(self, subject: Subject, wrapped: bool, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.model = subject.network()
+        self.inputs, self.targets = subject.batch()
+        parameters = self.model.parameters()
+        base: Optimizer = SGD(parameters, lr=1e-3, momentum=0.9) if subject.base == "SGDM" else AdamW(parameters, 1e-4)
+        self.optimizer = LLQR(base, self.model) if wrapped else base
+        self.seconds: list[float] = []
+        self.refits: list[bool] = []
+
+    def train(self) -> None:
+        """One training step: clear, forward, backward, step."""
+        before, begun = fits(self.optimizer), time.process_time()
+        self.optimizer.zero_grad()
+        output = self.model(self.inputs)
+        loss = functional.cross_entropy(output.flatten(0, -2), self.targets.flatten())
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.seconds.append(time.process_time() - begun)
+        self.refits.append(fits(self.optimizer) > before)
+
+
+def main(names: Sequence[str], output: Path, seed: int, repeats: int, steps: int | None) -> None:
+    torch.set_flush_denormal(True)
+    with one_thread(), bar(len(names) * repeats, "measuring") as done:
+        schedule = refit_steps(FIRST + LATER)
+        rows = [{"network": name, **measure(SUBJECTS[name], seed, repeats, steps, schedule, done)} for name in names]
+    command = f"llqr bench overhead {' '.join(names)} --seed {seed} --repeats {repeats}"
+    content = {"threads": 1, "clock": "processor", "repeats": repeats, "first": FIRST, "later": LATER, "rows": rows}
+    write_json(output, {**provenance(command + (f" --steps {steps}" if steps else ""), seed), **content})
+    console = Console()
+    console.print(table(rows))
+    console.print(f"Wrote {output}", highlight=False, soft_wrap=True)
+
+
+def refit_steps(steps: int) -> list[bool]:
+    """Whether each step has a refit, as LLQR's default schedule says: of the smallest network."""
+    tiny = Subject("", lambda: nn.Linear(3, 2), lambda: (torch.randn(4, 3), torch.randint(2, (4,))))
+    trainer = Trainer(tiny, True, 0)
+    for _ in range(steps):
+        trainer.train()
+    return trainer.refits
+
+
+def measure(
+    subject: Subject, seed: int, repeats: int, steps: int | None, schedule: Sequence[bool], done: Callable[[], None]
+) -> Row:
+    count = steps or subject.steps
+    rounds: list[tuple[Trainer, Trainer]] = []
+    for _ in range(repeats):
+        pair = Trainer(subject, False, seed), Trainer(subject, True, seed)
+        for begin in range(0, count, TURN):
+            for trainer in pair:
+                for _ in range(min(TURN, count - begin)):
+                    trainer.train()
+        rounds.append(pair)
+        done()
+    base, own = ([median(times) for times in zip(*(pair[k].seconds for pair in rounds), strict=True)] for k in (0, 1))
+    refits = rounds[0][1].refits
+    step = median(base)
+    plain = _median([each for each, refit in zip(own, refits, strict=True) if not refit])
+    refit = _median([each for each, refit in zip(own, refits, strict=True) if refit])
+    together = [(refit if each else plain) or plain or refit or 0.0 for each in schedule]
+    timed = count >= FIRST + LATER
+    return {
+        "summary": subject.summary,
+        "base": subject.base,
+        "steps": count,
+        "base_seconds": step,
+        "plain": None if plain is None else plain / step,
+        "refit": None if refit is None else refit / step,
+        "refits": [sum(schedule[part]) for part in PARTS],
+        "by_medians": [sum(together[part]) / (len(together[part]) * step) for part in PARTS],
+        "as_timed": [sum(own[part]) / sum(base[part]) for part in PARTS] if timed else None,
+    }
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return median(values) if values else None
+
+
+def table(rows: Sequence[Row]) -> Table:
+    made = Table(title="with LLQR, nothing set, over the base alone", title_justify="left", box=box.SIMPLE_HEAD)
+    headers = ("base", "ms a step", "step without\na refit", "step with\na refit")
+    for header in ("network", *headers, f"first {FIRST} steps\n(by medians)", "later\n(by medians)"):
+        made.add_column(header, justify="left" if header == "network" else "right")
+    for row in rows:
+        kinds = ["–" if row[kind] is None else f"{row[kind]:.2f}" for kind in ("plain", "refit")]
+        timed = row["as_timed"] or ["–", "–"]
+        both = [
+            f"{each if isinstance(each, str) else f'×{each:.3f}'} (×{middle:.3f})"
+            for each, middle in zip(timed, row["by_medians"], strict=True)
+        ]
+        made.add_row(row["network"], row["base"], f"{1000 * row['base_seconds']:.1f}", *kinds, *both)
+    return made
