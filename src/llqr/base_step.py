@@ -1,8 +1,8 @@
 """The base's own step: its momentum, which U turns, and its length, which stays.
 
-The base steps with the raw gradients, as it would alone. Then -‖Δθ‖ U m / ‖U m‖ takes the place of its step Δθ, tensor by tensor;
-m is the base's momentum. Decoupled weight decay is left as it is. So nothing of the base has to be tuned again, and no step is
-longer than the base's.
+The base steps with the raw gradients, as it would alone. Then -‖Δθ‖ U m / ‖U m‖ takes the place of its step Δθ, tensor by
+tensor; m is the base's momentum. Decoupled weight decay is left as it is. So nothing of the base has to be tuned again, and no
+step is longer than the base's.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class Momentum:
         """After the base has stepped from `before`."""
         kind, state = type(self._base), self._base.state.get(parameter, {})
         if kind in AVERAGING:
-            return state.get("exp_avg")
+            average: Tensor | None = state.get("exp_avg")
+            return average
         if not self.is_known:
             return self.averages.get(name)
         buffer, gradient = state.get("momentum_buffer"), parameter.grad
@@ -71,7 +72,7 @@ class Momentum:
 
 
 def decay(base: Optimizer, group: Group) -> float:
-    """What the base multiplies its parameters by beside its step; of a base that isn't known, weight decay is taken to be that."""
+    """What the base multiplies its parameters by beside its step; weight decay of a base that isn't known is taken for that."""
     coupled = type(base) in COUPLED and not group.get("decoupled_weight_decay", False)
     if coupled or not group.get("weight_decay") or "lr" not in group:
         return 1.0
@@ -92,7 +93,7 @@ class Turned(NamedTuple):
 
 
 def turn(blocks: Iterable[Block], momenta: Mapping[str, Tensor], steps: Mapping[str, Tensor]) -> Turned:
-    """-‖Δθ‖ U m / ‖U m‖, tensor by tensor; where that isn't a finite number, or there is no momentum, the base's step Δθ stays."""
+    """-‖Δθ‖ U m / ‖U m‖, tensor by tensor; where that isn't finite, or there is no momentum, the base's step Δθ stays."""
     turned = [
         (block, member, direction, was)
         for block in blocks
@@ -103,7 +104,7 @@ def turn(blocks: Iterable[Block], momenta: Mapping[str, Tensor], steps: Mapping[
         return Turned({}, [])
     lengths = torch.stack(torch._foreach_norm([part for *_, direction, was in turned for part in (direction, was)]))
     result = Turned({}, [])
-    for (block, member, direction, was), (own, length) in zip(turned, lengths.reshape(-1, 2).tolist(), strict=True):
+    for (block, member, direction, _), (own, length) in zip(turned, lengths.reshape(-1, 2).tolist(), strict=True):
         if not (math.isfinite(own) and math.isfinite(length) and own > 0):
             if length != 0:
                 result.left.append(block.map.key)

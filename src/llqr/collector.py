@@ -39,8 +39,8 @@ class Call:
 class Collector:
     """The second moments of all linear maps since the last step, or the last call of the model.
 
-    It knows the schedule, not the optimizer, so that neither keeps the other alive. A copy of it, as in a copy or a pickle of the
-    model, does nothing.
+    It knows the schedule, not the optimizer, so that neither keeps the other alive. A copy of it, as in a copy or a pickle of
+    the model, does nothing.
     """
 
     def __init__(self, schedule: Schedule | None = None, runs_again: bool = False) -> None:
@@ -92,7 +92,7 @@ class Collector:
             self.call = Call(copied(args), copied(kwargs))
             for place, tensor in enumerate(returned(output)):
                 if tensor.requires_grad:
-                    tensor.register_hook(partial(_hold, self.call.gradients, place))
+                    tensor.register_hook(partial(_hold, self.call.gradients, place))  # type: ignore[no-untyped-call]
 
     def _come_back(
         self, step: int, map_: LinearMap, sides: Callable[[Tensor], Sides], gradients: Sequence[Any]

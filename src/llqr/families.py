@@ -140,7 +140,8 @@ class Gaussian(Elementwise):
         return v / self.variance
 
     def draw(self, p: Tensor, generator: torch.Generator) -> Tensor:
-        return standard_normal(p, generator) / self.variance**0.5
+        drawn: Tensor = standard_normal(p, generator) / self.variance**0.5
+        return drawn
 
     def __repr__(self) -> str:
         return f"Gaussian(variance={self.variance})"

@@ -17,16 +17,36 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-ROWS_PER_SIDE = 4
-"""How many places a use is looked at: so many times the longer side of its matrix. More of them would cost more than the
-inverse does; the average over refits sees others."""
+PLACES = 1024
+"""At how many places a use is looked at, at the most; the average over refits sees others."""
 
 Edge = tuple[Node | None, int]
 
 VIEWS = frozenset(
     f"{name}Backward0"
     for name in (
-        ["T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Alias", "ToCopy", "Clone", "Expand", "Slice", "Split", "SplitWithSizes", "UnsafeSplit", "Unbind", "Select", "Squeeze", "Unsqueeze", "Detach", "NumpyT"]
+        [
+            "T",
+            "Transpose",
+            "Permute",
+            "View",
+            "UnsafeView",
+            "ReshapeAlias",
+            "Alias",
+            "ToCopy",
+            "Clone",
+            "Expand",
+            "Slice",
+            "Split",
+            "SplitWithSizes",
+            "UnsafeSplit",
+            "Unbind",
+            "Select",
+            "Squeeze",
+            "Unsqueeze",
+            "Detach",
+            "NumpyT",
+        ]
     )
 ) | {"SqueezeBackward1", "SqueezeBackward2", "TransposeBackward1", "ViewBackward1"}
 """Nodes that move the numbers of a weight, and don't change them."""
@@ -203,7 +223,7 @@ def _bmm(node: Any, names: Mapping[int, str]) -> Use | None:
 
 def _linear(node: Any, names: Mapping[int, str]) -> Use | None:
     """`aten::linear` as one node, which some back ends have."""
-    inputs, weight, bias = node.next_functions
+    _, weight, bias = node.next_functions
     origin = _origin(weight, names)
     if origin is None or not origin.in_place:
         return None
@@ -373,7 +393,7 @@ def _patches(
     sizes, laid = over.shape[2:], under.shape[2:]
     count = len(over) * math.prod(sizes)
     channels, rows = under.shape[1] // groups, over.shape[1] // groups
-    chosen = some_rows(count, max(channels * math.prod(kernel), rows), over.device)
+    chosen = some_places(count, over.device)
     batch = chosen // math.prod(sizes)
     rest, where, inside = chosen % math.prod(sizes), torch.zeros_like(chosen)[:, None], None
     for dim in range(len(sizes)):
@@ -386,8 +406,8 @@ def _patches(
         inside = within if inside is None else (inside[:, :, None] & within[:, None]).flatten(1)
     assert inside is not None
     met = under.flatten(2)[batch[:, None], :, where].masked_fill(~inside[..., None], 0)  # (T, kernel, channels)
-    columns = met.unflatten(2, (groups, channels)).permute(2, 0, 3, 1).flatten(2)
-    left = over.flatten(2)[batch, :, chosen % math.prod(sizes)].unflatten(1, (groups, rows)).transpose(0, 1)
+    columns = met.reshape(*met.shape[:2], groups, channels).permute(2, 0, 3, 1).flatten(2)
+    left = over.flatten(2)[batch, :, chosen % math.prod(sizes)].reshape(-1, groups, rows).transpose(0, 1)
     return left, columns, count / len(chosen)
 
 
@@ -404,16 +424,15 @@ READERS: dict[str, Callable[[Any, Mapping[int, str]], Use | None]] = {
 def _matching(left: Tensor, right: Tensor) -> Sides:
     """The same rows of both, some of them where there are many."""
     count = left.shape[1]
-    if count <= ROWS_PER_SIDE * max(left.shape[2], right.shape[2]):
+    if count <= PLACES:
         return left, right, 1.0
-    chosen = some_rows(count, max(left.shape[2], right.shape[2]), left.device)
+    chosen = some_places(count, left.device)
     return left[:, chosen], right[:, chosen], count / len(chosen)
 
 
-def some_rows(count: int, side: int, device: torch.device) -> Tensor:
-    """Rows spread over all of them: steps of about the golden section, which falls in with no period of the data."""
-    wanted = min(count, ROWS_PER_SIDE * side)
+def some_places(count: int, device: torch.device) -> Tensor:
+    """Places spread over all of them: steps of about the golden section, which falls in with no period of the data."""
     stride = max(1, round(0.6180339887 * count))
     while math.gcd(stride, count) > 1:
         stride += 1
-    return torch.arange(wanted, device=device) * stride % count
+    return torch.arange(min(count, PLACES), device=device) * stride % count

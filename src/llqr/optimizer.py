@@ -57,12 +57,12 @@ class LLQR(Wrapping):
         model: the module whose parameters it steps (it may have others, which are left alone). If torch.compile has wrapped it,
             give the wrapper that the loop calls.
         divergence: what a step is measured by. None: the curvature is the second moment of the loss's own gradients, example by
-            example, whatever the loss is. "ngd", "gauss-newton", "renyi", "reverse-kl" or an object: gradients are drawn from it,
-            in one more run of the model at every refit. "newton" is taken by its Gauss–Newton part, because the inverse of a
-            curvature that isn't positive can point uphill.
+            example, whatever the loss is. "ngd", "gauss-newton", "renyi", "reverse-kl" or an object: gradients are drawn from
+            it, in one more run of the model at every refit. "newton" is taken by its Gauss–Newton part, because the inverse of
+            a curvature that isn't positive can point uphill.
         structure: of U: "kfac", "ekfac", "diagonal", "scalar", "dense", an object, or a mapping from name patterns to these.
-        every: steps between refits, a function of the step's number that tells whether it begins with a refit, or None: often at
-            first, then rarer.
+        every: steps between refits, a function of the step's number that tells whether it begins with a refit, or None: often
+            at first, then rarer.
         output: picks the tensor that the divergence is about out of what the model returns.
         process_group: the ranks that train this model together. None: the group of the model's DistributedDataParallel or
             `fully_shard`, or else the default group if there is one.

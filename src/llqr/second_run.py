@@ -1,8 +1,8 @@
-"""A run of the model beside the loop's own: for divergences that draw their gradients, and where the loop's graph can't be read.
+"""A run of the model beside the loop's own: for divergences that draw gradients, and where the loop's graph can't be read.
 
-With `v = Jᵀ Q_N^½ ε`, ε standard normal (for KL: the gradient with labels drawn from the model's own distribution), one for each
-example, E[v vᵀ] = H. One forward pass at θ and one backward pass with the drawn slopes at the output give all statistics; no
-gradient of a parameter is formed. Without a divergence the slopes are those that the loss itself has sent back.
+With `v = Jᵀ Q_N^½ ε`, ε standard normal (for KL: the gradient with labels drawn from the model's own distribution), one for
+each example, E[v vᵀ] = H. One forward pass at θ and one backward pass with the drawn slopes at the output give all statistics;
+no gradient of a parameter is formed. Without a divergence the slopes are those that the loss itself has sent back.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def _are_apart(maps: list[LinearMap]) -> bool:
     if len(maps) == 1:
         return True
     places = [map_.places.reshape(-1) for map_ in maps if map_.places is not None]
-    return len(places) == len(maps) and torch.cat(places).unique().numel() == sum(map(len, places))
+    return len(places) == len(maps) and len(set(torch.cat(places).tolist())) == sum(map(len, places))
 
 
 @dataclass

@@ -53,8 +53,8 @@ class OutputTerm(Divergence):
         size = output.numel() // count
         if size > DENSE_LIMIT:
             raise LLQRError(
-                f"{self!r} of {size:,} numbers for each example has no closed form to be drawn from: write draw(base, generator), "
-                "or leave divergence out"
+                f"{self!r} of {size:,} numbers for each example has no closed form to be drawn from: write "
+                "draw(base, generator), or leave divergence out"
             )
         columns = []
         for place in range(size):
@@ -63,7 +63,8 @@ class OutputTerm(Divergence):
             columns.append(self.hessian_product(unit.reshape(output.shape), base).detach().reshape(count, size))
         values, basis = torch.linalg.eigh(torch.stack(columns, 2))
         noise = standard_normal(output.reshape(count, size), generator)
-        return (basis @ (values.clamp_min(0).sqrt() * noise)[..., None]).reshape(output.shape)
+        drawn: Tensor = basis @ (values.clamp_min(0).sqrt() * noise)[..., None]
+        return drawn.reshape(output.shape)
 
     def check(self, output: Tensor, weights: Tensor | None = None) -> None:
         """Raise where this divergence can't be taken of such an output, or the weights don't fit it."""

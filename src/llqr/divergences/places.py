@@ -47,14 +47,15 @@ class ActivationTerm(Divergence):
     def draw(self, activation: Tensor, batch_size: int, generator: torch.Generator) -> Tensor:
         """W^½ ε for each example: its second moment is that of ψ_i."""
         noise = standard_normal(activation, generator)
-        scale = batch_size**-0.5 if self.reduction == "mean" else 1.0
+        scale: float = batch_size**-0.5 if self.reduction == "mean" else 1.0
         if not isinstance(self.metric, Tensor):
-            return noise * (self.metric**0.5 * scale)
+            return noise * (math.sqrt(self.metric) * scale)
         metric, examples = self.metric.to(activation), noise.reshape(batch_size, -1)
         if metric.numel() == examples.shape[1]:
             return (examples * (metric.reshape(-1).sqrt() * scale)).reshape(activation.shape)
         values, basis = torch.linalg.eigh(metric)
-        return ((examples * (values.clamp_min(0).sqrt() * scale)) @ basis.mT).reshape(activation.shape)
+        drawn: Tensor = (examples * (values.clamp_min(0).sqrt() * scale)) @ basis.mT
+        return drawn.reshape(activation.shape)
 
     def check(self, activation: Tensor, batch_size: int) -> None:
         """Raise where the metric doesn't fit the activation."""

@@ -98,7 +98,7 @@ class Structure(Described, ABC):
         return True
 
     def closed_form(self, moments: Tensors, damping: float) -> dict[str, Tensor]:
-        """The tensors of (H + λ)⁻¹ within this structure, H the second moments; λ is `damping` times the mean of H's diagonal."""
+        """The tensors of (H + λ)⁻¹ within this structure, H the second moments; λ is `damping` times their mean diagonal."""
         raise LLQRError(f"{self!r} has no closed form: write second_moments() and closed_form(), or use LLQR.paper")
 
     def spread(self, shape: Sequence[int]) -> int:
@@ -193,6 +193,40 @@ def damped_inverse(moment: Tensor, damping: float) -> Tensor:
     damped = moment.clone()
     damped.diagonal(dim1=1, dim2=2).add_(shift[:, None])
     return torch.cholesky_inverse(torch.linalg.cholesky_ex(damped).L)
+
+
+LONG_SIDE = 512
+"""Sides longer than this are inverted by their leading eigenvectors: their matrix would cost more than a training step."""
+
+
+def leading_rank(side: int) -> int:
+    """How many: an eighth of a long side, where U was as good as with all of them (docs/cost.md)."""
+    return max(128, side // 8)
+
+
+def thin_inverse(moment: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+    """(M + γ)⁻¹ ≈ ρ (I - B Bᵀ), γ = damping · mean(diag M): B (k, n, r) and ρ (k).
+
+    With the leading eigenvectors Q and values Λ of M, and τ the mean of the other values, M ≈ Q (Λ - τ) Qᵀ + τ, so that
+    ρ = 1/(τ + γ) and B = Q √(1 - (τ + γ)/(Λ + γ)). Q comes from three products with M, from the same start each time: what U is
+    depends on M alone.
+    """
+    side = moment.shape[2]
+    rank = leading_rank(side)
+    trace = moment.diagonal(dim1=1, dim2=2).sum(1)
+    shift = damping * trace / side + torch.finfo(moment.dtype).tiny
+    start = torch.randn(side, rank, generator=torch.Generator().manual_seed(side), dtype=torch.float64)
+    basis = start.to(moment).expand(len(moment), -1, -1)
+    for _ in range(POWERS):
+        basis = torch.linalg.qr(moment @ basis).Q
+    values, turn = torch.linalg.eigh(basis.mT @ (moment @ basis))
+    rest = ((trace - values.sum(1)) / (side - rank)).clamp_min(0) + shift
+    kept = (1 - rest[:, None] / (values + shift[:, None])).clamp_min(0).sqrt()
+    return basis @ (turn * kept[:, None]), rest.reciprocal()
+
+
+POWERS = 2
+"""Products with M before the one that gives its leading eigenvalues."""
 
 
 def check_per(per: Per) -> None:

@@ -7,7 +7,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from llqr.structures.base import Linearization, Modes, Structure, Tensors, check_factors, damped_inverse
+from llqr.structures.base import (
+    LONG_SIDE,
+    Linearization,
+    Modes,
+    Structure,
+    Tensors,
+    check_factors,
+    damped_inverse,
+    thin_inverse,
+)
 from llqr.structures.diagonal import Diagonal
 from llqr.structures.modes import (
     AllButOne,
@@ -23,6 +32,7 @@ from llqr.structures.modes import (
 )
 
 FACTORS = ("C", "D", "E")
+SIZE = "size"
 VECTOR = Diagonal()
 
 
@@ -59,7 +69,9 @@ class Kronecker(Structure):
     def apply(self, tensors: Tensors, x: Tensor) -> Tensor:
         if x.dim() < 3:
             return VECTOR.apply(tensors, x)
-        return multiply_all(self._folded(x), list(tensors.values())).reshape(x.shape)
+        factors = [tensor for name, tensor in tensors.items() if name != SIZE]
+        product = multiply_all(self._folded(x), factors).reshape(x.shape)
+        return product * tensors[SIZE].reshape(-1, *[1] * (x.dim() - 1)) if SIZE in tensors else product
 
     def second_moments(self, rows: Tensor, columns: Tensor, kernel: int) -> dict[str, Tensor]:
         return side_moments(rows, columns, kernel, self.modes, self.max_dim)
@@ -69,10 +81,16 @@ class Kronecker(Structure):
 
     def closed_form(self, moments: Tensors, damping: float) -> dict[str, Tensor]:
         """C = (G + √λ ḡ)⁻¹ and D = (A + √λ ā)⁻¹, with ḡ and ā the means of their diagonals: the damping is split, so that each
-        factor is inverted by itself."""
-        return {
-            name: damped_inverse(moment, damping**0.5) for name, moment in zip(FACTORS, moments.values(), strict=False)
-        }
+        factor is inverted by itself. Of a long side a thin B is kept, which stands for I - B Bᵀ, and its size ρ beside it.
+        """
+        inverse, size = dict[str, Tensor](), None
+        for name, moment in zip(FACTORS, moments.values(), strict=False):
+            if moment.dim() == 3 and moment.shape[2] > LONG_SIDE:
+                inverse[name], rho = thin_inverse(moment, damping**0.5)
+                size = rho if size is None else size * rho
+            else:
+                inverse[name] = damped_inverse(moment, damping**0.5)
+        return inverse if size is None else {**inverse, SIZE: size}
 
     def linearize(self, tensors: Tensors, x: Tensor) -> Linearization:
         return self._linearized(tensors, x, list(tensors.values()))

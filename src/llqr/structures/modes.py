@@ -28,7 +28,7 @@ def side_moments(rows: Tensor, columns: Tensor, kernel: int, modes: Modes, max_d
     """Second moments along each side: matrices, or diagonals where the side is longer than max_dim."""
     stacks = {"rows": rows, "columns": columns}
     if modes == "all" and kernel > 1:
-        places = columns.unflatten(2, (-1, kernel))
+        places = columns.reshape(*columns.shape[:2], -1, kernel)
         stacks = {"rows": rows, "columns": places.mT.flatten(1, 2), "kernel": places.flatten(1, 2)}
     return {name: gram(x) if x.shape[2] <= max_dim else x.square().sum(1) for name, x in stacks.items()}
 
@@ -62,6 +62,8 @@ def multiply(x: Tensor, factor: Factor, mode: int) -> Tensor:
         return x
     if factor.dim() == 2:
         return x * _along(factor, x, mode)
+    if factor.shape[1] != factor.shape[2]:  # thin: it stands for I - B Bᵀ
+        return _projected(x, factor, mode)
     if mode == 0:
         return torch.bmm(factor, x.flatten(2)).reshape(x.shape)
     if mode == x.dim() - 2:
@@ -106,6 +108,16 @@ def outer(
 
 def _unfold(x: Tensor, mode: int) -> Tensor:
     return x.transpose(1, mode + 1).flatten(2)
+
+
+def _projected(x: Tensor, thin: Tensor, mode: int) -> Tensor:
+    """(I - B Bᵀ) along a side of x."""
+    if mode == x.dim() - 2:
+        rows = x.flatten(1, -2)
+        return torch.baddbmm(rows, torch.bmm(rows, thin), thin.mT, alpha=-1).reshape(x.shape)
+    turned = x.transpose(1, mode + 1)
+    rows = turned.flatten(2)
+    return torch.baddbmm(rows, thin, torch.bmm(thin.mT, rows), alpha=-1).reshape(turned.shape).transpose(1, mode + 1)
 
 
 def _along(vector: Tensor, x: Tensor, mode: int) -> Tensor:
