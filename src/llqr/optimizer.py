@@ -209,6 +209,7 @@ class LLQR(Wrapping):
         seed = SEED + self._schedule.step + (self._processes.rank << 32)  # ranks draw each for themselves
         generator = torch.Generator(next(iter(trained.values())).device).manual_seed(seed)
         share = 1.0 if self.divergence is None else self._processes.share(self._second_run.examples(call))
+        self._collector.sums = {}  # of a refit that failed
         with self._collector.silent():
             for map_, sides in self._second_run(trained, call, closure, generator, share):
                 self._collector.add(map_, sides)
