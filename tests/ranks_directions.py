@@ -87,7 +87,7 @@ def build(case: Case, size: int) -> tuple[nn.Module, nn.Module, LLQR]:
     if case.late and not case.fsdp:
         return model, (DistributedDataParallel(model) if size > 1 else model), made(case, model, model, options)
     called = model
-    if size > 1 and case.fsdp:
+    if case.fsdp and dist.is_initialized():
         early = made(case, model, model, options) if case.late else None
         fully_shard(next(model.children()))
         fully_shard(model)

@@ -80,6 +80,13 @@ def test_ranks_step_as_one_process_does(size: int, tmp_path: Path, alone: dict[s
             assert us[0].keys() == expected["u"].keys()
 
 
+def test_sharded_on_one_rank(tmp_path: Path, alone: dict[str, dict[str, Any]]) -> None:
+    name = "kfac adamw fsdp"
+    (found,) = on_ranks(1, tmp_path, trained_on_ranks, {name: CASES[name]})
+    for key, tensor in alone[name]["parameters"].items():
+        torch.testing.assert_close(found[name]["parameters"][key], tensor, rtol=1e-9, atol=1e-9)
+
+
 # --- drawn gradients ---
 
 DRAWN = {
