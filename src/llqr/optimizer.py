@@ -13,17 +13,18 @@ import time
 import warnings
 import weakref
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from llqr.base_step import Momentum, decay, groups_of, turn
+from llqr.base_step import Momentum, Turned, decay, groups_of
 from llqr.checks import check_callable
-from llqr.collector import Collector
-from llqr.distributed.groups import standing, team_of, unwrapped
+from llqr.collector import Call, Collector
+from llqr.distributed.groups import standing, unwrapped
+from llqr.distributed.processes import processes_of
 from llqr.divergences import Divergence, resolve
 from llqr.errors import LLQRError, LLQRWarning, NonFiniteError, callers_level
 from llqr.loop.closures import Closure, checked_loss
@@ -38,7 +39,7 @@ from llqr.precision import no_autocast
 from llqr.recorder import Selector
 from llqr.second_run import SecondRun
 from llqr.sites import uncompiled
-from llqr.statistics import Block, Sums, block_from_state, block_state, merged
+from llqr.statistics import Block, Sums, block_state
 from llqr.structures.assign import StructureSpec, assign
 
 if TYPE_CHECKING:
@@ -110,13 +111,14 @@ class LLQR(Wrapping):
     def _begin(self) -> None:
         """With the hook on the model, which isn't saved."""
         super()._begin()
-        self._team = team_of(self._wrapped, self._group, None)
+        self._processes = processes_of(self._wrapped, self._group)
         self._standing = standing(self.model.parameters())
         self._second_run = SecondRun(self.model, self._called, self.divergence, self._output)
         self._momentum = Momentum(self.base)
         self._before: dict[str, Tensor] = {}
         self._stepped = Stepped(self.base, self.model)
-        self._collector = Collector(self._schedule, runs_again=self.divergence is not None)
+        runs_again = self.divergence is not None or self._processes.sharded
+        self._collector = Collector(self._schedule, runs_again)
         self._look_up()
         self._unhook = weakref.finalize(self, self._collector.attach(self._called).remove)
 
@@ -126,6 +128,23 @@ class LLQR(Wrapping):
         if self._collector.of is not parameters:
             self._collector.know(parameters, assign(self.structure, parameters))
         return parameters
+
+    def _meet(self, parameters: Mapping[str, Tensor], loads: bool = False) -> None:
+        """Processes may have met, and parameters been sharded, since this was made: as where a framework prepares the model.
+
+        `loads`: another U is about to take the place of the one that is there.
+        """
+        now = standing(parameters.values())
+        if now == self._standing:
+            return
+        processes = processes_of(self._wrapped, self._group)
+        if processes.several and self.blocks and not loads:
+            raise LLQRError(
+                "torch.distributed was initialised, or the model sharded, after U was made or loaded, so ranks may have a U "
+                "each: call init_process_group() and fully_shard first, and load_state_dict() after them"
+            )
+        self._processes, self._standing, self._before = processes, now, {}
+        self._collector.runs_again |= processes.sharded
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """To the base. The new parameters are stepped by the base until the next refit."""
@@ -145,60 +164,77 @@ class LLQR(Wrapping):
             with torch.enable_grad():
                 loss = closure()
         parameters = self._look_up()
-        if self._schedule.due():
-            if closure is not None:
-                checked_loss(loss)
-            self._refit(parameters, closure)
+        self._meet(parameters)
+        if self._processes.due(self._schedule):
+            self._refit(parameters, closure, loss)
         self._collector.forget()
         with torch.no_grad(), no_autocast(parameters):
             self._step_along(parameters)
         self._schedule.go_to(self._schedule.step + 1)
         return loss
 
-    def _refit(self, parameters: Mapping[str, Tensor], closure: Closure | None) -> None:
+    def _refit(self, parameters: Mapping[str, Tensor], closure: Closure | None, loss: Any) -> None:
         begun = time.perf_counter()
+        settings = (self._schedule.step, self.structure, self.divergence)
         try:
-            with no_autocast(parameters):
-                found = self._second_moments(parameters, closure)
+            with no_autocast(parameters), self._processes.refitting(settings, parameters) as whole:
+                if closure is not None:
+                    checked_loss(loss)
+                found = self._second_moments(whole, closure)
                 with torch.no_grad():
-                    self._take(found)
+                    blocks = self._inverted(found)
         except NonFiniteError as error:
             self._reject(str(error))
+        else:
+            self._take(blocks)
         finally:
             self.stats.seconds += time.perf_counter() - begun
 
     def _second_moments(self, parameters: Mapping[str, Tensor], closure: Closure | None) -> dict[str, Sums]:
-        """Of each linear map, since the last step."""
+        """Of each linear map, since the last step, by all processes."""
         collector = self._collector
         if collector.runs_again:
             self._second_run.check_step(closure)
             if collector.call is not None:
-                trained = {name: p for name, p in parameters.items() if p.requires_grad}
-                generator = torch.Generator(next(iter(trained.values())).device).manual_seed(SEED + self._schedule.step)
-                with collector.silent():
-                    for map_, sides in self._second_run(trained, collector.call, closure, generator):
-                        collector.add(map_, sides)
-                if self._second_run.found is not None:
-                    collector.others = self._second_run.found.others
+                self._run_again(parameters, collector.call, closure)
         if not collector.sums and not (collector.runs_again and collector.call is not None):
             raise NonFiniteError(
                 "no gradient has come back through the model: it wasn't called as model(...) with gradients on since the last "
                 "step. If your loop calls torch.compile(model), give LLQR that one"
             )
-        return merged(collector.sums.values())
+        return self._processes.sum_moments(collector.sums, of_means=self.divergence is None)
 
-    def _take(self, found: Mapping[str, Sums]) -> None:
+    def _run_again(self, parameters: Mapping[str, Tensor], call: Call, closure: Closure | None) -> None:
+        trained = {name: p for name, p in parameters.items() if p.requires_grad}
+        seed = SEED + self._schedule.step + (self._processes.rank << 32)  # ranks draw each for themselves
+        generator = torch.Generator(next(iter(trained.values())).device).manual_seed(seed)
+        share = 1.0 if self.divergence is None else self._processes.share(self._second_run.examples(call))
+        self._collector.sums = {}  # of a refit that failed
+        with self._collector.silent():
+            for map_, sides in self._second_run(trained, call, closure, generator, share):
+                self._collector.add(map_, sides)
+        if self._second_run.found is not None:
+            self._collector.others = self._second_run.found.others
+
+    def _inverted(self, found: Mapping[str, Sums]) -> dict[str, Block]:
+        """New blocks, with what was found averaged in; the ones that are used stay as they are."""
         moments = {key: sums.moments() for key, sums in found.items()}
         wrong = [key for key, parts in moments.items() if not all(bool(m.sum().isfinite()) for m in parts.values())]
         if wrong:
             raise NonFiniteError(f"the gradients or inputs of {wrong[0]!r} aren't finite")
+        blocks = {}
         for key, sums in found.items():
-            block = self.blocks.get(key)
-            if block is None or block.map != sums.map or block.structure != sums.structure:
-                block = Block(sums.map, sums.structure)
-            block.take(moments[key])
-            block.invert()
-            self.blocks[key] = block
+            known = self.blocks.get(key)
+            if known is None or known.map != sums.map or known.structure != sums.structure:
+                known = Block(sums.map, sums.structure)
+            blocks[key] = replace(known, moments=dict(known.moments))
+            blocks[key].take(moments[key])
+        self._processes.invert(blocks)
+        return blocks
+
+    def _take(self, blocks: dict[str, Block]) -> None:
+        self._processes.settle()
+        self.blocks |= blocks
         self.stats.refits += 1
         self.stats.memory = sum(block.memory for block in self.blocks.values())
 
@@ -215,24 +251,41 @@ class LLQR(Wrapping):
         if not names:
             self.base.step()
             return
-        before = self._remembered({name: parameters[name] for name in names})
-        self.base.step()
-        momenta = {name: self._momentum.of(name, parameters[name], before[name], groups[name]) for name in names}
-        for name in names:
-            if (factor := decay(self.base, groups[name])) != 1:
-                before[name].mul_(factor)
-        taken = dict(
-            zip(names, torch._foreach_sub([parameters[n] for n in names], [before[n] for n in names]), strict=True)
-        )
-        turned = turn(blocks, {name: m for name, m in momenta.items() if m is not None}, taken)
-        for name, step in turned.steps.items():
-            torch.add(before[name], step.to(before[name].dtype), out=parameters[name])
+        with self._processes.stepping():
+            turned = self._turned(parameters, blocks, names, groups)
         if turned.left:
             self.stats.nonfinite += len(turned.left)
             self._warn(
                 "nonfinite",
                 f"U m of {turned.left[0]!r} isn't finite or is zero, and the base's own step was taken there",
             )
+
+    def _turned(
+        self,
+        parameters: Mapping[str, Tensor],
+        blocks: list[Block],
+        names: list[str],
+        groups: Mapping[str, Mapping[str, Any]],
+    ) -> Turned:
+        """Let the base step, and put -‖Δθ‖ U m / ‖U m‖ in the place of Δθ. All in shards, where the parameters are."""
+        processes = self._processes
+        local = {name: processes.local(parameters[name]) for name in names}
+        before = self._remembered(local)
+        self.base.step()
+        momenta = {}
+        for name in names:
+            was = processes.shard_like(parameters[name], before[name])
+            momentum = self._momentum.of(name, parameters[name], was, groups[name])
+            if momentum is not None:
+                momenta[name] = processes.local(momentum)
+        for name in names:
+            if (factor := decay(self.base, groups[name])) != 1:
+                before[name].mul_(factor)
+        taken = dict(zip(names, torch._foreach_sub(list(local.values()), list(before.values())), strict=True))
+        turned = processes.turn(blocks, momenta, taken, parameters)
+        for name, step in turned.steps.items():
+            torch.add(before[name], step.to(before[name].dtype), out=local[name])
+        return turned
 
     def _remembered(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """θ before the base steps, in memory that is kept from step to step."""
@@ -256,13 +309,15 @@ class LLQR(Wrapping):
     # --- state ---
 
     def state_dict(self) -> dict[str, Any]:
-        """The base's, with what LLQR adds under "llqr": tensors and builtins alone."""
+        """The base's, with what LLQR adds under "llqr": tensors and builtins alone. Where `fully_shard` has sharded the model,
+        all ranks have to call it."""
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
+        processes = self._processes
         own = {
             "step": self._schedule.step,
-            "blocks": {key: block_state(block) for key, block in self.blocks.items()},
-            "averages": {name: average.clone() for name, average in self._momentum.averages.items()},
+            "blocks": {key: block_state(block) for key, block in processes.gathered(self.blocks).items()},
+            "averages": {name: processes.whole(average) for name, average in self._momentum.averages.items()},
             "stats": asdict(self.stats),
         }
         state: dict[str, Any] = {**self.base.state_dict(), KEY: own}
@@ -280,8 +335,10 @@ class LLQR(Wrapping):
             state_dict = before(self, state_dict) or state_dict
         own = state_dict.pop(KEY, None)
         parameters = stepped_parameters(self.base, self.model)
+        self._meet(parameters, loads=True)
         blocks, step, stats, averages = self._checked_state(own, parameters)
         self.base.load_state_dict(state_dict)
+        self._processes.settle()
         self.blocks, self.stats, self._momentum.averages = blocks, stats, averages
         self._schedule.go_to(step)
         self._collector.forget()
@@ -294,29 +351,39 @@ class LLQR(Wrapping):
         self, own: Any, parameters: Mapping[str, Tensor]
     ) -> tuple[dict[str, Block], int, Stats, dict[str, Tensor]]:
         if own is None:
-            return {}, 0, Stats(), {}
+            return self._processes.blocks({}, {}, {}), 0, Stats(), {}
         if not isinstance(own, Mapping) or not {"step", "blocks", "averages", "stats"} <= own.keys():
             known = (
                 "of LLQR.paper" if isinstance(own, Mapping) and "preconditioner" in own else "not of LLQR.state_dict()"
             )
             raise LLQRError(f"what the state has under {KEY!r} is {known}: load it into an optimizer of the same kind")
         structures = assign(self.structure, parameters)
-        blocks = {key: block_from_state(key, state, parameters, structures) for key, state in own["blocks"].items()}
+        blocks = self._processes.blocks(own["blocks"], parameters, structures)
         averages = {}
         for name, average in own["averages"].items():
             if name not in parameters or parameters[name].shape != average.shape:
                 raise LLQRError(
                     f"the state has a momentum of {name!r}, which the model here has not, or in another shape"
                 )
-            averages[name] = average.to(parameters[name], copy=True)
+            averages[name] = self._processes.part(average, parameters[name])
         return blocks, int(own["step"]), Stats.of(own["stats"]), averages
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._team is not None:
+        if self._processes.several:
             raise LLQRError(
                 "an optimizer of several ranks holds their process group, which can't be copied or pickled: use state_dict()"
             )
-        left_out = {"_collector", "_unhook", "_warned", "_stepped", "_before", "_group", "_second_run", "_team", "step"}
+        left_out = {
+            "_collector",
+            "_unhook",
+            "_warned",
+            "_stepped",
+            "_before",
+            "_group",
+            "_second_run",
+            "_processes",
+            "step",
+        }
         return {
             name: value
             for name, value in self.__dict__.items()

@@ -48,10 +48,19 @@ class SecondRun:
                 "backward and returns it"
             )
 
+    def examples(self, call: Call) -> int:
+        """How many the model was called with."""
+        return batch_size_of(as_inputs(self._model, call.args, call.kwargs))
+
     def __call__(
-        self, parameters: Mapping[str, Tensor], call: Call, closure: Closure | None, generator: torch.Generator
+        self,
+        parameters: Mapping[str, Tensor],
+        call: Call,
+        closure: Closure | None,
+        generator: torch.Generator,
+        share: float = 1.0,
     ) -> Iterator[tuple[LinearMap, Sides]]:
-        """What meets each side of every linear map, use by use."""
+        """What meets each side of every linear map, use by use. `share`: how many of all ranks' examples are here."""
         leaves = {name: raised(p.detach()).requires_grad_() for name, p in parameters.items()}
         inputs = as_inputs(self._model, call.args, call.kwargs)
         recorder = (
@@ -63,7 +72,7 @@ class SecondRun:
             outputs = recorder.run(leaves, inputs)
         self.found = find_uses(outputs, {id(leaf): name for name, leaf in leaves.items()})
         uses = self.found.uses
-        slopes = self._slopes(outputs, call, closure, batch_size_of(inputs), generator)
+        slopes = self._slopes(outputs, call, closure, batch_size_of(inputs), generator, share)
         pairs = [(output, slope) for output, slope in zip(outputs, slopes, strict=True) if slope is not None]
         if not uses or not pairs:
             return
@@ -76,7 +85,13 @@ class SecondRun:
                     yield use.map, use.sides(gradient)
 
     def _slopes(
-        self, outputs: list[Tensor], call: Call, closure: Closure | None, examples: int, generator: torch.Generator
+        self,
+        outputs: list[Tensor],
+        call: Call,
+        closure: Closure | None,
+        examples: int,
+        generator: torch.Generator,
+        share: float,
     ) -> list[Tensor | None]:
         if not self._terms:
             return [raised(call.gradients[i]) if i in call.gradients else None for i in range(len(outputs))]
@@ -100,7 +115,7 @@ class SecondRun:
                 index = 0
                 term.check(values[0])
                 drawn = term.draw(BasePoint(values[0], loss, _counted(term, call, base)), generator)
-            drawn = drawn * weight**0.5
+            drawn = drawn * (weight if term.additive else weight * share) ** 0.5
             slope = slopes[index]
             slopes[index] = drawn if slope is None else slope + drawn
         return slopes

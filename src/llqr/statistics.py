@@ -170,14 +170,20 @@ def block_state(block: Block) -> dict[str, Any]:
     return {"map": {**map_, "shape": list(block.map.shape)}, "refits": block.refits, "moments": dict(block.moments)}
 
 
-def block_from_state(
-    key: str, state: Mapping[str, Any], parameters: Mapping[str, Tensor], structures: Mapping[str, Structure]
-) -> Block:
-    """The block of a state, for the parameters that are here; an error where they don't fit."""
+def map_from_state(state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> LinearMap:
+    """The map of a block's state; an error where its parameters aren't here."""
     map_ = LinearMap(**{**state["map"], "shape": tuple(state["map"]["shape"])})
     for name in map_.members:
         if name not in parameters:
             raise unknown("parameter in the state", name, parameters)
+    return map_
+
+
+def block_from_state(
+    key: str, state: Mapping[str, Any], parameters: Mapping[str, Tensor], structures: Mapping[str, Structure]
+) -> Block:
+    """The block of a state, for the parameters that are here; an error where they don't fit."""
+    map_ = map_from_state(state, parameters)
     weight, structure = parameters[map_.weight], structures[map_.weight]
     if map_.places is None and math.prod(map_.shape) != weight.numel():
         raise LLQRError(

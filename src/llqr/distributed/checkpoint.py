@@ -39,6 +39,7 @@ BLOCK, WORDS = "u", "words"
 
 def save(folder: str | Path, optimizer: PaperLLQR) -> None:
     """Write a checkpoint of an optimizer and its model; every rank has to take part."""
+    _check(optimizer)
     folder = Path(folder)
     optimizer._meet(stepped_parameters(optimizer.base, optimizer.model))
     group = _group(optimizer)
@@ -56,6 +57,7 @@ def save(folder: str | Path, optimizer: PaperLLQR) -> None:
 
 def load(folder: str | Path, optimizer: PaperLLQR) -> None:
     """Go on from a checkpoint, whatever the number of ranks that wrote it; every rank has to take part."""
+    _check(optimizer)
     parameters = stepped_parameters(optimizer.base, optimizer.model)
     optimizer._meet(parameters, loads=True)
     folder, group = Path(folder), _group(optimizer)
@@ -104,6 +106,11 @@ def _state(
         BLOCK: {f"{key}/{name}": tensor for key, block in blocks.items() for name, tensor in block.items()},
         WORDS: words,
     }
+
+
+def _check(optimizer: object) -> None:
+    if not isinstance(optimizer, PaperLLQR):
+        raise LLQRError("llqr.distributed.checkpoint is for LLQR.paper: save and load the state_dict() of an LLQR")
 
 
 def _split(name: str) -> tuple[str, str]:

@@ -24,7 +24,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def team_of(model: nn.Module, process_group: Any, shard: bool | None) -> Team | None:
     """The ranks that train this model: those of the group that is given, of its wrapper, or else of the default group.
 
-    None where there is one process only.
+    None where there is one process only; but what `fully_shard` has sharded has a team, if only of one.
     """
     if shard not in (None, True, False):
         raise LLQRError(f"shard is True (each rank holds its own blocks of U), False (all of U) or None; not {shard!r}")
@@ -48,7 +48,7 @@ def team_of(model: nn.Module, process_group: Any, shard: bool | None) -> Team | 
             "process_group is a group of torch.distributed that this rank is a member of, or None for that of the model's "
             f"wrapper or else the default one; not {group!r}"
         )
-    if dist.get_world_size(group) == 1:
+    if dist.get_world_size(group) == 1 and not fsdp.is_sharded(model):
         return None
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     return Team(Ranks(group, device), model, shard)

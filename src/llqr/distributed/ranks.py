@@ -57,10 +57,21 @@ class Ranks:
 
     def agree(self, what: str, value: object) -> None:
         """Raise on all ranks unless all have the same value, by its repr."""
+        if not self.same(value):
+            raise self._settled(RankError(f"the ranks don't have the same {what}; rank {self.rank} has {value!r:.500}"))
+
+    def same(self, value: object) -> bool:
+        """Whether all ranks have the same value, by its repr."""
         digest = int.from_bytes(sha256(repr(value).encode()).digest()[:6], "big")  # exact in a double
         least, most = self._extremes([digest, -digest])
-        if least != -most:
-            raise self._settled(RankError(f"the ranks don't have the same {what}; rank {self.rank} has {value!r:.500}"))
+        return least == -most
+
+    def gather(self, value: Sent) -> list[Sent]:
+        """What every rank has, in their order: small things that can be pickled."""
+        self.check()
+        values: list[Sent] = [value] * self.size
+        self._send(lambda: dist.all_gather_object(values, value, self.group))
+        return values
 
     def decide(self, what: str, ask: Callable[[], bool]) -> bool:
         """What every rank answers; raises on all of them where answers differ, or one has none."""
@@ -99,6 +110,14 @@ class Ranks:
             if owner == self.rank:
                 sums |= {id(tensor): part for tensor, part in zip(bucket.tensors, bucket.parts(), strict=True)}
         return [sums.get(id(tensor), tensor) for tensor in held.get(self.rank, ())]  # empty ones aren't sent
+
+    def total(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The sums over the ranks, on all of them."""
+        self.check()
+        sums: dict[int, Tensor] = {}
+        for _, bucket in self._sent({self.rank: tensors}, self._all_reduce):
+            sums |= {id(tensor): part for tensor, part in zip(bucket.tensors, bucket.parts(), strict=True)}
+        return [sums.get(id(tensor), tensor) for tensor in tensors]  # empty ones aren't sent
 
     def check(self) -> None:
         """Hear how the others are, before a message that a rank which has failed won't take part in."""
@@ -147,6 +166,10 @@ class Ranks:
 
     def _reduce(self, flat: Tensor, target: int) -> dist.Work:
         work: dist.Work = dist.reduce(flat, target, dist.ReduceOp.SUM, self.group, async_op=True)
+        return work
+
+    def _all_reduce(self, flat: Tensor, _: int) -> dist.Work:
+        work: dist.Work = dist.all_reduce(flat, dist.ReduceOp.SUM, self.group, async_op=True)
         return work
 
     # --- failing together ---
