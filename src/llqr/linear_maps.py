@@ -158,6 +158,9 @@ def find_uses(outputs: Iterable[Tensor], names: Mapping[int, str]) -> Found:
             if origin is not None and origin.name not in known:
                 others[origin.name] = kind
     kept = [use for use in uses if use.map.weight not in others]
+    for use in uses:
+        if use.map.weight in others and use.map.bias is not None:
+            others.setdefault(use.map.bias, others[use.map.weight])
     return Found([use.without_bias() if use.map.bias in others else use for use in kept], others, hidden or not met)
 
 
@@ -247,7 +250,8 @@ def _product(
 
     def sides(gradient: Tensor) -> Sides:
         x, y = (t if which == 1 else t.mT for t in (saved_inputs.detach(), gradient))
-        x, y = (t.reshape(groups, -1, t.shape[-1]) for t in (x, y))
+        # (batch, T, n), the groups' matrices in turn along the batch
+        x, y = (t.reshape(-1, groups, *t.shape[-2:]).transpose(0, 1).flatten(1, 2) for t in (x, y))
         return _matching(x, y) if inputs_on_rows else _matching(y, x)
 
     return Use(node, map_, sides)
@@ -271,24 +275,36 @@ class _Origin:
 
     def matrix(self, operand: tuple[int, ...], is_second: bool) -> LinearMap | None:
         """The map of a product whose first (y = W x) or second (y = x W) operand this is."""
-        if len(self.shape) == 2 and len(operand) == 2 and (self.in_place or self.moves in ([t] for t in TRANSPOSING)):
+        if len(self.shape) == 2 and len(operand) == 2 and (self.in_place or self._is_transposed):
             return LinearMap(self.name, (1, *self.shape), inputs_on_rows=is_second == self.in_place)
-        shared = len(operand) == 3 and "ExpandBackward0" in self.moves  # one matrix for the whole batch
-        places = self._places(operand, shared)
-        if places is None:
+        r, c = operand[-2:]
+        batch = operand[0] if len(operand) == 3 else 1
+        g = batch
+        if any(map(_expands, self.chain)):  # the same matrices in turn along the batch: all of the parameter, or one of it
+            g = self.shape.numel() // (r * c)
+            g = g if 0 < g < batch and batch % g == 0 else 1
+        places = self._places(operand, 0, g)
+        if places is None or (g < batch and not _same(places, self._places(operand, batch - g, g))):
             return None
-        g, r, c = (1 if shared or len(operand) == 2 else operand[0], *operand[-2:])
-        if torch.equal(places, torch.arange(self.shape.numel())):
+        in_order = torch.arange(self.shape.numel())
+        if torch.equal(places.flatten(), in_order):
             return LinearMap(self.name, (g, r, c), is_second)
-        return LinearMap(self.name, (g, r, c), is_second, places=places.reshape(g, r, c), first=int(places.min()))
+        if torch.equal(places.mT.flatten(), in_order):
+            return LinearMap(self.name, (g, c, r), not is_second)
+        return LinearMap(self.name, (g, r, c), is_second, places=places, first=int(places.min()))
 
-    def _places(self, operand: tuple[int, ...], shared: bool) -> Tensor | None:
-        """Where in the parameter the numbers of the operand come from: their numbers, sent back along the chain."""
-        count = math.prod(operand[-2:] if shared else operand)
+    @property
+    def _is_transposed(self) -> bool:
+        """Of a matrix: by one node."""
+        moved = [node for node, _ in self.chain if node.name() not in SAME_PLACES]
+        return len(moved) == 1 and _transposes(moved[0])
+
+    def _places(self, operand: tuple[int, ...], start: int, g: int) -> Tensor | None:
+        """Where in the parameter g matrices of the operand come from: their numbers, sent back along the chain."""
+        shape = (g, *operand[-2:])
+        count = math.prod(shape)
         numbers = torch.zeros(operand, dtype=torch.float64)
-        (numbers[0] if shared else numbers).copy_(
-            torch.arange(1, count + 1).reshape(operand[-2:] if shared else operand)
-        )
+        numbers.view(-1, *operand[-2:])[start : start + g] = torch.arange(1, count + 1).reshape(shape)
         value: Any = numbers
         try:
             for node, output in self.chain:
@@ -306,7 +322,28 @@ class _Origin:
             return None
         places = torch.empty(count, dtype=torch.long)
         places[numbers] = positions
-        return places
+        return places.reshape(shape)
+
+
+def _expands(link: tuple[Any, int]) -> bool:
+    """Whether a node repeats its numbers; a product expands its operands also where there is nothing to repeat."""
+    node, _ = link
+    return node.name() == "ExpandBackward0" and math.prod(node._saved_self_sym_sizes) != math.prod(
+        node._input_metadata[0].shape
+    )
+
+
+def _transposes(node: Any) -> bool:
+    """Whether a node turns a matrix around."""
+    if node.name() == "TransposeBackward0":
+        return bool((node._saved_dim0 - node._saved_dim1) % 2)
+    if node.name() == "PermuteBackward0":
+        return bool(node._saved_dims[0] % 2)
+    return node.name() in TRANSPOSING
+
+
+def _same(first: Tensor, second: Tensor | None) -> bool:
+    return second is not None and torch.equal(first, second)
 
 
 def _origin(edge: Edge, names: Mapping[int, str]) -> _Origin | None:
