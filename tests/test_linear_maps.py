@@ -81,7 +81,7 @@ CASES: dict[str, Case] = {
     "addmm, weight (in, out)": (lambda: Own(lambda m, x: torch.addmm(m.b, x, m.w), w=(4, 3), b=(3,)), vectors),
     "addmm with alpha": (lambda: Own(lambda m, x: torch.addmm(m.b, x, m.w, alpha=2.0), w=(4, 3), b=(3,)), vectors),
     "addmm with beta": (lambda: Own(lambda m, x: torch.addmm(m.b, x, m.w, beta=0.5), w=(4, 3), b=(3,)), vectors),
-    "bmm by head": (lambda: Own(lambda m, x: x.unflatten(1, (2, 4)).transpose(0, 1) @ m.w, w=(2, 4, 3)), lambda: vectors(size=8)),
+    "bmm by head": (lambda: Own(lambda m, x: x.transpose(0, 1) @ m.w, w=(2, 4, 3)), lambda: vectors(2)),
     "baddbmm": (
         lambda: Own(lambda m, x: torch.baddbmm(m.b, x.unflatten(1, (2, 4)).transpose(0, 1), m.w), w=(2, 4, 3), b=(2, 1, 3)),
         lambda: vectors(size=8),
@@ -298,7 +298,10 @@ def test_a_transposed_weight_counts_on_both_sides() -> None:
         parts = sums.moments()
         traces = {name: parts[name].diagonal(dim1=1, dim2=2).sum() for name in ("rows", "columns")}
         size = (traces["rows"] * traces["columns"]).sqrt()
-        rows, columns = rows + parts["rows"] * size / traces["rows"], columns + parts["columns"] * size / traces["columns"]
+        rows, columns = (
+            rows + parts["rows"] * size / traces["rows"],
+            columns + parts["columns"] * size / traces["columns"],
+        )
     for name, truth in [("rows", rows), ("columns", columns)]:
         torch.testing.assert_close(total[name] / total[name].norm(), truth / truth.norm())
 
@@ -424,12 +427,12 @@ def test_a_sample_of_places_stands_for_all(case: str) -> None:
         assert sides[2] > 1
         sums, chosen = Sums(map_, Kronecker()), sides[0].shape[1]
         sums.add(sides)
-        assert sums.places == pytest.approx(chosen * sides[2]) == output.numel() / output.shape[-1 if x.dim() == 3 else 1]
+        assert (
+            sums.places == pytest.approx(chosen * sides[2]) == output.numel() / output.shape[-1 if x.dim() == 3 else 1]
+        )
         if alike:
             full = slope.numel() / output.shape[-1 if x.dim() == 3 else 1]
             torch.testing.assert_close(sums.tensors["rows"], torch.full_like(sums.tensors["rows"], full))
         else:
             diagonal = sums.tensors["rows"].diagonal(dim1=1, dim2=2) / sums.places
             assert 0.3 < float(diagonal.min()) <= float(diagonal.max()) < 2.0
-
-

@@ -125,6 +125,7 @@ class LLQR(Wrapping):
         parameters = self._stepped()
         if self._collector.of is not parameters:
             self._collector.know(parameters, assign(self.structure, parameters))
+            self._diagonal = self._second_run.diagonal(parameters)
         return parameters
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -196,6 +197,7 @@ class LLQR(Wrapping):
             block = self.blocks.get(key)
             if block is None or block.map != sums.map or block.structure != sums.structure:
                 block = Block(sums.map, sums.structure)
+            block.diagonal = self._diagonal.get(block.map.weight, 0.0)
             block.take(moments[key])
             block.invert()
             self.blocks[key] = block

@@ -21,6 +21,8 @@ from llqr.precision import at_least_single
 Tensors = Mapping[str, Tensor]
 Per = Literal["parameter", "layer"]
 Modes = Literal["matrix", "all"]
+Damping = float | Tensor
+"""λ as a share of the mean curvature: one for all of a stack, or one for each, (k,)."""
 
 
 class Linearization(ABC):
@@ -97,7 +99,12 @@ class Structure(Described, ABC):
         """Whether a bias can be one more column of the weight that it goes with."""
         return True
 
-    def closed_form(self, moments: Tensors, damping: float) -> dict[str, Tensor]:
+    def mean_curvature(self, moments: Tensors) -> Tensor:
+        """The mean of H's diagonal, (k,); here of an H that is a product of the moments."""
+        means = [(m if m.dim() == 2 else m.diagonal(dim1=1, dim2=2)).mean(1) for m in moments.values()]
+        return torch.stack(means).prod(0)
+
+    def closed_form(self, moments: Tensors, damping: Damping) -> dict[str, Tensor]:
         """The tensors of (H + λ)⁻¹ within this structure, H the second moments; λ is `damping` times the mean of H's diagonal."""
         raise LLQRError(f"{self!r} has no closed form: write second_moments() and closed_form(), or use LLQR.paper")
 
@@ -184,7 +191,7 @@ def gram(x: Tensor) -> Tensor:
     return x.mT @ x
 
 
-def damped_inverse(moment: Tensor, damping: float) -> Tensor:
+def damped_inverse(moment: Tensor, damping: Damping) -> Tensor:
     """(M + damping · mean(diag M))⁻¹, of matrices (k, n, n) or of diagonals (k, n)."""
     diagonal = moment if moment.dim() == 2 else moment.diagonal(dim1=1, dim2=2)
     shift = damping * diagonal.mean(1) + torch.finfo(moment.dtype).tiny

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from llqr.structures.base import Linearization, Modes, Structure, Tensors, check_factors, damped_inverse
+from llqr.structures.base import Damping, Linearization, Modes, Structure, Tensors, check_factors, damped_inverse
 from llqr.structures.diagonal import Diagonal
 from llqr.structures.modes import (
     AllButOne,
@@ -67,7 +67,7 @@ class Kronecker(Structure):
     def joins_bias(self, kernel: int) -> bool:
         return self.modes == "matrix" or kernel == 1
 
-    def closed_form(self, moments: Tensors, damping: float) -> dict[str, Tensor]:
+    def closed_form(self, moments: Tensors, damping: Damping) -> dict[str, Tensor]:
         """C = (G + √λ ḡ)⁻¹ and D = (A + √λ ā)⁻¹, with ḡ and ā the means of their diagonals: the damping is split, so that each
         factor is inverted by itself."""
         return {
