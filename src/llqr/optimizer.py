@@ -105,7 +105,8 @@ class LLQR(Wrapping):
         """Raise now for what the first refit would raise for."""
         parameters = stepped_parameters(base, self.model)
         check_parameters(parameters)
-        assign(self.structure, parameters)
+        for structure in assign(self.structure, parameters).values():
+            structure.check_closed_form()
 
     def _begin(self) -> None:
         """With the hook on the model, which isn't saved."""

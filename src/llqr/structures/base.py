@@ -93,7 +93,7 @@ class Structure(Described, ABC):
 
         `rows` has shape (k, T, r) and `columns` (k, T, c); of a convolution the columns are `kernel` places for each channel.
         """
-        raise LLQRError(f"{self!r} has no closed form: write second_moments() and closed_form(), or use LLQR.paper")
+        raise self._without_closed_form()
 
     def joins_bias(self, kernel: int) -> bool:
         """Whether a bias can be one more column of the weight that it goes with."""
@@ -106,7 +106,16 @@ class Structure(Described, ABC):
 
     def closed_form(self, moments: Tensors, damping: Damping) -> dict[str, Tensor]:
         """The tensors of (H + λ)⁻¹ within this structure, H the second moments; λ is `damping` times the mean of H's diagonal."""
-        raise LLQRError(f"{self!r} has no closed form: write second_moments() and closed_form(), or use LLQR.paper")
+        raise self._without_closed_form()
+
+    def check_closed_form(self) -> None:
+        """Raise for a structure that says only how it acts, which is enough for the paper's fit."""
+        kind = type(self)
+        if kind.second_moments is Structure.second_moments or kind.closed_form is Structure.closed_form:
+            raise self._without_closed_form()
+
+    def _without_closed_form(self) -> LLQRError:
+        return LLQRError(f"{self!r} has no closed form: write second_moments() and closed_form(), or use LLQR.paper")
 
     def spread(self, shape: Sequence[int]) -> int:
         """How many numbers the block spreads the gradient's squared norm over: n for a diagonal, 1 for mixing blocks."""
