@@ -214,7 +214,7 @@ class LLQR(Wrapping):
         ]
         names = list(dict.fromkeys(name for block in blocks for name in block.map.members))
         groups = groups_of(self.base, parameters)
-        self._momentum.gather(gradients_of(parameters), groups)
+        self._momentum.gather(gradients_of(parameters), parameters, groups)
         if not names:
             self.base.step()
             return
