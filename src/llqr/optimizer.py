@@ -137,6 +137,11 @@ class LLQR(Wrapping):
         except LLQRError:
             self.base.param_groups.pop()
             raise
+        self._look_up()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self._collector.gradients_are_cleared()
 
     # --- stepping ---
 
@@ -180,8 +185,7 @@ class LLQR(Wrapping):
                 with collector.silent():
                     for map_, sides in self._second_run(trained, collector.call, closure, generator):
                         collector.add(map_, sides)
-                if self._second_run.found is not None:
-                    collector.others = self._second_run.found.others
+                collector.others = self._second_run.others
         if not collector.sums and not (collector.runs_again and collector.call is not None):
             raise NonFiniteError(
                 "no gradient has come back through the model: it wasn't called as model(...) with gradients on since the last "

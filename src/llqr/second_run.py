@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
+from torch.utils import checkpoint
 
 from llqr import sites
 from llqr.checks import batch_size_of, check_finite
 from llqr.collector import Call, returned
 from llqr.divergences import L2, ActivationTerm, BasePoint, Divergence, OutputTerm
 from llqr.errors import LLQRError
-from llqr.linear_maps import Found, LinearMap, Sides, find_uses
+from llqr.linear_maps import LinearMap, Sides, find_uses
 from llqr.loop.closures import Closure, loss_of_output
 from llqr.loop.inputs import as_inputs
 from llqr.precision import no_autocast, raised
@@ -38,7 +39,8 @@ class SecondRun:
         self._places = sites.metric_modules(model, self._terms)
         self._needs_loss = any(isinstance(term, OutputTerm) and term.needs_loss for _, term in self._terms)
         self.divergence = divergence
-        self.found: Found | None = None
+        self.others: Mapping[str, str] = {}
+        """Parameters that aren't in linear maps alone, by what else uses them."""
 
     def check_step(self, closure: Closure | None) -> None:
         """Raise where the divergence asks for the loss, and the step doesn't tell it."""
@@ -59,10 +61,10 @@ class SecondRun:
             if not self._terms
             else Recorder(self._model, list(self._places.values()), self._output)
         )
-        with no_autocast(leaves), torch.enable_grad(), _unfused(self._model):
+        with no_autocast(leaves), torch.enable_grad(), _unfused(self._model), _without_checkpoints():
             outputs = recorder.run(leaves, inputs)
-        self.found = find_uses(outputs, {id(leaf): name for name, leaf in leaves.items()})
-        uses = self.found.uses
+        found = find_uses(outputs, {id(leaf): name for name, leaf in leaves.items()})
+        uses, self.others = found.uses, found.others
         slopes = self._slopes(outputs, call, closure, batch_size_of(inputs), generator)
         pairs = [(output, slope) for output, slope in zip(outputs, slopes, strict=True) if slope is not None]
         if not uses or not pairs:
@@ -132,6 +134,24 @@ def _counted(term: OutputTerm, call: Call, base: BasePoint) -> Tensor | None:
 
 def _no_loss(output: Tensor) -> Tensor:
     raise LLQRError("this divergence needs the loss: call optimizer.step(closure)")
+
+
+class _Plainly:
+    """What a reentrant checkpoint calls, without one: its own backward pass works with loss.backward() alone."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        return function(*args)
+
+
+@contextmanager
+def _without_checkpoints() -> Iterator[None]:
+    before = checkpoint.CheckpointFunction
+    checkpoint.CheckpointFunction = _Plainly  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        checkpoint.CheckpointFunction = before  # type: ignore[misc]
 
 
 @contextmanager
