@@ -169,7 +169,7 @@ def test_muon(nesterov: bool) -> None:
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_lengths(structure: str) -> None:
-    """Whatever the structure, each tensor moves as far as the base alone would have moved it; only a scalar U does not turn it."""
+    """Whatever the structure, each tensor moves as far as the base would move it; only a scalar U does not turn it."""
     model = network()
     optimizer = LLQR(SGD(model.parameters(), lr=0.1), model, structure=structure)
     for number in range(3):

@@ -168,7 +168,9 @@ def test_ignored_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(2, 3).double()
     x = torch.randn(2, 3, 2).double()
     counts = torch.tensor([[True, True, False], [True, False, False]])
-    quadratic = QuadraticModel.build(copy.deepcopy(model), x[counts], torch.zeros(3).long(), functional.cross_entropy, KL())
+    quadratic = QuadraticModel.build(
+        copy.deepcopy(model), x[counts], torch.zeros(3).long(), functional.cross_entropy, KL()
+    )
     many, labels = x.repeat(4000, 1, 1), torch.where(counts, 1, -100).repeat(4000, 1)
     optimizer = LLQR(sgd(model, 0.0), model, "ngd", "dense")
     functional.cross_entropy(model(many).flatten(0, 1), labels.flatten()).backward()

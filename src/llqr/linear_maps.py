@@ -26,7 +26,28 @@ Edge = tuple[Node | None, int]
 VIEWS = frozenset(
     f"{name}Backward0"
     for name in (
-        ["T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Alias", "ToCopy", "Clone", "Expand", "Slice", "Split", "SplitWithSizes", "UnsafeSplit", "Unbind", "Select", "Squeeze", "Unsqueeze", "Detach", "NumpyT"]
+        [
+            "T",
+            "Transpose",
+            "Permute",
+            "View",
+            "UnsafeView",
+            "ReshapeAlias",
+            "Alias",
+            "ToCopy",
+            "Clone",
+            "Expand",
+            "Slice",
+            "Split",
+            "SplitWithSizes",
+            "UnsafeSplit",
+            "Unbind",
+            "Select",
+            "Squeeze",
+            "Unsqueeze",
+            "Detach",
+            "NumpyT",
+        ]
     )
 ) | {"SqueezeBackward1", "SqueezeBackward2", "TransposeBackward1", "ViewBackward1"}
 """Nodes that move the numbers of a weight, and don't change them."""
@@ -251,7 +272,8 @@ def _product(
     def sides(gradient: Tensor) -> Sides:
         x, y = (t if which == 1 else t.mT for t in (saved_inputs.detach(), gradient))
         # (batch, T, n), the groups' matrices in turn along the batch
-        x, y = (t.reshape(-1, groups, *t.shape[-2:]).transpose(0, 1).flatten(1, 2) for t in (x, y))
+        batch = (x.shape[0] if x.dim() == 3 else 1) // groups
+        x, y = (t.reshape(batch, groups, *t.shape[-2:]).transpose(0, 1).flatten(1, 2) for t in (x, y))
         return _matching(x, y) if inputs_on_rows else _matching(y, x)
 
     return Use(node, map_, sides)
@@ -280,7 +302,9 @@ class _Origin:
         r, c = operand[-2:]
         batch = operand[0] if len(operand) == 3 else 1
         g = batch
-        if any(map(_expands, self.chain)):  # the same matrices in turn along the batch: all of the parameter, or one of it
+        if any(
+            map(_expands, self.chain)
+        ):  # the same matrices in turn along the batch: all of the parameter, or one of it
             g = self.shape.numel() // (r * c)
             g = g if 0 < g < batch and batch % g == 0 else 1
         places = self._places(operand, 0, g)
@@ -425,7 +449,7 @@ def _patches(
     met = under.flatten(2)[batch[:, None], :, where].masked_fill(~inside[..., None], 0)  # (T, kernel, channels)
     columns = met.unflatten(2, (groups, channels)).permute(2, 0, 3, 1).flatten(2)
     left = over.flatten(2)[batch, :, chosen % math.prod(sizes)].unflatten(1, (groups, rows)).transpose(0, 1)
-    return left, columns, count / len(chosen)
+    return left, columns, count / max(len(chosen), 1)
 
 
 READERS: dict[str, Callable[[Any, Mapping[int, str]], Use | None]] = {

@@ -194,6 +194,8 @@ class LLQR(Wrapping):
         return merged(collector.sums.values())
 
     def _take(self, found: Mapping[str, Sums]) -> None:
+        if found and not any(sums.places for sums in found.values()):
+            raise NonFiniteError("the batch is empty")
         moments = {key: sums.moments() for key, sums in found.items()}
         wrong = [key for key, parts in moments.items() if not all(bool(m.sum().isfinite()) for m in parts.values())]
         if wrong:
@@ -235,7 +237,7 @@ class LLQR(Wrapping):
         for name, step in turned.steps.items():
             torch.add(before[name], step.to(before[name].dtype), out=parameters[name])
         if turned.left:
-            self.stats.nonfinite += len(turned.left)
+            self.stats.nonfinite += len(set(turned.left))
             self._warn(
                 "nonfinite",
                 f"U m of {turned.left[0]!r} isn't finite or is zero, and the base's own step was taken there",

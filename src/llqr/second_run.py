@@ -20,12 +20,17 @@ from llqr import sites
 from llqr.checks import batch_size_of, check_finite
 from llqr.collector import Call, returned
 from llqr.divergences import L2, ActivationTerm, BasePoint, Divergence, OutputTerm
-from llqr.errors import LLQRError
+from llqr.errors import LLQRError, NonFiniteError
+from llqr.families import Categorical
 from llqr.linear_maps import LinearMap, Sides, find_uses
 from llqr.loop.closures import Closure, loss_of_output
 from llqr.loop.inputs import as_inputs
 from llqr.precision import no_autocast, raised
 from llqr.recorder import Recorder, Selector
+
+
+NOT_CATEGORICAL = 0.1
+"""How far from zero the gradient of a loss may sum up over the classes, as a share of its size; rounding leaves far less."""
 
 
 class SecondRun:
@@ -83,6 +88,8 @@ class SecondRun:
         if not self._terms:
             return [raised(call.gradients[i]) if i in call.gradients else None for i in range(len(outputs))]
         values = [output.detach() for output in outputs]
+        if values[0].numel() == 0:
+            raise NonFiniteError("the batch is empty")
         check_finite(values[0], "the output")
         loss: Callable[[Tensor], Tensor] = _no_loss
         if self._needs_loss and closure is not None:
@@ -101,6 +108,7 @@ class SecondRun:
             else:
                 index = 0
                 term.check(values[0])
+                _check_family(term, call, values[0])
                 drawn = term.draw(BasePoint(values[0], loss, _counted(term, call, base)), generator)
             drawn = drawn * weight**0.5
             slope = slopes[index]
@@ -121,8 +129,7 @@ class _Everything(Recorder):
 
 def _counted(term: OutputTerm, call: Call, base: BasePoint) -> Tensor | None:
     """A weight for each variable: 0 for those that the loss doesn't look at, as padding, whose slope is exactly 0."""
-    family = getattr(term, "family", None)
-    slope = next((g for g in call.gradients.values() if g.shape == base.output.shape), None)
+    family, slope = getattr(term, "family", None), _loss_slope(call, base.output)
     if family is None or slope is None:
         return None
     shape = family.variables(base.output)
@@ -130,6 +137,26 @@ def _counted(term: OutputTerm, call: Call, base: BasePoint) -> Tensor | None:
         return None
     seen = slope.ne(0).any(family.dim).to(base.output.dtype)
     return seen if 0 < int(seen.sum()) < seen.numel() else None
+
+
+def _loss_slope(call: Call, output: Tensor) -> Tensor | None:
+    """What the loss has sent back to the output."""
+    return next((g for g in call.gradients.values() if g.shape == output.shape), None)
+
+
+def _check_family(term: OutputTerm, call: Call, output: Tensor) -> None:
+    """Raise where the loss isn't one of class probabilities: by logits that move together it would not change."""
+    family, slope = getattr(term, "family", None), _loss_slope(call, output)
+    if not isinstance(family, Categorical) or slope is None:
+        return
+    slope = raised(slope)
+    if float(slope.sum(family.dim).norm()) > NOT_CATEGORICAL * float(slope.norm()):
+        raise LLQRError(
+            f"the loss isn't that of a categorical distribution along dimension {family.dim} of the output: its gradient there "
+            f"doesn't sum to zero. In place of {term!r} write KL(family='bernoulli') for one logit a variable, "
+            "KL(family='gaussian') for regression, KL(family=Categorical(dim=…)) for classes along another dimension, or leave "
+            "divergence out"
+        )
 
 
 def _no_loss(output: Tensor) -> Tensor:
