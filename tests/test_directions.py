@@ -60,6 +60,7 @@ BASES: dict[str, Callable[[Any], Optimizer]] = {
     "RAdam": lambda p: RAdam(p, lr=0.01),
     "Adamax": lambda p: Adamax(p, lr=0.01, weight_decay=0.1),
     "RMSprop": lambda p: RMSprop(p, lr=0.01),
+    "RMSprop, maximize": lambda p: RMSprop(p, lr=0.01, maximize=True),
     "RMSprop, weight decay": lambda p: RMSprop(p, lr=0.01, weight_decay=0.3),
     "Adagrad": lambda p: Adagrad(p, lr=0.05, weight_decay=0.1),
     "Lion": lambda p: Lion(p, lr=0.01),

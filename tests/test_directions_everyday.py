@@ -502,6 +502,7 @@ def test_double_backward() -> None:
         loss = functional.cross_entropy(model(x), y)
         (slope,) = torch.autograd.grad(loss, x, create_graph=True)
         (loss + slope.square().sum()).backward()
+        assert not any(m.requires_grad for sums in optimizer._collector.sums.values() for m in sums.tensors.values())
         optimizer.step()
     assert set(optimizer.blocks) == {"0.weight", "2.weight"}
     assert all(p.isfinite().all() for p in model.parameters())
@@ -549,6 +550,45 @@ def test_a_call_with_gradients_that_goes_nowhere() -> None:
         looked_at(batch(50)[0])
         second.step()
     assert_same(parameters_of(plain), parameters_of(looked_at))
+
+
+def test_a_model_that_only_passes_gradients_on() -> None:
+    """As a discriminator in a generator's step: its parameters have no gradient, and that call doesn't count."""
+    (plain, first), (passing, second) = fresh(), fresh()
+    for number in range(4):
+        train(plain, first, [number])
+        passing.requires_grad_(False)
+        passing(batch(50)[0].requires_grad_()).sum().backward()
+        passing.requires_grad_(True)
+        train(passing, second, [number])
+    assert not second._collector.runs_again
+    assert_same(parameters_of(plain), parameters_of(passing))
+
+
+def test_an_input_that_is_written_over() -> None:
+    """Where that leads nowhere, as in a validation that forgot no_grad, nothing is raised."""
+
+    class Overwriting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.writes = network(), False
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.inner[0](x).tanh()
+            output = self.inner[2](hidden)
+            if self.writes:
+                hidden.detach().zero_()
+            return output
+
+    model, plain = Overwriting(), network()
+    optimizer, other = LLQR(sgd(model), model), LLQR(sgd(plain), plain)
+    for number in range(2):
+        model.writes = True
+        model(batch(50)[0])
+        model.writes = False
+        train(model, optimizer, [number])
+        train(plain, other, [number])
+    assert_same(parameters_of(model.inner), parameters_of(plain))
 
 
 def test_backward_passes_of_a_step_before() -> None:

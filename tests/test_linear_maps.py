@@ -388,6 +388,31 @@ def test_a_parameter_in_something_else_too() -> None:
     assert "w" in found.others
 
 
+def test_a_bias_in_something_else_too() -> None:
+    """Then it is no column of its weight, which is a map all the same."""
+    model = Own(lambda m, x: functional.linear(x, m.w, m.b) * m.b, w=(3, 4), b=(3,)).double()
+    found, [(map_, _)] = uses_of(model, output := model(vectors().double()), torch.randn_like(output))
+    assert map_.members == ("w",)
+    assert set(found.others) == {"b"}
+
+
+def test_with_a_bias_and_without() -> None:
+    """Uses of one weight: where there is no bias, its input is 0 in place of 1."""
+    model = Own(lambda m, x: functional.linear(functional.linear(x, m.w, m.b).tanh(), m.w), w=(4, 4), b=(4,)).double()
+    x = vectors().double()
+    output = model(x)
+    _, uses = uses_of(model, output, torch.randn_like(output))
+    each = [Sums(map_, Kronecker()) for map_, _ in uses]
+    for sums, (_, sides) in zip(each, uses, strict=True):
+        sums.add(sides)
+    total = merged(each)["w"]
+    assert total.map.bias == "b"
+    hidden = functional.linear(x, model.w, model.b).tanh().detach()
+    ones = torch.ones(BATCH, 1).double()
+    inputs = torch.cat((torch.cat((x, ones), 1), torch.cat((hidden, 0 * ones), 1)))
+    torch.testing.assert_close(total.moments()["columns"][0], inputs.T @ inputs / (2 * BATCH))
+
+
 def test_what_cannot_be_looked_into() -> None:
     """Fused recurrent layers and reentrant checkpoints are said to be hidden; so is an output without any parameter."""
     x = torch.randn(5, BATCH, 4)

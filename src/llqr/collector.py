@@ -99,6 +99,8 @@ class Collector:
         outputs = [tensor for tensor in returned(output) if tensor.requires_grad]
         if not outputs or self._schedule is None or not self._schedule.may_be_due():
             return
+        if not any(parameter.requires_grad for parameter in self.of.values()):
+            return  # a gradient goes through the model, to something else, as in a GAN
         if not self.runs_again:
             found = find_uses(outputs, self.names)
             self.others, self.runs_again = found.others, found.hidden

@@ -169,8 +169,7 @@ def find_uses(outputs: Iterable[Tensor], names: Mapping[int, str]) -> Found:
         hidden = hidden or kind in OPAQUE
         if kind in VIEWS:
             continue
-        read = READERS.get(kind)
-        use = None if read is None else read(node, names)
+        use = _read(node, names)
         if use is not None:
             uses.append(use)
         known = () if use is None else use.map.members
@@ -183,6 +182,15 @@ def find_uses(outputs: Iterable[Tensor], names: Mapping[int, str]) -> Found:
         if use.map.weight in others and use.map.bias is not None:
             others.setdefault(use.map.bias, others[use.map.weight])
     return Found([use.without_bias() if use.map.bias in others else use for use in kept], others, hidden or not met)
+
+
+def _read(node: Any, names: Mapping[int, str]) -> Use | None:
+    """The use that a node is of a linear map, if it is one whose inputs are there still."""
+    read = READERS.get(node.name())
+    try:
+        return None if read is None else read(node, names)
+    except RuntimeError:  # freed, or written over: its backward pass will say so, if it is ever asked for
+        return None
 
 
 def _nodes(outputs: Iterable[Tensor]) -> Iterator[Node]:
@@ -342,19 +350,19 @@ class _Origin:
         found = value.reshape(-1).long()
         positions = found.nonzero()[:, 0]
         numbers = found[positions] - 1
-        if not torch.equal(numbers.sort().values, torch.arange(count)):
+        if len(numbers) != count or int(numbers.max()) >= count:  # some were added up
             return None
-        places = torch.empty(count, dtype=torch.long)
+        places = torch.full((count,), -1)
         places[numbers] = positions
-        return places.reshape(shape)
+        return None if bool((places < 0).any()) else places.reshape(shape)
 
 
 def _expands(link: tuple[Any, int]) -> bool:
     """Whether a node repeats its numbers; a product expands its operands also where there is nothing to repeat."""
     node, _ = link
-    return node.name() == "ExpandBackward0" and math.prod(node._saved_self_sym_sizes) != math.prod(
-        node._input_metadata[0].shape
-    )
+    if node.name() != "ExpandBackward0":
+        return False
+    return bool(math.prod(node._saved_self_sym_sizes) != math.prod(node._input_metadata[0].shape))
 
 
 def _transposes(node: Any) -> bool:
@@ -447,8 +455,8 @@ def _patches(
         inside = within if inside is None else (inside[:, :, None] & within[:, None]).flatten(1)
     assert inside is not None
     met = under.flatten(2)[batch[:, None], :, where].masked_fill(~inside[..., None], 0)  # (T, kernel, channels)
-    columns = met.unflatten(2, (groups, channels)).permute(2, 0, 3, 1).flatten(2)
-    left = over.flatten(2)[batch, :, chosen % math.prod(sizes)].unflatten(1, (groups, rows)).transpose(0, 1)
+    columns = met.reshape(*met.shape[:2], groups, channels).permute(2, 0, 3, 1).flatten(2)
+    left = over.flatten(2)[batch, :, chosen % math.prod(sizes)].reshape(len(chosen), groups, rows).transpose(0, 1)
     return left, columns, count / max(len(chosen), 1)
 
 
