@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from llqr.statistics import Block
 
@@ -23,7 +23,7 @@ OWN_MOMENTUM = 0.9
 AVERAGING: tuple[type[Optimizer], ...] = (Adam, AdamW, NAdam, RAdam, Adamax)
 """Bases, themselves and not what is derived from them, that keep an average of the gradients as `exp_avg`."""
 MUON: tuple[type[Optimizer], ...] = (torch.optim.Muon,) if hasattr(torch.optim, "Muon") else ()
-COUPLED: tuple[type[Optimizer], ...] = (SGD, Adam, NAdam, RAdam, Adamax)
+COUPLED: tuple[type[Optimizer], ...] = (SGD, Adam, NAdam, RAdam, Adamax, RMSprop, Adagrad, Adadelta, ASGD)
 """Bases whose weight decay is a part of the gradient, and so of the momentum, unless they are told otherwise."""
 
 Group = Mapping[str, Any]
@@ -40,12 +40,16 @@ class Momentum:
     def is_known(self) -> bool:
         return type(self._base) in (SGD, *AVERAGING, *MUON)
 
-    def gather(self, gradients: Mapping[str, Tensor], groups: Mapping[str, Group]) -> None:
+    def gather(
+        self, gradients: Mapping[str, Tensor], parameters: Mapping[str, Tensor], groups: Mapping[str, Group]
+    ) -> None:
         """Before the base steps: average the gradients, where the base doesn't show that it does."""
         if self.is_known:
             return
         for name, gradient in gradients.items():
             signed = -gradient if groups[name].get("maximize") else gradient
+            if is_coupled(self._base, groups[name]) and groups[name].get("weight_decay"):
+                signed = signed.add(parameters[name], alpha=float(groups[name]["weight_decay"]))
             if name not in self.averages:
                 self.averages[name] = torch.zeros_like(gradient)
             self.averages[name].lerp_(signed, 1 - OWN_MOMENTUM)
@@ -71,10 +75,14 @@ class Momentum:
         return gradient if buffer is None else gradient.add(buffer, alpha=group["momentum"])
 
 
+def is_coupled(base: Optimizer, group: Group) -> bool:
+    """Whether weight decay is a part of the gradient."""
+    return type(base) in COUPLED and not group.get("decoupled_weight_decay", False)
+
+
 def decay(base: Optimizer, group: Group) -> float:
     """What the base multiplies its parameters by beside its step; weight decay of a base that isn't known is taken for that."""
-    coupled = type(base) in COUPLED and not group.get("decoupled_weight_decay", False)
-    if coupled or not group.get("weight_decay") or "lr" not in group:
+    if is_coupled(base, group) or not group.get("weight_decay") or "lr" not in group:
         return 1.0
     return 1 - float(group["lr"]) * float(group["weight_decay"])
 
@@ -114,7 +122,7 @@ def turn(blocks: Iterable[Block], momenta: Mapping[str, Tensor], steps: Mapping[
             result.steps[member] = direction.reshape(steps[member].shape)
         else:
             if member not in result.steps:
-                result.steps[member] = steps[member].clone()
+                result.steps[member] = steps[member].clone(memory_format=torch.contiguous_format)
             block.map.put(direction, result.steps[member])
     return result
 

@@ -8,6 +8,7 @@ the model once more itself (`llqr.drawn_gradients`).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -36,6 +37,14 @@ class Call:
     """By the output's place among the tensors that were returned."""
 
 
+class _Awaited:
+    """A use of a map in the loop's graph, until its step is over. Not the node, whose hook holds this."""
+
+    def __init__(self, map_: LinearMap, sides: Callable[[Tensor], Sides]) -> None:
+        self.map = map_
+        self.sides: Callable[[Tensor], Sides] | None = sides
+
+
 class Collector:
     """The second moments of all linear maps since the last step, or the last call of the model.
 
@@ -54,12 +63,12 @@ class Collector:
         self.others: Mapping[str, str] = {}
         """Parameters that aren't in linear maps alone, by what else uses them."""
         self.call: Call | None = None
-        self._step = 0
+        self._awaited: weakref.WeakSet[_Awaited] = weakref.WeakSet()
 
     def know(self, parameters: Mapping[str, Tensor], structures: Mapping[str, Structure]) -> None:
         """The parameters that are stepped, by their names, and the structures of their blocks."""
         self.of = parameters
-        self.names = {id(p): name for name, p in parameters.items() if p.requires_grad}
+        self.names = {id(p): name for name, p in parameters.items()}
         self.structures = structures
 
     @contextmanager
@@ -75,31 +84,40 @@ class Collector:
         return model.register_forward_hook(partial(_listen, self), with_kwargs=True)
 
     def forget(self) -> None:
-        """What comes back from now on belongs to another step."""
+        """What comes back from now on belongs to another step. Graphs that live on hold no inputs for it."""
         self.sums, self.call = {}, None
-        self._step += 1
+        for awaited in self._awaited:
+            awaited.sides = None
+        self._awaited.clear()
+
+    def gradients_are_cleared(self) -> None:
+        """As before a step, or in place of one that a GradScaler left out: so is what has come back with them."""
+        if self._schedule is not None:
+            self.sums = {}
 
     def hear(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         outputs = [tensor for tensor in returned(output) if tensor.requires_grad]
         if not outputs or self._schedule is None or not self._schedule.may_be_due():
             return
+        if not any(parameter.requires_grad for parameter in self.of.values()):
+            return  # a gradient goes through the model, to something else, as in a GAN
         if not self.runs_again:
             found = find_uses(outputs, self.names)
             self.others, self.runs_again = found.others, found.hidden
             for use in () if found.hidden else found.uses:
-                use.node.register_prehook(partial(self._come_back, self._step, use.map, use.sides))
+                awaited = _Awaited(use.map, use.sides)
+                self._awaited.add(awaited)
+                use.node.register_prehook(partial(self._come_back, awaited))
         if self.runs_again:
             self.call = Call(copied(args), copied(kwargs))
             for place, tensor in enumerate(returned(output)):
                 if tensor.requires_grad:
                     tensor.register_hook(partial(_hold, self.call.gradients, place))  # type: ignore[no-untyped-call]
 
-    def _come_back(
-        self, step: int, map_: LinearMap, sides: Callable[[Tensor], Sides], gradients: Sequence[Any]
-    ) -> None:
-        if step == self._step and gradients[0] is not None:
+    def _come_back(self, awaited: _Awaited, gradients: Sequence[Any]) -> None:
+        if awaited.sides is not None and gradients[0] is not None:
             with torch.no_grad():
-                self.add(map_, sides(gradients[0].detach()))
+                self.add(awaited.map, awaited.sides(gradients[0].detach()))
 
     def add(self, map_: LinearMap, sides: Sides) -> None:
         """Count one use of a map."""

@@ -168,8 +168,7 @@ def find_uses(outputs: Iterable[Tensor], names: Mapping[int, str]) -> Found:
         hidden = hidden or kind in OPAQUE
         if kind in VIEWS:
             continue
-        read = READERS.get(kind)
-        use = None if read is None else read(node, names)
+        use = _read(node, names)
         if use is not None:
             uses.append(use)
         known = () if use is None else use.map.members
@@ -178,7 +177,19 @@ def find_uses(outputs: Iterable[Tensor], names: Mapping[int, str]) -> Found:
             if origin is not None and origin.name not in known:
                 others[origin.name] = kind
     kept = [use for use in uses if use.map.weight not in others]
+    for use in uses:
+        if use.map.weight in others and use.map.bias is not None:
+            others.setdefault(use.map.bias, others[use.map.weight])
     return Found([use.without_bias() if use.map.bias in others else use for use in kept], others, hidden or not met)
+
+
+def _read(node: Any, names: Mapping[int, str]) -> Use | None:
+    """The use that a node is of a linear map, if it is one whose inputs are there still."""
+    read = READERS.get(node.name())
+    try:
+        return None if read is None else read(node, names)
+    except RuntimeError:  # freed, or written over: its backward pass will say so, if it is ever asked for
+        return None
 
 
 def _nodes(outputs: Iterable[Tensor]) -> Iterator[Node]:
@@ -267,7 +278,9 @@ def _product(
 
     def sides(gradient: Tensor) -> Sides:
         x, y = (t if which == 1 else t.mT for t in (saved_inputs.detach(), gradient))
-        x, y = (t.reshape(groups, -1, t.shape[-1]) for t in (x, y))
+        # (batch, T, n), the groups' matrices in turn along the batch
+        batch = (x.shape[0] if x.dim() == 3 else 1) // groups
+        x, y = (t.reshape(batch, groups, *t.shape[-2:]).transpose(0, 1).flatten(1, 2) for t in (x, y))
         return _matching(x, y) if inputs_on_rows else _matching(y, x)
 
     return Use(node, map_, sides)
@@ -291,24 +304,38 @@ class _Origin:
 
     def matrix(self, operand: tuple[int, ...], is_second: bool) -> LinearMap | None:
         """The map of a product whose first (y = W x) or second (y = x W) operand this is."""
-        if len(self.shape) == 2 and len(operand) == 2 and (self.in_place or self.moves in ([t] for t in TRANSPOSING)):
+        if len(self.shape) == 2 and len(operand) == 2 and (self.in_place or self._is_transposed):
             return LinearMap(self.name, (1, *self.shape), inputs_on_rows=is_second == self.in_place)
-        shared = len(operand) == 3 and "ExpandBackward0" in self.moves  # one matrix for the whole batch
-        places = self._places(operand, shared)
-        if places is None:
+        r, c = operand[-2:]
+        batch = operand[0] if len(operand) == 3 else 1
+        g = batch
+        if any(
+            map(_expands, self.chain)
+        ):  # the same matrices in turn along the batch: all of the parameter, or one of it
+            g = self.shape.numel() // (r * c)
+            g = g if 0 < g < batch and batch % g == 0 else 1
+        places = self._places(operand, 0, g)
+        if places is None or (g < batch and not _same(places, self._places(operand, batch - g, g))):
             return None
-        g, r, c = (1 if shared or len(operand) == 2 else operand[0], *operand[-2:])
-        if torch.equal(places, torch.arange(self.shape.numel())):
+        in_order = torch.arange(self.shape.numel())
+        if torch.equal(places.flatten(), in_order):
             return LinearMap(self.name, (g, r, c), is_second)
-        return LinearMap(self.name, (g, r, c), is_second, places=places.reshape(g, r, c), first=int(places.min()))
+        if torch.equal(places.mT.flatten(), in_order):
+            return LinearMap(self.name, (g, c, r), not is_second)
+        return LinearMap(self.name, (g, r, c), is_second, places=places, first=int(places.min()))
 
-    def _places(self, operand: tuple[int, ...], shared: bool) -> Tensor | None:
-        """Where in the parameter the numbers of the operand come from: their numbers, sent back along the chain."""
-        count = math.prod(operand[-2:] if shared else operand)
+    @property
+    def _is_transposed(self) -> bool:
+        """Of a matrix: by one node."""
+        moved = [node for node, _ in self.chain if node.name() not in SAME_PLACES]
+        return len(moved) == 1 and _transposes(moved[0])
+
+    def _places(self, operand: tuple[int, ...], start: int, g: int) -> Tensor | None:
+        """Where in the parameter g matrices of the operand come from: their numbers, sent back along the chain."""
+        shape = (g, *operand[-2:])
+        count = math.prod(shape)
         numbers = torch.zeros(operand, dtype=torch.float64)
-        (numbers[0] if shared else numbers).copy_(
-            torch.arange(1, count + 1).reshape(operand[-2:] if shared else operand)
-        )
+        numbers.view(-1, *operand[-2:])[start : start + g] = torch.arange(1, count + 1).reshape(shape)
         value: Any = numbers
         try:
             for node, output in self.chain:
@@ -322,11 +349,32 @@ class _Origin:
         found = value.reshape(-1).long()
         positions = found.nonzero()[:, 0]
         numbers = found[positions] - 1
-        if not torch.equal(numbers.sort().values, torch.arange(count)):
+        if len(numbers) != count or int(numbers.max()) >= count:  # some were added up
             return None
-        places = torch.empty(count, dtype=torch.long)
+        places = torch.full((count,), -1)
         places[numbers] = positions
-        return places
+        return None if bool((places < 0).any()) else places.reshape(shape)
+
+
+def _expands(link: tuple[Any, int]) -> bool:
+    """Whether a node repeats its numbers; a product expands its operands also where there is nothing to repeat."""
+    node, _ = link
+    if node.name() != "ExpandBackward0":
+        return False
+    return bool(math.prod(node._saved_self_sym_sizes) != math.prod(node._input_metadata[0].shape))
+
+
+def _transposes(node: Any) -> bool:
+    """Whether a node turns a matrix around."""
+    if node.name() == "TransposeBackward0":
+        return bool((node._saved_dim0 - node._saved_dim1) % 2)
+    if node.name() == "PermuteBackward0":
+        return bool(node._saved_dims[0] % 2)
+    return node.name() in TRANSPOSING
+
+
+def _same(first: Tensor, second: Tensor | None) -> bool:
+    return second is not None and torch.equal(first, second)
 
 
 def _origin(edge: Edge, names: Mapping[int, str]) -> _Origin | None:
@@ -407,8 +455,8 @@ def _patches(
     assert inside is not None
     met = under.flatten(2)[batch[:, None], :, where].masked_fill(~inside[..., None], 0)  # (T, kernel, channels)
     columns = met.reshape(*met.shape[:2], groups, channels).permute(2, 0, 3, 1).flatten(2)
-    left = over.flatten(2)[batch, :, chosen % math.prod(sizes)].reshape(-1, groups, rows).transpose(0, 1)
-    return left, columns, count / len(chosen)
+    left = over.flatten(2)[batch, :, chosen % math.prod(sizes)].reshape(len(chosen), groups, rows).transpose(0, 1)
+    return left, columns, count / max(len(chosen), 1)
 
 
 READERS: dict[str, Callable[[Any, Mapping[int, str]], Use | None]] = {

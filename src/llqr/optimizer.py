@@ -106,7 +106,8 @@ class LLQR(Wrapping):
         """Raise now for what the first refit would raise for."""
         parameters = stepped_parameters(base, self.model)
         check_parameters(parameters)
-        assign(self.structure, parameters)
+        for structure in assign(self.structure, parameters).values():
+            structure.check_closed_form()
 
     def _begin(self) -> None:
         """With the hook on the model, which isn't saved."""
@@ -127,6 +128,7 @@ class LLQR(Wrapping):
         parameters = self._stepped()
         if self._collector.of is not parameters:
             self._collector.know(parameters, assign(self.structure, parameters))
+            self._diagonal = self._second_run.diagonal(parameters)
         return parameters
 
     def _meet(self, parameters: Mapping[str, Tensor], loads: bool = False) -> None:
@@ -154,6 +156,11 @@ class LLQR(Wrapping):
         except LLQRError:
             self.base.param_groups.pop()
             raise
+        self._look_up()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self._collector.gradients_are_cleared()
 
     # --- stepping ---
 
@@ -213,11 +220,12 @@ class LLQR(Wrapping):
         with self._collector.silent():
             for map_, sides in self._second_run(trained, call, closure, generator, share):
                 self._collector.add(map_, sides)
-        if self._second_run.found is not None:
-            self._collector.others = self._second_run.found.others
+        self._collector.others = self._second_run.others
 
     def _inverted(self, found: Mapping[str, Sums]) -> dict[str, Block]:
         """New blocks, with what was found averaged in; the ones that are used stay as they are."""
+        if found and not any(sums.places for sums in found.values()):
+            raise NonFiniteError("the batch is empty")
         moments = {key: sums.moments() for key, sums in found.items()}
         wrong = [key for key, parts in moments.items() if not all(bool(m.sum().isfinite()) for m in parts.values())]
         if wrong:
@@ -227,7 +235,8 @@ class LLQR(Wrapping):
             known = self.blocks.get(key)
             if known is None or known.map != sums.map or known.structure != sums.structure:
                 known = Block(sums.map, sums.structure)
-            blocks[key] = replace(known, moments=dict(known.moments))
+            diagonal = self._diagonal.get(known.map.weight, 0.0)
+            blocks[key] = replace(known, moments=dict(known.moments), diagonal=diagonal)
             blocks[key].take(moments[key])
         self._processes.invert(blocks)
         return blocks
@@ -247,14 +256,14 @@ class LLQR(Wrapping):
         ]
         names = list(dict.fromkeys(name for block in blocks for name in block.map.members))
         groups = groups_of(self.base, parameters)
-        self._momentum.gather(gradients_of(parameters), groups)
+        self._momentum.gather(gradients_of(parameters), parameters, groups)
         if not names:
             self.base.step()
             return
         with self._processes.stepping():
             turned = self._turned(parameters, blocks, names, groups)
         if turned.left:
-            self.stats.nonfinite += len(turned.left)
+            self.stats.nonfinite += len(set(turned.left))
             self._warn(
                 "nonfinite",
                 f"U m of {turned.left[0]!r} isn't finite or is zero, and the base's own step was taken there",

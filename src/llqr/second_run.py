@@ -14,17 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
+from torch.utils import checkpoint
 
 from llqr import sites
 from llqr.checks import batch_size_of, check_finite
 from llqr.collector import Call, returned
 from llqr.divergences import L2, ActivationTerm, BasePoint, Divergence, OutputTerm
-from llqr.errors import LLQRError
-from llqr.linear_maps import Found, LinearMap, Sides, find_uses
+from llqr.errors import LLQRError, NonFiniteError
+from llqr.families import Categorical
+from llqr.linear_maps import LinearMap, Sides, find_uses
 from llqr.loop.closures import Closure, loss_of_output
 from llqr.loop.inputs import as_inputs
 from llqr.precision import no_autocast, raised
 from llqr.recorder import Recorder, Selector
+
+NOT_CATEGORICAL = 0.1
+"""How far from zero the gradient of a loss may sum up over the classes, as a share of its size; rounding leaves far less."""
 
 
 class SecondRun:
@@ -38,7 +43,8 @@ class SecondRun:
         self._places = sites.metric_modules(model, self._terms)
         self._needs_loss = any(isinstance(term, OutputTerm) and term.needs_loss for _, term in self._terms)
         self.divergence = divergence
-        self.found: Found | None = None
+        self.others: Mapping[str, str] = {}
+        """Parameters that aren't in linear maps alone, by what else uses them."""
 
     def check_step(self, closure: Closure | None) -> None:
         """Raise where the divergence asks for the loss, and the step doesn't tell it."""
@@ -68,10 +74,10 @@ class SecondRun:
             if not self._terms
             else Recorder(self._model, list(self._places.values()), self._output)
         )
-        with no_autocast(leaves), torch.enable_grad(), _unfused(self._model):
+        with no_autocast(leaves), torch.enable_grad(), _unfused(self._model), _without_checkpoints():
             outputs = recorder.run(leaves, inputs)
-        self.found = find_uses(outputs, {id(leaf): name for name, leaf in leaves.items()})
-        uses = self.found.uses
+        found = find_uses(outputs, {id(leaf): name for name, leaf in leaves.items()})
+        uses, self.others = found.uses, found.others
         slopes = self._slopes(outputs, call, closure, batch_size_of(inputs), generator, share)
         pairs = [(output, slope) for output, slope in zip(outputs, slopes, strict=True) if slope is not None]
         if not uses or not pairs:
@@ -96,6 +102,8 @@ class SecondRun:
         if not self._terms:
             return [raised(call.gradients[i]) if i in call.gradients else None for i in range(len(outputs))]
         values = [output.detach() for output in outputs]
+        if values[0].numel() == 0:
+            raise NonFiniteError("the batch is empty")
         check_finite(values[0], "the output")
         loss: Callable[[Tensor], Tensor] = _no_loss
         if self._needs_loss and closure is not None:
@@ -114,6 +122,7 @@ class SecondRun:
             else:
                 index = 0
                 term.check(values[0])
+                _check_family(term, call, values[0])
                 drawn = term.draw(BasePoint(values[0], loss, _counted(term, call, base)), generator)
             drawn = drawn * (weight if term.additive else weight * share) ** 0.5
             slope = slopes[index]
@@ -134,8 +143,7 @@ class _Everything(Recorder):
 
 def _counted(term: OutputTerm, call: Call, base: BasePoint) -> Tensor | None:
     """A weight for each variable: 0 for those that the loss doesn't look at, as padding, whose slope is exactly 0."""
-    family = getattr(term, "family", None)
-    slope = next((g for g in call.gradients.values() if g.shape == base.output.shape), None)
+    family, slope = getattr(term, "family", None), _loss_slope(call, base.output)
     if family is None or slope is None:
         return None
     shape = family.variables(base.output)
@@ -145,8 +153,46 @@ def _counted(term: OutputTerm, call: Call, base: BasePoint) -> Tensor | None:
     return seen if 0 < int(seen.sum()) < seen.numel() else None
 
 
+def _loss_slope(call: Call, output: Tensor) -> Tensor | None:
+    """What the loss has sent back to the output."""
+    return next((g for g in call.gradients.values() if g.shape == output.shape), None)
+
+
+def _check_family(term: OutputTerm, call: Call, output: Tensor) -> None:
+    """Raise where the loss isn't one of class probabilities: by logits that move together it would not change."""
+    family, slope = getattr(term, "family", None), _loss_slope(call, output)
+    if not isinstance(family, Categorical) or slope is None:
+        return
+    slope = raised(slope)
+    if float(slope.sum(family.dim).norm()) > NOT_CATEGORICAL * float(slope.norm()):
+        raise LLQRError(
+            f"the loss isn't that of a categorical distribution along dimension {family.dim} of the output: its gradient there "
+            f"doesn't sum to zero. In place of {term!r} write KL(family='bernoulli') for one logit a variable, "
+            "KL(family='gaussian') for regression, KL(family=Categorical(dim=…)) for classes along another dimension, or leave "
+            "divergence out"
+        )
+
+
 def _no_loss(output: Tensor) -> Tensor:
     raise LLQRError("this divergence needs the loss: call optimizer.step(closure)")
+
+
+class _Plainly:
+    """What a reentrant checkpoint calls, without one: its own backward pass works with loss.backward() alone."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        return function(*args)
+
+
+@contextmanager
+def _without_checkpoints() -> Iterator[None]:
+    before = checkpoint.CheckpointFunction
+    checkpoint.CheckpointFunction = _Plainly  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        checkpoint.CheckpointFunction = before  # type: ignore[misc]
 
 
 @contextmanager

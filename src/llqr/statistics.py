@@ -19,15 +19,22 @@ from torch.nn import functional
 from llqr.errors import LLQRError, unknown
 from llqr.linear_maps import LinearMap, Sides
 from llqr.precision import at_least_single, raised
-from llqr.structures.base import Structure
+from llqr.structures.base import Damping, Structure
 
 MEMORY = 0.8
 """How much the average of the refits before counts beside a new one, once there are many; at first all count alike."""
 DAMPING = 0.1
-"""λ, as a share of the mean curvature of a map."""
+"""λ, as a share of the mean curvature of a map, once there were many refits."""
+FIRST_DAMPING = 1000.0
+"""What is added to it at the first refit, when few examples were seen; it falls with the third power of their number."""
 
 Moments = dict[str, Tensor]
 ROWS, COLUMNS, KERNEL = "rows", "columns", "kernel"
+
+
+def damping_after(refits: int) -> float:
+    """λ after so many refits: 1,000 at the first, 1 at the tenth, 0.14 at the thirtieth."""
+    return DAMPING + FIRST_DAMPING / refits**3
 
 
 @dataclass
@@ -138,6 +145,8 @@ class Block:
     refits: int = 0
     inverse: Mapping[str, Tensor] = field(default_factory=dict)
     """The tensors of U."""
+    diagonal: float = 0.0
+    """What the divergence itself puts on H's diagonal, as L2 does."""
 
     def take(self, moments: Moments) -> None:
         """Average in what a refit has seen: all refits alike at first, the later ones more once there are many."""
@@ -148,7 +157,11 @@ class Block:
 
     def invert(self) -> None:
         """U, from the curvature that is known."""
-        self.inverse = self.structure.closed_form(self.moments, DAMPING)
+        damping: Damping = damping_after(self.refits)
+        if self.diagonal:
+            mean = self.structure.mean_curvature(self.moments)
+            damping = damping + self.diagonal / mean.clamp_min(torch.finfo(mean.dtype).tiny)
+        self.inverse = self.structure.closed_form(self.moments, damping)
 
     def apply(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """U X as a matrix, X being what these tensors have at the places of the map."""
@@ -167,7 +180,12 @@ class Block:
 def block_state(block: Block) -> dict[str, Any]:
     """Tensors and builtins alone. U isn't among them: the curvature gives it again."""
     map_ = {f.name: getattr(block.map, f.name) for f in fields(block.map)}
-    return {"map": {**map_, "shape": list(block.map.shape)}, "refits": block.refits, "moments": dict(block.moments)}
+    return {
+        "map": {**map_, "shape": list(block.map.shape)},
+        "refits": block.refits,
+        "moments": dict(block.moments),
+        "diagonal": block.diagonal,
+    }
 
 
 def map_from_state(state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> LinearMap:
@@ -201,6 +219,6 @@ def block_from_state(
     moments = {
         name: m.to(weight.device, at_least_single(weight.dtype), copy=True) for name, m in state["moments"].items()
     }
-    block = Block(map_, structure, moments, int(state["refits"]))
+    block = Block(map_, structure, moments, int(state["refits"]), diagonal=float(state["diagonal"]))
     block.invert()
     return block

@@ -21,6 +21,8 @@ from llqr.precision import at_least_single
 Tensors = Mapping[str, Tensor]
 Per = Literal["parameter", "layer"]
 Modes = Literal["matrix", "all"]
+Damping = float | Tensor
+"""λ as a share of the mean curvature: one for all of a stack, or one for each, (k,)."""
 
 
 class Linearization(ABC):
@@ -91,15 +93,29 @@ class Structure(Described, ABC):
 
         `rows` has shape (k, T, r) and `columns` (k, T, c); of a convolution the columns are `kernel` places for each channel.
         """
-        raise LLQRError(f"{self!r} has no closed form: write second_moments() and closed_form(), or use LLQR.paper")
+        raise self._without_closed_form()
 
     def joins_bias(self, kernel: int) -> bool:
         """Whether a bias can be one more column of the weight that it goes with."""
         return True
 
-    def closed_form(self, moments: Tensors, damping: float) -> dict[str, Tensor]:
+    def mean_curvature(self, moments: Tensors) -> Tensor:
+        """The mean of H's diagonal, (k,); here of an H that is a product of the moments."""
+        means = [(m if m.dim() == 2 else m.diagonal(dim1=1, dim2=2)).mean(1) for m in moments.values()]
+        return torch.stack(means).prod(0)
+
+    def closed_form(self, moments: Tensors, damping: Damping) -> dict[str, Tensor]:
         """The tensors of (H + λ)⁻¹ within this structure, H the second moments; λ is `damping` times their mean diagonal."""
-        raise LLQRError(f"{self!r} has no closed form: write second_moments() and closed_form(), or use LLQR.paper")
+        raise self._without_closed_form()
+
+    def check_closed_form(self) -> None:
+        """Raise for a structure that says only how it acts, which is enough for the paper's fit."""
+        kind = type(self)
+        if kind.second_moments is Structure.second_moments or kind.closed_form is Structure.closed_form:
+            raise self._without_closed_form()
+
+    def _without_closed_form(self) -> LLQRError:
+        return LLQRError(f"{self!r} has no closed form: write second_moments() and closed_form(), or use LLQR.paper")
 
     def spread(self, shape: Sequence[int]) -> int:
         """How many numbers the block spreads the gradient's squared norm over: n for a diagonal, 1 for mixing blocks."""
@@ -184,7 +200,7 @@ def gram(x: Tensor) -> Tensor:
     return x.mT @ x
 
 
-def damped_inverse(moment: Tensor, damping: float) -> Tensor:
+def damped_inverse(moment: Tensor, damping: Damping) -> Tensor:
     """(M + damping · mean(diag M))⁻¹, of matrices (k, n, n) or of diagonals (k, n)."""
     diagonal = moment if moment.dim() == 2 else moment.diagonal(dim1=1, dim2=2)
     shift = damping * diagonal.mean(1) + torch.finfo(moment.dtype).tiny
@@ -204,7 +220,7 @@ def leading_rank(side: int) -> int:
     return max(128, side // 8)
 
 
-def thin_inverse(moment: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+def thin_inverse(moment: Tensor, damping: Damping) -> tuple[Tensor, Tensor]:
     """(M + γ)⁻¹ ≈ ρ (I - B Bᵀ), γ = damping · mean(diag M): B (k, n, r) and ρ (k).
 
     With the leading eigenvectors Q and values Λ of M, and τ the mean of the other values, M ≈ Q (Λ - τ) Qᵀ + τ, so that

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llqr.structures.base import LinearStructure, Per, Tensors, check_per, damped_inverse, eye, gram
+from llqr.structures.base import Damping, LinearStructure, Per, Tensors, check_per, damped_inverse, eye, gram
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Dense(LinearStructure):
     def second_moments(self, rows: Tensor, columns: Tensor, kernel: int) -> dict[str, Tensor]:
         return {"whole": gram((rows[..., None] * columns[:, :, None]).flatten(2))}
 
-    def closed_form(self, moments: Tensors, damping: float) -> dict[str, Tensor]:
+    def closed_form(self, moments: Tensors, damping: Damping) -> dict[str, Tensor]:
         """(H + λ)⁻¹."""
         return {"U": damped_inverse(moments["whole"], damping)}
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llqr.structures.base import LinearStructure, Tensors, ones
+from llqr.structures.base import Damping, LinearStructure, Tensors, ones
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,10 @@ class Diagonal(LinearStructure):
     def second_moments(self, rows: Tensor, columns: Tensor, kernel: int) -> dict[str, Tensor]:
         return {"squares": rows.square().mT @ columns.square()}
 
-    def closed_form(self, moments: Tensors, damping: float) -> dict[str, Tensor]:
+    def mean_curvature(self, moments: Tensors) -> Tensor:
+        return moments["squares"].flatten(1).mean(1)
+
+    def closed_form(self, moments: Tensors, damping: Damping) -> dict[str, Tensor]:
         """1/(h + λ), h the diagonal of H."""
         squares = moments["squares"]
         shift = damping * squares.flatten(1).mean(1) + torch.finfo(squares.dtype).tiny

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llqr.structures.base import Linearization, Modes, Structure, Tensors, check_factors, ones
+from llqr.structures.base import Damping, Linearization, Modes, Structure, Tensors, check_factors, ones
 from llqr.structures.diagonal import Diagonal
 from llqr.structures.modes import (
     AllButOne,
@@ -75,7 +75,7 @@ class EigenKronecker(Structure):
     def joins_bias(self, kernel: int) -> bool:
         return self.modes == "matrix" or kernel == 1
 
-    def closed_form(self, moments: Tensors, damping: float) -> dict[str, Tensor]:
+    def closed_form(self, moments: Tensors, damping: Damping) -> dict[str, Tensor]:
         """(A ⊗ G + λ)⁻¹, exactly: in the eigenbases of A and G it divides by their eigenvalues' products plus λ."""
         bases: dict[str, Tensor] = {}
         curvature = moments["rows"].new_ones(())

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from llqr.structures.base import (
     LONG_SIDE,
+    Damping,
     Linearization,
     Modes,
     Structure,
@@ -79,7 +80,7 @@ class Kronecker(Structure):
     def joins_bias(self, kernel: int) -> bool:
         return self.modes == "matrix" or kernel == 1
 
-    def closed_form(self, moments: Tensors, damping: float) -> dict[str, Tensor]:
+    def closed_form(self, moments: Tensors, damping: Damping) -> dict[str, Tensor]:
         """C = (G + √λ ḡ)⁻¹ and D = (A + √λ ā)⁻¹, with ḡ and ā the means of their diagonals: the damping is split, so that each
         factor is inverted by itself. Of a long side a thin B is kept, which stands for I - B Bᵀ, and its size ρ beside it.
         """

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llqr.structures.base import LinearStructure, Per, Tensors, check_per, gram, ones
+from llqr.structures.base import Damping, LinearStructure, Per, Tensors, check_per, gram, ones
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Scalar(LinearStructure):
     def second_moments(self, rows: Tensor, columns: Tensor, kernel: int) -> dict[str, Tensor]:
         return {"rows": gram(rows), "columns": gram(columns)}
 
-    def closed_form(self, moments: Tensors, damping: float) -> dict[str, Tensor]:
+    def closed_form(self, moments: Tensors, damping: Damping) -> dict[str, Tensor]:
         """tr H / (tr H² + λ tr H), of H = A ⊗ G."""
         traces = [moment.diagonal(dim1=1, dim2=2).sum(1) for moment in moments.values()]
         squares = [moment.square().sum((1, 2)) for moment in moments.values()]

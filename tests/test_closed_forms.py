@@ -1,0 +1,326 @@
+"""Promise: U is the closed form that its structure says, of the curvature that was measured, to rounding."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+from torch.nn import functional
+
+from llqr import LLQR, QuadraticModel, linear_maps
+from llqr.divergences import KL
+from llqr.errors import LLQRError
+from llqr.linear_maps import LinearMap, find_uses
+from llqr.loop.schedule import often_at_first
+from llqr.statistics import DAMPING, MEMORY, Block, Sums
+from llqr.structures import Dense, Diagonal, EigenKronecker, Kronecker, Scalar
+from llqr.structures.base import Structure
+from loops import STRUCTURES, backward, batch, network, sgd, train
+from networks import relative
+
+TIGHT = {"rtol": 1e-9, "atol": 1e-11}
+
+
+def gaussian_sums(model: nn.Module, x: Tensor, root: Tensor, structure: Structure) -> dict[str, Sums]:
+    """A and G without chance: every example once for each column of Q_N^½, which takes the place of a drawn slope."""
+    copies = x.repeat_interleave(len(root), 0)
+    output = model(copies)
+    found = find_uses([output], {id(p): name for name, p in model.named_parameters()})
+    slopes = root.T.repeat(len(x), 1) / len(x) ** 0.5
+    pulled = torch.autograd.grad(output, [GradientEdge(use.node, 0) for use in found.uses], slopes)
+    sums = {}
+    for use, gradient in zip(found.uses, pulled, strict=True):
+        sums[use.map.weight] = Sums(use.map, structure)
+        sums[use.map.weight].add(use.sides(gradient))
+    return sums
+
+
+def hessian_block(model: nn.Module, x: Tensor, divergence: KL, map_: LinearMap) -> Tensor:
+    """The block of H, by products with unit vectors, its numbers row by row of the map's matrix."""
+    targets = torch.zeros(len(x), model(x).shape[1]).double()
+    quadratic = QuadraticModel.build(copy.deepcopy(model), x, targets, functional.mse_loss, divergence)
+    parameters = dict(model.named_parameters())
+    rows: dict[int, Tensor] = {}
+    for name in map_.members:
+        for place in range(parameters[name].numel()):
+            unit = {other: torch.zeros_like(p) for other, p in parameters.items()}
+            unit[name].view(-1)[place] = 1
+            rows[int(map_.read(unit).argmax())] = map_.read(quadratic.curvature(unit)).reshape(-1)
+    return torch.stack([rows[index] for index in range(len(rows))])
+
+
+def kronecker(moments: Mapping[str, Tensor], group: int = 0) -> Tensor:
+    """A ⊗ G as one matrix, its numbers row by row of the map's matrix."""
+    product = torch.ones(1, 1).double()
+    for moment in moments.values():
+        part = moment[group]
+        product = torch.kron(product, part if part.dim() == 2 else part.diag())
+    return product
+
+
+@pytest.mark.parametrize("key", ["0.weight", "2.weight"])
+def test_one_example(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one example, H's block is a aᵀ ⊗ E[b bᵀ]: in any layer, for a categorical output."""
+    monkeypatch.setattr(linear_maps, "ROWS_PER_SIDE", 10**6)
+    model, x = network(), batch(size=1)[0]
+    p = model(x)[0].detach().softmax(0)
+    values, basis = torch.linalg.eigh(p.diag() - p[:, None] * p)
+    sums = gaussian_sums(model, x, basis * values.clamp_min(0).sqrt(), Kronecker())[key]
+    truth = hessian_block(model, x, KL(), sums.map)
+    torch.testing.assert_close(kronecker(sums.moments()), truth, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("key", ["0.weight", "1.weight", "2.weight"])
+def test_deep_linear_network(key: str) -> None:
+    """Many examples, a fixed metric at the output: b doesn't depend on the example, and the block is E[a aᵀ] ⊗ E[b bᵀ]."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(3, 2)).double()
+    x = torch.randn(5, 4).double()
+    sums = gaussian_sums(model, x, torch.eye(2).double() / 2**0.5, Kronecker())[key]
+    truth = hessian_block(model, x, KL("gaussian"), sums.map)
+    torch.testing.assert_close(kronecker(sums.moments()), truth, rtol=1e-9, atol=1e-12)
+
+
+def test_last_layer() -> None:
+    """Many examples, a Gaussian output, anything before: exact in the last layer, and in the one before it not."""
+    model, x = network(), batch()[0]
+    sums = gaussian_sums(model, x, torch.eye(3).double() / 3**0.5, Kronecker())
+    for key, exact in [("2.weight", True), ("0.weight", False)]:
+        truth = hessian_block(model, x, KL("gaussian"), sums[key].map)
+        assert (relative(kronecker(sums[key].moments()), truth) < 1e-10) == exact
+
+
+def curvature(structure: Structure, k: int = 2, r: int = 3, c: int = 8, kernel: int = 1) -> dict[str, Tensor]:
+    """Moments of random gradients, as a map of k matrices would have them."""
+    rows, columns = torch.randn(k, 50, r).double(), torch.randn(k, 50, c).double() @ torch.randn(k, c, c).double()
+    return structure.second_moments(rows, columns, kernel)
+
+
+def whole(structure: Structure, moments: Mapping[str, Tensor], group: int) -> Tensor:
+    """H of one matrix of the stack, as this structure knows it."""
+    if isinstance(structure, Dense):
+        return moments["whole"][group]
+    if isinstance(structure, Diagonal):
+        return moments["squares"][group].reshape(-1).diag()
+    return kronecker(moments, group)
+
+
+def as_matrix(structure: Structure, tensors: Mapping[str, Tensor], shape: tuple[int, ...], group: int) -> Tensor:
+    """U of one matrix of the stack, by its action on unit vectors."""
+    count = next(iter(tensors.values())).shape[0]
+    units = torch.eye(torch.Size(shape).numel()).double()
+    return torch.stack([structure.apply(tensors, unit.reshape(1, *shape).expand(count, *shape))[group].reshape(-1) for unit in units], 1)  # fmt: skip # noqa: E501
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        EigenKronecker(),
+        Dense(),
+        Diagonal(),
+        EigenKronecker(max_dim=5),
+        EigenKronecker(max_dim=1),
+        EigenKronecker(modes="all"),
+    ],
+    ids=str,
+)
+def test_exact_inverses(structure: Structure) -> None:
+    """U = (H + λ)⁻¹, λ a share of the mean of H's diagonal; H = A ⊗ G, the whole, or its diagonal."""
+    kernel = 4 if structure == EigenKronecker(modes="all") else 1
+    moments = curvature(structure, kernel=kernel)
+    assert len(moments) == {"EigenKronecker": 2 + (kernel > 1)}.get(type(structure).__name__, 1)
+    u = structure.closed_form(moments, DAMPING)
+    for group in range(2):
+        h = whole(structure, moments, group)
+        truth = torch.linalg.inv(h + DAMPING * h.diagonal().mean() * torch.eye(len(h)).double())
+        found = as_matrix(structure, u, (3, 2, 4) if kernel > 1 else (3, 8), group)
+        torch.testing.assert_close(found, truth, rtol=1e-9, atol=1e-9 * float(truth.abs().max()))
+
+
+@pytest.mark.parametrize(
+    "structure", [Kronecker(), Kronecker(max_dim=5), Kronecker(max_dim=1), Kronecker(modes="all")], ids=str
+)
+def test_split_damping(structure: Kronecker) -> None:
+    """Kronecker's U = (G + √λ ḡ)⁻¹ ⊗ (A + √λ ā)⁻¹, each factor with a share of its own mean."""
+    kernel = 4 if structure.modes == "all" else 1
+    moments = curvature(structure, kernel=kernel)
+    u = structure.closed_form(moments, DAMPING)
+    for group in range(2):
+        truth = torch.ones(1, 1).double()
+        for moment in moments.values():
+            factor = moment[group] if moment[group].dim() == 2 else moment[group].diag()
+            damped = factor + DAMPING**0.5 * factor.diagonal().mean() * torch.eye(len(factor)).double()
+            truth = torch.kron(truth, torch.linalg.inv(damped))
+        found = as_matrix(structure, u, (3, 2, 4) if kernel > 1 else (3, 8), group)
+        torch.testing.assert_close(found, truth, rtol=1e-9, atol=1e-9 * float(truth.abs().max()))
+
+
+def test_scalar() -> None:
+    """u = tr H / tr((H + λ) H)."""
+    moments = curvature(Scalar())
+    u = Scalar().closed_form(moments, DAMPING)["u"]
+    for group in range(2):
+        h = kronecker(moments, group)
+        damped = h + DAMPING * h.diagonal().mean() * torch.eye(len(h)).double()
+        torch.testing.assert_close(u[group], h.trace() / (damped @ h).trace(), **TIGHT)
+
+
+BLOCKS: list[Structure] = [Scalar(), Diagonal(), Dense(), Kronecker(), EigenKronecker(), EigenKronecker(max_dim=5)]
+
+
+@pytest.mark.parametrize("structure", BLOCKS, ids=str)
+def test_stationary(structure: Structure) -> None:
+    """∇J̄ = 0 at the closed form, J̄(U) = -tr(UH) + ½ tr(U(H + Λ)UH) by the tensors of U, and not beside it.
+
+    Λ = λ I; for Kronecker it is what its split damping adds, (A + √λ ā) ⊗ (G + √λ ḡ) - A ⊗ G.
+    """
+    moments = {name: m[:1] for name, m in curvature(structure).items()}
+    h = whole(structure, moments, 0)
+    damping = DAMPING * h.diagonal().mean() * torch.eye(len(h)).double()
+    if isinstance(structure, Kronecker):
+        parts = [
+            m[0] + DAMPING**0.5 * m[0].diagonal().mean() * torch.eye(m.shape[1]).double() for m in moments.values()
+        ]
+        damping = torch.kron(*parts) - h
+
+    def objective(tensors: dict[str, Tensor]) -> Tensor:
+        u = as_matrix(structure, tensors, (3, 8), 0)
+        return -(u @ h).trace() + 0.5 * (u @ (h + damping) @ u @ h).trace()
+
+    closed = structure.closed_form(moments, DAMPING)
+    beside = {name: tensor * 1.01 for name, tensor in closed.items()}
+    here, there = (torch.func.grad(objective)(tensors) for tensors in (closed, beside))
+    for name in closed:
+        assert float(there[name].norm()) > 0
+        assert float(here[name].norm()) < 1e-8 * float(there[name].norm()), name
+
+
+@pytest.mark.parametrize("structure", [*STRUCTURES, Kronecker(modes="all"), EigenKronecker(modes="all")], ids=str)
+def test_grouped_convolution(structure: Any) -> None:
+    """A matrix for each group, each with its own curvature; U acts group by group, biases as one more column where they can."""
+    model = nn.Sequential(nn.Conv2d(4, 6, 3, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(24, 3)).double()
+    optimizer = LLQR(sgd(model), model, structure=structure)
+    functional.cross_entropy(model(torch.randn(5, 4, 4, 4).double()), torch.randint(3, (5,))).backward()
+    optimizer.step()
+    block = optimizer.blocks["0.weight"]
+    assert block.map.shape == (2, 3, 18)
+    three = getattr(structure, "modes", "matrix") == "all"
+    assert block.map.bias == (None if three else "0.bias")
+    x = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    applied, read = block.apply(x), block.map.read(x)
+    for group in range(2):
+        h = whole(block.structure, block.moments, group)
+        if isinstance(block.structure, (EigenKronecker, Dense, Diagonal)):
+            truth = torch.linalg.solve(
+                h + DAMPING * h.diagonal().mean() * torch.eye(len(h)).double(), read[group].reshape(-1)
+            )
+            torch.testing.assert_close(
+                applied[group].reshape(-1), truth, rtol=1e-7, atol=1e-9 * float(truth.abs().max())
+            )
+        else:
+            alone = {name: tensor[group : group + 1] for name, tensor in block.inverse.items()}
+            folded = read[group : group + 1]
+            if three:
+                folded = folded.unflatten(2, (-1, 9))
+            torch.testing.assert_close(
+                applied[group], block.structure.apply(alone, folded)[0].reshape(applied[group].shape)
+            )
+
+
+def test_kernel_moments_have_trace_one() -> None:
+    """With three factors, A over the channels and the kernel's share: their product is of the size of H."""
+    model = nn.Conv1d(3, 2, 4).double()
+    x = torch.randn(5, 3, 9).double()
+    output = model(x)
+    found = find_uses([output], {id(model.weight): "weight"})
+    slope = torch.randn_like(output)
+    structure = Kronecker(modes="all")
+    sums = Sums(found.uses[0].without_bias().map, structure)
+    rows, columns, repeats = found.uses[0].sides(slope)
+    sums.add((rows, columns, repeats))
+    moments = sums.moments()
+    torch.testing.assert_close(moments["kernel"].diagonal(dim1=1, dim2=2).sum(1), torch.ones(1).double())
+    trace = kronecker(moments).trace()
+    mean_input = columns.square().sum() / rows.shape[1]
+    torch.testing.assert_close(trace, mean_input * rows.square().sum() * repeats)
+
+
+def test_mappings() -> None:
+    """Name patterns say which structure each map has; a bias goes with its weight."""
+    model = network()
+    optimizer = LLQR(
+        sgd(model), model, structure={"0.*": EigenKronecker(max_dim=3), "2.weight": "dense", "*": "diagonal"}
+    )
+    backward(model, batch())
+    optimizer.step()
+    assert {key: block.structure for key, block in optimizer.blocks.items()} == {
+        "0.weight": EigenKronecker(max_dim=3),
+        "2.weight": Dense(),
+    }
+    assert {name: tuple(m.shape) for name, m in optimizer.blocks["0.weight"].moments.items()} == {
+        "rows": (1, 5),
+        "columns": (1, 5),
+    }
+    assert "Dense" in optimizer.assignments()["2.weight"]
+    assert optimizer.assignments()["2.bias"] == "along U m, with 2.weight"
+
+
+def test_averages_over_refits() -> None:
+    """Σ MEMORY^(n-i) moments_i / Σ MEMORY^(n-i): bias-corrected, so that the first counts no more than the second would."""
+    map_ = LinearMap("w", (1, 3, 4))
+    block = Block(map_, Kronecker())
+    seen = [curvature(Kronecker(), 1, 3, 4) for _ in range(6)]
+    for count, moments in enumerate(seen, start=1):
+        block.take(moments)
+        weights = torch.tensor([MEMORY ** (count - number) for number in range(1, count + 1)], dtype=torch.float64)
+        for name in ("rows", "columns"):
+            truth = torch.einsum("i,i...->...", weights / weights.sum(), torch.stack([m[name] for m in seen[:count]]))
+            torch.testing.assert_close(block.moments[name], truth, **TIGHT)
+
+
+def test_what_a_training_measures() -> None:
+    """The blocks of LLQR after some steps, from the batches' own gradients, written out by hand."""
+    model = network()
+    optimizer = LLQR(sgd(model), model)
+    inputs, gradients = [], []
+    for number in range(3):
+        x, y = batch(number)
+        hidden = model[:2](x).detach()
+        slope = (model(x).detach().softmax(1) - functional.one_hot(y, 3)) / len(x)
+        inputs.append(torch.cat((hidden, torch.ones(len(x), 1).double()), 1))
+        gradients.append(slope)
+        train(model, optimizer, [number])
+    weights = torch.tensor([MEMORY**2, MEMORY, 1.0], dtype=torch.float64)
+    a = sum(w * x.T @ x / len(x) for w, x in zip(weights, inputs, strict=True)) / weights.sum()
+    g = sum(w * b.T @ b for w, b in zip(weights, gradients, strict=True)) / weights.sum()
+    block = optimizer.blocks["2.weight"]
+    torch.testing.assert_close(block.moments["columns"][0], a, **TIGHT)
+    torch.testing.assert_close(block.moments["rows"][0], g, **TIGHT)
+    assert all(map(often_at_first, range(3)))
+
+
+def test_a_structure_without_a_closed_form() -> None:
+    """Said when the optimizer is made, with what to write."""
+
+    class Own(Structure):
+        def identity(self, shape: Any, like: Tensor, count: int = 1) -> dict[str, Tensor]:
+            return {"u": torch.ones(count)}
+
+        def apply(self, tensors: Any, x: Tensor) -> Tensor:
+            return x
+
+        def degree(self, shape: Any) -> int:
+            return 1
+
+        def scaled(self, tensors: Any, factor: float) -> dict[str, Tensor]:
+            return dict(tensors)
+
+    model = network()
+    with pytest.raises(
+        LLQRError, match=r"no closed form: write second_moments\(\) and closed_form\(\), or use LLQR.paper"
+    ):
+        LLQR(sgd(model), model, structure={"0": Own(), "*": "kfac"})

@@ -1,0 +1,318 @@
+"""Promise: a step goes along U m, m the base's momentum, tensor by tensor as far as the base's own; the rest is the base's."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
+
+from llqr import LLQR
+from llqr.loop.schedule import LONGEST, often_at_first
+from llqr.statistics import DAMPING
+from loops import STRUCTURES, assert_same, backward, batch, network, never, parameters_of, train
+
+Parameters = Iterable[Tensor] | list[dict[str, Any]]
+
+
+class Lion(Optimizer):
+    """The sign of an average; decoupled weight decay. Its momentum has a name that nobody knows."""
+
+    def __init__(self, params: Any, lr: float = 0.01, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.sub_(group["lr"] * (0.9 * mean + 0.1 * p.grad).sign())
+                mean.mul_(0.99).add_(p.grad, alpha=0.01)
+
+
+BASES: dict[str, Callable[[Any], Optimizer]] = {
+    "SGD": lambda p: SGD(p, lr=0.1),
+    "SGD, momentum": lambda p: SGD(p, lr=0.1, momentum=0.9),
+    "SGD, nesterov": lambda p: SGD(p, lr=0.1, momentum=0.8, nesterov=True),
+    "SGD, dampening": lambda p: SGD(p, lr=0.1, momentum=0.8, dampening=0.3),
+    "SGD, weight decay": lambda p: SGD(p, lr=0.1, weight_decay=0.2),
+    "SGD, all": lambda p: SGD(p, lr=0.1, momentum=0.8, nesterov=True, weight_decay=0.2, maximize=True),
+    "SGD, maximize": lambda p: SGD(p, lr=0.1, maximize=True),
+    "SGD, momentum and decay": lambda p: SGD(p, lr=0.1, momentum=0.8, weight_decay=0.2, foreach=True),
+    "Adam": lambda p: Adam(p, lr=0.01),
+    "Adam, weight decay, amsgrad": lambda p: Adam(p, lr=0.01, weight_decay=0.1, amsgrad=True),
+    "Adam, maximize": lambda p: Adam(p, lr=0.01, maximize=True),
+    "AdamW": lambda p: AdamW(p, lr=0.01, weight_decay=0.5),
+    "AdamW, fused": lambda p: AdamW(p, lr=0.01, weight_decay=0.5, fused=True),
+    "AdamW, learning rate in a tensor": lambda p: AdamW(p, lr=torch.tensor(0.01), weight_decay=0.5),
+    "NAdam": lambda p: NAdam(p, lr=0.01, weight_decay=0.1),
+    "NAdam, decoupled": lambda p: NAdam(p, lr=0.01, weight_decay=0.1, decoupled_weight_decay=True),
+    "RAdam": lambda p: RAdam(p, lr=0.01),
+    "Adamax": lambda p: Adamax(p, lr=0.01, weight_decay=0.1),
+    "RMSprop": lambda p: RMSprop(p, lr=0.01),
+    "RMSprop, maximize": lambda p: RMSprop(p, lr=0.01, maximize=True),
+    "RMSprop, weight decay": lambda p: RMSprop(p, lr=0.01, weight_decay=0.3),
+    "Adagrad": lambda p: Adagrad(p, lr=0.05, weight_decay=0.1),
+    "Lion": lambda p: Lion(p, lr=0.01),
+    "Lion, weight decay": lambda p: Lion(p, lr=0.01, weight_decay=0.4),
+}
+
+
+def copies(model: nn.Module, base: Optimizer) -> tuple[nn.Module, Optimizer]:
+    """Both as they are, gradients included, which torch doesn't copy."""
+    other, optimizer = copy.deepcopy((model, base))
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        q.grad = None if p.grad is None else p.grad.clone()
+    return other, optimizer
+
+
+class Reference:
+    """The momenta of all bases, from their papers: of the gradient with its coupled weight decay, the sign of a descent."""
+
+    DECOUPLED = (AdamW, Lion)
+
+    def __init__(self, base: Optimizer) -> None:
+        self.base, self.m = base, {}
+        self.kind, self.group = type(base), base.param_groups[0]
+        self.decoupled = self.kind in self.DECOUPLED or self.group.get("decoupled_weight_decay", False)
+
+    def momentum(self, name: str, p: Tensor) -> Tensor:
+        assert p.grad is not None
+        g = -p.grad if self.group.get("maximize") else p.grad
+        if self.group["weight_decay"] and not self.decoupled:
+            g = g + self.group["weight_decay"] * p.detach()
+        if self.kind is SGD:
+            mu = self.group["momentum"]
+            self.m[name] = mu * self.m[name] + (1 - self.group["dampening"]) * g if name in self.m else g
+            return g + mu * self.m[name] if self.group["nesterov"] else (self.m[name] if mu else g)
+        beta = self.group["betas"][0] if "betas" in self.group else 0.9
+        self.m[name] = beta * self.m.get(name, torch.zeros_like(g)) + (1 - beta) * g
+        return self.m[name]
+
+    def decay(self) -> float:
+        return 1 - float(self.group["lr"]) * self.group["weight_decay"] if self.decoupled else 1.0
+
+
+def directions(optimizer: LLQR, key: str, momenta: dict[str, Tensor]) -> dict[str, Tensor]:
+    """C M D of a Kronecker block by dense inverses; M is the weight's momentum with the bias's as a last column."""
+    block = optimizer.blocks[key]
+    bias = key.replace("weight", "bias")
+    joined = torch.cat((momenta[key], momenta[bias][:, None]), 1)
+    c, d = (
+        torch.linalg.inv(m[0] + DAMPING**0.5 * m[0].diagonal().mean() * torch.eye(m.shape[1]).double())
+        for m in block.moments.values()
+    )
+    turned = c @ joined @ d
+    return {key: turned[:, :-1], bias: turned[:, -1]}
+
+
+@pytest.mark.parametrize("case", BASES)
+def test_steps(case: str) -> None:
+    """θ ← decay · θ - ‖Δ‖ U m / ‖U m‖ for weights and biases, Δ what the base alone steps from the same place."""
+    model = network()
+    optimizer = LLQR(BASES[case](model.parameters()), model)
+    reference = Reference(optimizer.base)
+    for number in range(4):
+        backward(model, batch(number))
+        before = parameters_of(model)
+        momenta = {name: reference.momentum(name, p) for name, p in model.named_parameters()}
+        alone, base = copies(model, optimizer.base)
+        base.step()
+        optimizer.step()
+        decay = reference.decay()
+        for key in ("0.weight", "2.weight"):
+            for name, direction in directions(optimizer, key, momenta).items():
+                length = (alone.get_parameter(name).detach() - decay * before[name]).norm()
+                expected = decay * before[name] - length * direction / direction.norm()
+                torch.testing.assert_close(model.get_parameter(name).detach(), expected, rtol=1e-8, atol=1e-10)
+    assert (optimizer.stats.refits, optimizer.stats.nonfinite) == (4, 0)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_muon(nesterov: bool) -> None:
+    """Its momentum is an average, its weight decay is decoupled."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5, bias=False), nn.Tanh(), nn.Linear(5, 3, bias=False)).double()
+    base = torch.optim.Muon(model.parameters(), lr=0.02, weight_decay=0.3, momentum=0.9, nesterov=nesterov)
+    optimizer = LLQR(base, model)
+    means: dict[str, Tensor] = {}
+    for number in range(3):
+        backward(model, batch(number))
+        before = parameters_of(model)
+        alone, other = copies(model, base)
+        other.step()
+        optimizer.step()
+        for name, block in optimizer.blocks.items():
+            g = model.get_parameter(name).grad
+            assert g is not None
+            means[name] = 0.9 * means.get(name, torch.zeros_like(g)) + 0.1 * g
+            m = 0.1 * g + 0.9 * means[name] if nesterov else means[name]
+            c, d = (
+                torch.linalg.inv(f[0] + DAMPING**0.5 * f[0].diagonal().mean() * torch.eye(f.shape[1]).double())
+                for f in block.moments.values()
+            )
+            decayed = (1 - 0.02 * 0.3) * before[name]
+            length = (alone.get_parameter(name).detach() - decayed).norm()
+            expected = decayed - length * (c @ m @ d) / (c @ m @ d).norm()
+            torch.testing.assert_close(model.get_parameter(name).detach(), expected, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_lengths(structure: str) -> None:
+    """Whatever the structure, each tensor moves as far as the base would move it; only a scalar U does not turn it."""
+    model = network()
+    optimizer = LLQR(SGD(model.parameters(), lr=0.1), model, structure=structure)
+    for number in range(3):
+        backward(model, batch(number))
+        before = parameters_of(model)
+        optimizer.step()
+        for name, p in model.named_parameters():
+            assert p.grad is not None
+            step = p.detach() - before[name]
+            assert float(step.norm()) == pytest.approx(0.1 * float(p.grad.norm()), rel=1e-9)
+            cosine = float(-(step * p.grad).sum() / (step.norm() * p.grad.norm()))
+            assert (cosine > 1 - 1e-9) == (structure == "scalar")
+
+
+class Mixed(nn.Module):
+    """With an embedding, a norm and a loose scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm, self.head = nn.Embedding(7, 4), nn.LayerNorm(4), nn.Linear(4, 3)
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.embedding(x))) * self.scale
+
+
+@pytest.mark.parametrize("case", ["SGD, all", "AdamW", "RMSprop", "Lion, weight decay"])
+def test_what_is_no_linear_map(case: str) -> None:
+    """Bit for bit the base's step from the same place, while the linear layer turns."""
+    torch.manual_seed(0)
+    model = Mixed().double()
+    optimizer = LLQR(BASES[case](model.parameters()), model)
+    for number in range(4):
+        y = batch(number)[1]
+        model.zero_grad()
+        functional.cross_entropy(model(y + 2), y).backward()
+        alone, base = copies(model, optimizer.base)
+        base.step()
+        optimizer.step()
+        for name, p in model.named_parameters():
+            assert torch.equal(p, alone.get_parameter(name)) == (not name.startswith("head")), name
+    assert optimizer.assignments()["embedding.weight"] == "by the base: used in Embedding"
+    assert optimizer.assignments()["norm.weight"] == "by the base: used in NativeLayerNorm"
+    assert optimizer.assignments()["scale"] == "by the base: used in Mul"
+
+
+@pytest.mark.parametrize("case", BASES)
+def test_without_refits_it_is_the_base(case: str) -> None:
+    """Bit for bit, parameters and state."""
+    model, other = network(), network()
+    optimizer, base = LLQR(BASES[case](model.parameters()), model, every=never), BASES[case](other.parameters())
+    train(model, optimizer, range(5))
+    train(other, base, range(5))
+    assert_same(parameters_of(model), parameters_of(other))
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        for name, value in base.state[q].items():
+            assert torch.equal(torch.as_tensor(value if value is not None else 0), torch.as_tensor(optimizer.state[p][name] if value is not None else 0))  # fmt: skip # noqa: E501
+
+
+def test_groups_have_their_own_settings() -> None:
+    """Lengths by each group's learning rate, and decay by each group's."""
+    model = network()
+    groups = [{"params": model[0].parameters(), "lr": 0.5, "weight_decay": 0.0}, {"params": model[2].parameters()}]
+    optimizer = LLQR(AdamW(groups, lr=0.01, weight_decay=0.7), model)
+    backward(model, batch())
+    before = parameters_of(model)
+    alone, base = copies(model, optimizer.base)
+    base.step()
+    optimizer.step()
+    for name, p in model.named_parameters():
+        start = before[name] * (1.0 if name.startswith("0") else 1 - 0.01 * 0.7)
+        assert float((p.detach() - start).norm()) == pytest.approx(
+            float((alone.get_parameter(name).detach() - start).norm())
+        )
+
+
+def test_a_number_of_steps() -> None:
+    """`every=3`: refits at steps 0, 3, 6."""
+    model = network()
+    optimizer = LLQR(SGD(model.parameters(), lr=0.1), model, every=3)
+    refits = []
+    for number in range(8):
+        train(model, optimizer, [number])
+        refits.append(optimizer.stats.refits)
+    assert refits == [1, 1, 1, 2, 2, 2, 3, 3]
+
+
+def test_a_function_of_the_step() -> None:
+    """It is asked once for each step, and its answer is taken."""
+    asked: list[int] = []
+
+    def every(step: int) -> bool:
+        asked.append(step)
+        return step in (1, 4)
+
+    model = network()
+    optimizer = LLQR(SGD(model.parameters(), lr=0.1), model, every=every)
+    refits = []
+    for number in range(6):
+        train(model, optimizer, [number])
+        refits.append(optimizer.stats.refits)
+    assert refits == [0, 1, 1, 1, 2, 2]
+    assert asked == list(range(6))
+
+
+def test_the_default_schedule() -> None:
+    """Each of the first ten steps, gaps that only grow, to 25 and no more; as fast to ask at step 10⁶."""
+    steps = [step for step in range(5000) if often_at_first(step)]
+    assert steps[:11] == list(range(11))
+    gaps = [after - before for before, after in pairwise(steps)]
+    assert gaps == sorted(gaps)
+    assert gaps[-1] == LONGEST == 25
+    begun = time.perf_counter()
+    assert sum(often_at_first(10**6 + step) for step in range(1000)) == 40
+    assert time.perf_counter() - begun < 0.5
+    model = network()
+    optimizer = LLQR(SGD(model.parameters(), lr=0.01), model)
+    train(model, optimizer, range(40))
+    assert optimizer.stats.refits == sum(map(often_at_first, range(40)))
+
+
+@pytest.mark.parametrize("case", ["SGD, momentum", "AdamW"])
+@pytest.mark.parametrize("divergence", [None, "ngd"])
+def test_it_pays(case: str, divergence: str | None) -> None:
+    """200 steps on correlated inputs, with nothing set: the loss is far below the base's own."""
+
+    def last_loss(wrapped: bool) -> float:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(10, 20), nn.Tanh(), nn.Linear(20, 4))
+        teacher = nn.Sequential(nn.Linear(10, 20), nn.Tanh(), nn.Linear(20, 4))
+        mixing = torch.linalg.qr(torch.randn(10, 10)).Q * torch.logspace(-1, 1, 10)
+        base = BASES[case](model.parameters())
+        optimizer = LLQR(base, model, divergence) if wrapped else base
+        losses = []
+        for _ in range(200):
+            x = torch.randn(64, 10)
+            y = teacher(3 * x).argmax(1)
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(model(x @ mixing.T), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
+        return sum(losses[-20:]) / 20
+
+    assert last_loss(True) < 0.9 * last_loss(False)

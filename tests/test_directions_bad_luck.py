@@ -1,0 +1,383 @@
+"""Promise: bad luck costs no more than the base's own step, counted and said once; bad input is a clear error."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import SGD
+
+from llqr import LLQR
+from llqr.divergences import KL, GaussNewton, Intermediate
+from llqr.errors import LLQRError, LLQRWarning
+from loops import (
+    CLASSES,
+    SIZE,
+    STRUCTURES,
+    assert_same,
+    backward,
+    batch,
+    closure_of,
+    network,
+    never,
+    parameters_of,
+    sgd,
+    spoil,
+    train,
+)
+
+INF = float("inf")
+
+
+def base_alone(model: nn.Module, optimizer: LLQR) -> dict[str, Tensor]:
+    """Where the base alone would step to from here."""
+    other, base = copy.deepcopy((model, optimizer.base))
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        q.grad = None if p.grad is None else p.grad.clone()
+    base.step()
+    return parameters_of(other)
+
+
+def assert_nan_alike(found: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
+    for name, tensor in truth.items():
+        assert torch.equal(found[name].nan_to_num(7.0), tensor.nan_to_num(7.0)), name
+
+
+# --- bad luck ---
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("value", [INF, float("nan")])
+def test_gradients_that_are_not_finite(structure: str, value: float) -> None:
+    """A layer whose gradient is spoiled is stepped as the base does, counted, said once; the others turn, U is unharmed."""
+    model = network()
+    optimizer = LLQR(SGD(model.parameters(), lr=0.1), model, structure=structure, every=100)
+    train(model, optimizer, [0])
+    moments = {key: dict(block.moments) for key, block in optimizer.blocks.items()}
+    start = parameters_of(model)
+    for number in (1, 2):
+        model.load_state_dict(start)
+        backward(model, batch(number))
+        spoil(model, "0.weight", value)
+        alone = base_alone(model, optimizer)
+        if number == 1:
+            with pytest.warns(LLQRWarning, match=r"'0.weight' isn't finite.*said once"):
+                optimizer.step()
+        else:
+            optimizer.step()
+        found = parameters_of(model)
+        assert_nan_alike({"0.weight": found["0.weight"]}, {"0.weight": alone["0.weight"]})
+        assert found["2.weight"].isfinite().all()
+        assert not torch.equal(found["2.weight"], alone["2.weight"]) or structure == "scalar"
+        assert optimizer.stats.nonfinite == number
+    for key, block in optimizer.blocks.items():
+        assert_same(block.moments, moments[key])
+
+
+@pytest.mark.parametrize("divergence", [None, "ngd"])
+def test_activations_that_are_not_finite(divergence: str | None) -> None:
+    """The refit is left out, counted, said once; U stays, the base steps as it would; the next refit is taken."""
+    model = network()
+    optimizer = LLQR(SGD(model.parameters(), lr=0.1), model, divergence)
+    train(model, optimizer, [0])
+    start = parameters_of(model)
+    moments = {key: dict(block.moments) for key, block in optimizer.blocks.items()}
+    for number in (1, 2):
+        x, y = batch(number)
+        x[0, 0] = float("nan")
+        backward(model, (x, y))
+        alone = base_alone(model, optimizer)
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            optimizer.step()
+        assert len(heard) == (2 if number == 1 else 0), [str(warning.message) for warning in heard]
+        assert_nan_alike(parameters_of(model), alone)
+        model.load_state_dict(start)
+    assert (optimizer.stats.refits, optimizer.stats.rejected) == (1, 2)
+    for key, block in optimizer.blocks.items():
+        assert_same(block.moments, moments[key])
+    train(model, optimizer, [3])
+    assert optimizer.stats.refits == 2
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_zero_gradients(structure: str, dtype: torch.dtype) -> None:
+    """Nothing moves and nothing is said; the steps after that are finite and no longer than the base's."""
+    model = network(dtype=dtype)
+    optimizer = LLQR(SGD(model.parameters(), lr=0.1), model, structure=structure)
+    x, y = batch(dtype=dtype)
+    before = parameters_of(model)
+    (functional.cross_entropy(model(x), y) * 0).backward()
+    optimizer.step()
+    assert_same(parameters_of(model), before)
+    for number in range(1, 4):
+        backward(model, batch(number, dtype=dtype))
+        before = parameters_of(model)
+        optimizer.step()
+        for name, p in model.named_parameters():
+            assert p.grad is not None
+            assert float((p.detach() - before[name]).norm()) == pytest.approx(0.1 * float(p.grad.norm()), rel=1e-4)
+    assert (optimizer.stats.rejected, optimizer.stats.nonfinite) == (0, 0)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_dead_layer(structure: str) -> None:
+    """Units that are always off: their rows have no curvature and no gradient, and don't move; the others do."""
+    model = nn.Sequential(nn.Linear(SIZE, 5), nn.ReLU(), nn.Linear(5, CLASSES))
+    with torch.no_grad():
+        model[0].bias[:3] = -1000.0
+    optimizer = LLQR(sgd(model), model, structure=structure)
+    before = parameters_of(model)
+    train(model, optimizer, range(3))
+    after = parameters_of(model)
+    assert all(p.isfinite().all() for p in after.values())
+    torch.testing.assert_close(after["0.weight"][:3], before["0.weight"][:3], rtol=1e-4, atol=1e-6)
+    assert not torch.equal(after["0.weight"][3:], before["0.weight"][3:])
+
+
+def test_a_layer_that_is_never_used() -> None:
+    """It has no gradient: it stays, and it is told of."""
+    model = network()
+    model.add_module("spare", nn.Linear(2, 2).double())
+    model.forward = lambda x: model[2](model[1](model[0](x)))  # type: ignore[method-assign]
+    optimizer = LLQR(sgd(model), model)
+    before = parameters_of(model)
+    train(model, optimizer, range(3))
+    assert torch.equal(model.get_parameter("spare.weight"), before["spare.weight"])
+    assert optimizer.assignments()["spare.weight"] == "by the base: no linear map has used it so far"
+    assert optimizer.stats.refits == 3
+
+
+def test_a_layer_that_is_used_now_and_then() -> None:
+    """Where it isn't, it stays, with its U for the next time."""
+
+    class Sometimes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.extra, self.on = network(), nn.Linear(SIZE, SIZE).double(), True
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(self.extra(x) if self.on else x)
+
+    model = Sometimes()
+    optimizer = LLQR(SGD(model.parameters(), lr=0.1), model)
+    for number in range(4):
+        model.on = number % 2 == 0
+        before = parameters_of(model)
+        train(model, optimizer, [number])
+        assert torch.equal(before["extra.weight"], model.extra.weight) == (not model.on)
+    assert optimizer.blocks["extra.weight"].refits == 2
+    assert optimizer.blocks["inner.0.weight"].refits == 4
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("divergence", [None, "ngd"])
+def test_a_batch_of_one(structure: str, divergence: str | None) -> None:
+    """A curvature of rank one, damped: a finite step of the base's length."""
+    model = network()
+    optimizer = LLQR(SGD(model.parameters(), lr=0.1), model, divergence, structure)
+    backward(model, batch(size=1))
+    before = parameters_of(model)
+    optimizer.step()
+    for name, p in model.named_parameters():
+        assert p.grad is not None
+        assert float((p.detach() - before[name]).norm()) == pytest.approx(0.1 * float(p.grad.norm()))
+    assert optimizer.stats.nonfinite == 0
+
+
+@pytest.mark.parametrize("kind", ["linear", "convolution"])
+@pytest.mark.parametrize("divergence", [None, KL()], ids=str)
+def test_an_empty_batch(kind: str, divergence: Any) -> None:
+    """No examples, no curvature: the refit is left out, said once, and nothing moves."""
+    model: nn.Module = network()
+    x = torch.zeros(0, SIZE).double()
+    if kind == "convolution":
+        model = nn.Sequential(nn.Conv2d(1, 2, 2), nn.Flatten(), nn.Linear(8, CLASSES)).double()
+        x = torch.zeros(0, 1, 3, 3).double()
+    optimizer = LLQR(SGD(model.parameters(), lr=0.1), model, divergence)
+    before = parameters_of(model)
+    model(x).sum().backward()
+    with pytest.warns(LLQRWarning, match="refit was left out"):
+        optimizer.step()
+    assert_same(parameters_of(model), before)
+    assert (optimizer.stats.refits, optimizer.stats.rejected) == (0, 1)
+
+
+@pytest.mark.parametrize("base", [torch.optim.AdamW, torch.optim.SGD])
+def test_no_learning_rate(base: Any) -> None:
+    """lr = 0: nothing moves, bit for bit, and nothing is said."""
+    model = network()
+    optimizer = LLQR(base(model.parameters(), lr=0.0, weight_decay=0.1), model)
+    before = parameters_of(model)
+    train(model, optimizer, range(3))
+    assert_same(parameters_of(model), before)
+    assert optimizer.stats.refits == 3
+
+
+@pytest.mark.parametrize("divergence", [None, "ngd"])
+def test_a_model_that_is_called_otherwise(divergence: str | None) -> None:
+    """By its forward, which no hook sees: the base's steps, bit for bit; said once."""
+    model, plain = network(), network()
+    optimizer, base = LLQR(sgd(model), model, divergence), sgd(plain)
+    for number in range(3):
+        x, y = batch(number)
+        optimizer.zero_grad()
+        functional.cross_entropy(model.forward(x), y).backward()
+        if number == 0:
+            with pytest.warns(LLQRWarning, match=r"wasn't called as model\(...\).*said once"):
+                optimizer.step()
+        else:
+            optimizer.step()
+        train(plain, base, [number])
+    assert_same(parameters_of(model), parameters_of(plain))
+    assert (optimizer.stats.refits, optimizer.stats.rejected) == (0, 3)
+
+
+def test_a_step_without_gradients() -> None:
+    """Nothing to do, as for the base."""
+    model = network()
+    optimizer = LLQR(sgd(model), model, every=never)
+    before = parameters_of(model)
+    optimizer.step()
+    assert_same(parameters_of(model), before)
+
+
+def test_a_sparse_gradient() -> None:
+    """An error that says what to change."""
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 2))
+    optimizer = LLQR(SGD(model.parameters(), lr=0.1), model)
+    model(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(LLQRError, match="sparse=False"):
+        optimizer.step()
+
+
+# --- bad input ---
+
+
+def test_wrong_arguments() -> None:
+    model = network()
+    wrong: dict[str, tuple[dict[str, Any], str]] = {
+        "base": ({"base": 3}, "LLQR wraps an optimizer"),
+        "model": ({"model": model.forward}, "the model, an nn.Module"),
+        "another model's": ({"base": sgd(network(1))}, "aren't in the model"),
+        "divergence": ({"divergence": "ndg"}, "did you mean 'ngd'"),
+        "a class": ({"divergence": KL}, r"write KL\(\)"),
+        "structure": ({"structure": "kfca"}, "did you mean 'kfac'"),
+        "a pattern": ({"structure": {"0.weigth": "kfac", "*": "kfac"}}, "did you mean '0.weight'"),
+        "what is left over": ({"structure": {"0": "kfac"}}, 'add a last "\\*"'),
+        "every": ({"every": 0}, "positive number of steps"),
+        "every, a string": ({"every": "x"}, "positive number of steps"),
+        "every, a truth": ({"every": True}, "positive number of steps"),
+        "output": ({"output": 1}, "output"),
+        "a place": ({"divergence": Intermediate({"9": 1.0})}, "unknown module in Intermediate"),
+        "LLQR": ({"base": LLQR(sgd(model), model)}, "is an LLQR already"),
+        "the paper's": ({"base": LLQR.paper(sgd(model), model)}, "is an LLQR already"),
+        "LBFGS": ({"base": torch.optim.LBFGS(model.parameters())}, "LBFGS"),
+    }
+    for options, match in wrong.values():
+        with pytest.raises(LLQRError, match=match):
+            LLQR(**{"base": sgd(model), "model": model, **options})
+    hooks = len(model._forward_hooks)
+    with pytest.raises(LLQRError):
+        LLQR(sgd(model), model, Intermediate({"9": 1.0}))
+    assert len(model._forward_hooks) == hooks
+
+
+@pytest.mark.parametrize("divergence", ["newton", "gauss-newton", KL() + GaussNewton()], ids=str)
+def test_a_loss_that_is_not_told(divergence: Any) -> None:
+    """Before anything is changed; with a closure it works."""
+    model = network()
+    optimizer = LLQR(sgd(model), model, divergence)
+    backward(model, batch())
+    before = parameters_of(model)
+    for _ in range(2):
+        with pytest.raises(LLQRError, match=r"needs the loss: call optimizer.step\(closure\)"):
+            optimizer.step()
+    assert_same(parameters_of(model), before)
+    assert optimizer.state_dict()["llqr"]["step"] == 0
+    assert not optimizer.state
+    optimizer.step(closure_of(model, optimizer, batch()))
+    assert optimizer.stats.refits == 1
+
+
+def test_a_closure_without_a_loss() -> None:
+    """Its gradients are there, but nothing is stepped."""
+    model = network()
+    optimizer = LLQR(sgd(model), model)
+    before = parameters_of(model)
+    with pytest.raises(LLQRError, match="must return the loss"):
+        optimizer.step(lambda: backward(model, batch()) and None)
+    assert_same(parameters_of(model), before)
+
+
+class Several(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = network()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.inner(x), x
+
+
+def test_which_output() -> None:
+    """A divergence is about one tensor: `output` says which, and without it there is an error before anything is changed."""
+    model = Several()
+    optimizer = LLQR(sgd(model), model, "ngd")
+    x, y = batch()
+    before = parameters_of(model)
+    functional.cross_entropy(model(x)[0], y).backward()
+    with pytest.raises(LLQRError, match=r"output=lambda out: out\[0\]"):
+        optimizer.step()
+    assert_same(parameters_of(model), before)
+    optimizer = LLQR(sgd(model), model, "ngd", output=lambda out: out[0])
+    functional.cross_entropy(model(x)[0], y).backward()
+    optimizer.step()
+    assert set(optimizer.blocks) == {"inner.0.weight", "inner.2.weight"}
+
+
+@pytest.mark.parametrize("loss", ["squares", "binary"])
+def test_a_family_that_does_not_fit_the_loss(loss: str) -> None:
+    """The logits' gradient of a cross-entropy sums to 0 over the classes; where it doesn't, there are no such classes."""
+    model = network()
+    optimizer = LLQR(sgd(model), model, "ngd")
+    x, y = batch()
+    before = parameters_of(model)
+    targets = functional.one_hot(y, CLASSES).double()
+    output = model(x)
+    if loss == "squares":
+        functional.mse_loss(output, targets).backward()
+    else:
+        functional.binary_cross_entropy_with_logits(output, targets).backward()
+    with pytest.raises(LLQRError, match="the loss isn't that of a categorical distribution"):
+        optimizer.step()
+    assert_same(parameters_of(model), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_families_that_fit(dtype: torch.dtype) -> None:
+    """Cross-entropies with smoothing, class weights, padding, in half precision; a squared error with Gaussians."""
+    losses: list[Any] = [
+        lambda output, y: functional.cross_entropy(output, y, label_smoothing=0.1),
+        lambda output, y: functional.cross_entropy(output, y, weight=torch.tensor([1.0, 2, 3], dtype=dtype)),
+        lambda output, y: functional.cross_entropy(output, y.masked_fill(y == 0, -100)),
+        lambda output, y: 1e4 * functional.cross_entropy(output, y),
+    ]
+    for loss in losses:
+        model = network(dtype=dtype)
+        optimizer = LLQR(sgd(model), model, "ngd")
+        x, y = batch(dtype=dtype)
+        loss(model(x), y).backward()
+        optimizer.step()
+        assert optimizer.stats.refits == 1
+    model = network(dtype=dtype)
+    optimizer = LLQR(sgd(model), model, KL("gaussian"))
+    model(batch(dtype=dtype)[0]).square().mean().backward()
+    optimizer.step()
+    assert optimizer.stats.refits == 1
