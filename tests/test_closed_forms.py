@@ -17,7 +17,7 @@ from llqr.divergences import KL
 from llqr.errors import LLQRError
 from llqr.linear_maps import LinearMap, find_uses
 from llqr.loop.schedule import often_at_first
-from llqr.statistics import DAMPING, MEMORY, Block, Sums
+from llqr.statistics import DAMPING, MEMORY, Block, Sums, damping_after
 from llqr.structures import Dense, Diagonal, EigenKronecker, Kronecker, Scalar
 from llqr.structures.base import Structure
 from loops import STRUCTURES, backward, batch, network, sgd, train
@@ -66,7 +66,7 @@ def kronecker(moments: Mapping[str, Tensor], group: int = 0) -> Tensor:
 @pytest.mark.parametrize("key", ["0.weight", "2.weight"])
 def test_one_example(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With one example, H's block is a aᵀ ⊗ E[b bᵀ]: in any layer, for a categorical output."""
-    monkeypatch.setattr(linear_maps, "ROWS_PER_SIDE", 10**6)
+    monkeypatch.setattr(linear_maps, "PLACES", 10**6)
     model, x = network(), batch(size=1)[0]
     p = model(x)[0].detach().softmax(0)
     values, basis = torch.linalg.eigh(p.diag() - p[:, None] * p)
@@ -216,7 +216,7 @@ def test_grouped_convolution(structure: Any) -> None:
         h = whole(block.structure, block.moments, group)
         if isinstance(block.structure, (EigenKronecker, Dense, Diagonal)):
             truth = torch.linalg.solve(
-                h + DAMPING * h.diagonal().mean() * torch.eye(len(h)).double(), read[group].reshape(-1)
+                h + damping_after(1) * h.diagonal().mean() * torch.eye(len(h)).double(), read[group].reshape(-1)
             )
             torch.testing.assert_close(
                 applied[group].reshape(-1), truth, rtol=1e-7, atol=1e-9 * float(truth.abs().max())

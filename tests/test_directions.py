@@ -16,7 +16,7 @@ from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAd
 
 from llqr import LLQR
 from llqr.loop.schedule import LONGEST, often_at_first
-from llqr.statistics import DAMPING
+from llqr.statistics import damping_after
 from loops import STRUCTURES, assert_same, backward, batch, network, never, parameters_of, train
 
 Parameters = Iterable[Tensor] | list[dict[str, Any]]
@@ -109,7 +109,9 @@ def directions(optimizer: LLQR, key: str, momenta: dict[str, Tensor]) -> dict[st
     bias = key.replace("weight", "bias")
     joined = torch.cat((momenta[key], momenta[bias][:, None]), 1)
     c, d = (
-        torch.linalg.inv(m[0] + DAMPING**0.5 * m[0].diagonal().mean() * torch.eye(m.shape[1]).double())
+        torch.linalg.inv(
+            m[0] + damping_after(block.refits) ** 0.5 * m[0].diagonal().mean() * torch.eye(m.shape[1]).double()
+        )
         for m in block.moments.values()
     )
     turned = c @ joined @ d
@@ -159,7 +161,9 @@ def test_muon(nesterov: bool) -> None:
             means[name] = 0.9 * means.get(name, torch.zeros_like(g)) + 0.1 * g
             m = 0.1 * g + 0.9 * means[name] if nesterov else means[name]
             c, d = (
-                torch.linalg.inv(f[0] + DAMPING**0.5 * f[0].diagonal().mean() * torch.eye(f.shape[1]).double())
+                torch.linalg.inv(
+                    f[0] + damping_after(block.refits) ** 0.5 * f[0].diagonal().mean() * torch.eye(f.shape[1]).double()
+                )
                 for f in block.moments.values()
             )
             decayed = (1 - 0.02 * 0.3) * before[name]

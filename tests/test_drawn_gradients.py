@@ -27,7 +27,7 @@ from llqr.divergences import (
     ReverseKL,
 )
 from llqr.divergences.places import ActivationTerm
-from llqr.statistics import DAMPING
+from llqr.statistics import damping_after
 from loops import backward, batch, closure_of, network, sgd
 from networks import relative
 
@@ -136,7 +136,7 @@ def block_of_hessian(quadratic: QuadraticModel, optimizer: LLQR, key: str) -> Te
 @pytest.mark.parametrize("case", DIVERGENCES)
 def test_blocks_of_the_hessian(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Σ_n v_n v_nᵀ of a batch with many copies of each example is near H's own blocks; Newton's are Gauss–Newton's."""
-    monkeypatch.setattr(linear_maps, "ROWS_PER_SIDE", 10**9)
+    monkeypatch.setattr(linear_maps, "PLACES", 10**9)
     divergence = DIVERGENCES[case]
     model = network()
     x, y = batch(size=4)
@@ -164,7 +164,7 @@ def test_names(name: str) -> None:
 
 def test_ignored_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens that the loss doesn't look at (ignore_index) don't count: H is that of the others alone."""
-    monkeypatch.setattr(linear_maps, "ROWS_PER_SIDE", 10**9)
+    monkeypatch.setattr(linear_maps, "PLACES", 10**9)
     model = nn.Linear(2, 3).double()
     x = torch.randn(2, 3, 2).double()
     counts = torch.tensor([[True, True, False], [True, False, False]])
@@ -198,7 +198,7 @@ def test_draws_are_those_of_the_step() -> None:
 
 @pytest.mark.parametrize("structure", ["scalar", "diagonal", "kfac", "ekfac", "dense"])
 def test_l2_is_added_to_the_damping(structure: str) -> None:
-    """λ = DAMPING · mean + w: a U that is fitted with L2 is the closed form at that damping; also after a load."""
+    """λ = damping · mean + w: a U that is fitted with L2 is the closed form at that damping; also after a load."""
     model = network()
     weight = {"0": 0.3, "2.bias": 5.0}
     optimizer = LLQR(sgd(model, 0.0), model, KL() + 2.0 * L2(weight), structure)
@@ -211,7 +211,7 @@ def test_l2_is_added_to_the_damping(structure: str) -> None:
         mean = float(block.structure.mean_curvature(block.moments)[0])
         whole = dense_curvature(block.moments)
         assert mean == pytest.approx(float(whole.diagonal().mean()), rel=1e-9)
-        truth = block.structure.closed_form(block.moments, DAMPING + added / mean)
+        truth = block.structure.closed_form(block.moments, damping_after(block.refits) + added / mean)
         for name, tensor in truth.items():
             torch.testing.assert_close(block.inverse[name], tensor, rtol=1e-10, atol=1e-12)
         unchanged = all(torch.equal(other.inverse[name], tensor) for name, tensor in truth.items())

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from llqr import linear_maps
-from llqr.linear_maps import Found, LinearMap, Sides, find_uses, some_rows
+from llqr.linear_maps import Found, LinearMap, Sides, find_uses, some_places
 from llqr.second_run import _unfused
 from llqr.statistics import Sums, merged
 from llqr.structures import Dense, Kronecker
@@ -145,7 +145,7 @@ BY_THE_BASE = {
 
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look at every place where a map acts."""
-    monkeypatch.setattr(linear_maps, "ROWS_PER_SIDE", 10**6)
+    monkeypatch.setattr(linear_maps, "PLACES", 10**6)
 
 
 def uses_of(model: nn.Module, output: Tensor, slope: Tensor) -> tuple[Found, list[tuple[LinearMap, Sides]]]:
@@ -426,16 +426,15 @@ def test_what_cannot_be_looked_into() -> None:
     assert not find_uses([layer(vectors())], names).hidden
 
 
-@pytest.mark.parametrize("count", [1, 2, 7, 64, 100, 1001])
-@pytest.mark.parametrize("side", [1, 3, 20])
-def test_some_rows(count: int, side: int) -> None:
-    """No row twice, as many as asked for, and no long stretch that is left out."""
-    rows = some_rows(count, side, torch.device("cpu"))
-    assert len(rows) == min(count, linear_maps.ROWS_PER_SIDE * side) == len(rows.unique())
-    assert rows.min() >= 0
-    assert rows.max() < count
-    gaps = torch.diff(torch.cat((rows.sort().values, rows.min()[None] + count)))
-    assert gaps.max() <= 3 * max(1, count // len(rows)) + 1
+@pytest.mark.parametrize("count", [1, 2, 7, 64, 1000, 1024, 1025, 4096, 99991])
+def test_some_places(count: int) -> None:
+    """No place twice, as many as are looked at, and no long stretch that is left out."""
+    places = some_places(count, torch.device("cpu"))
+    assert len(places) == min(count, linear_maps.PLACES) == len(set(places.tolist()))
+    assert places.min() >= 0
+    assert places.max() < count
+    gaps = torch.diff(torch.cat((places.sort().values, places.min()[None] + count)))
+    assert gaps.max() <= 3 * max(1, count // len(places)) + 1
 
 
 @pytest.mark.parametrize("case", ["linear of 3d", "conv2d"])
