@@ -1,4 +1,4 @@
-"""A convnet on scikit-learn's digits, on several processes, with LLQR around SGD. One line is new, and one entry of a checkpoint.
+"""A convnet on scikit-learn's digits, on several processes, with LLQR around SGD. One line is new, and an entry in checkpoints.
 
 pip install "llqr[lab]"
 torchrun --nproc-per-node 2 ddp.py            # and once more with --resume, after it was stopped; with another number, too
