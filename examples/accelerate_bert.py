@@ -43,7 +43,7 @@ def collate(rows: list[tuple[list[int], int]]) -> dict[str, torch.Tensor]:
     }
 
 
-def train(folder: str, epochs: int = 10, every: int = 50, resume: bool = False, **settings) -> tuple:
+def train(folder: str, epochs: int = 10, every: int | None = None, resume: bool = False, **settings) -> tuple:
     set_seed(0)
     order = DataLoaderConfiguration(use_seedable_sampler=True)  # a function of the epoch, before a stop and after it
     accelerator = Accelerator(
@@ -63,7 +63,7 @@ def train(folder: str, epochs: int = 10, every: int = 50, resume: bool = False, 
         )
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    optimizer = llqr = LLQR(optimizer, model, structure="kfac", every=every, steps=5)  # the line that is new
+    optimizer = llqr = LLQR(optimizer, model, every=every)  # the line that is new
     scheduler = get_linear_schedule_with_warmup(optimizer, 10, epochs * len(loader) // 2)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     saved = sorted(Path(folder).glob("epoch_*")) if resume else []

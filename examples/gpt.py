@@ -71,7 +71,7 @@ if __name__ == "__main__":
     model = GPT(len(known))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
-    optimizer = LLQR(optimizer, model, structure="kfac", every=50, steps=5, ema=0.8)  # the line that is new
+    optimizer = LLQR(optimizer, model)  # the line that is new
     test = batch(held_out, 64)
     for step in range(STEPS + 1):
         if step % 50 == 0:

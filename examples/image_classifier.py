@@ -56,9 +56,9 @@ if __name__ == "__main__":
     train_inputs, train_targets, test_inputs, test_targets = data()
     for name in ("SGDM", "SGDM with LLQR"):
         model = network()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         if name == "SGDM with LLQR":
-            optimizer = LLQR(optimizer, model, structure="kfac", every=50, steps=5, ema=0.8)  # the line that is new
+            optimizer = LLQR(optimizer, model)  # the line that is new
         before, _ = score(model, train_inputs, train_targets)
         train(model, optimizer, train_inputs, train_targets)
         after, _ = score(model, train_inputs, train_targets)

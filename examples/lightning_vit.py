@@ -19,7 +19,7 @@ from llqr import LLQR
 
 
 class Digits(lightning.LightningModule):
-    def __init__(self, every: int = 50, batch_size: int = 64) -> None:
+    def __init__(self, every: int | None = None, batch_size: int = 64) -> None:
         super().__init__()
         config = ViTConfig(
             image_size=8,
@@ -48,7 +48,7 @@ class Digits(lightning.LightningModule):
 
     def configure_optimizers(self) -> dict:
         optimizer = torch.optim.AdamW(self.net.parameters(), lr=3e-3)
-        optimizer = LLQR(optimizer, self.net, structure="ekfac", every=self.every, steps=5)  # the line that is new
+        optimizer = LLQR(optimizer, self.net, every=self.every)  # the line that is new
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.trainer.max_epochs)
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 

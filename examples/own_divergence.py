@@ -46,7 +46,7 @@ if __name__ == "__main__":
         model = nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
         if name == "SGD with LLQR":
-            optimizer = LLQR(optimizer, model, GaussianKL(), "kfac", every=25, steps=5, ema=0.8)
+            optimizer = LLQR(optimizer, model, GaussianKL())
         before = loss_fn(model(test_inputs), test_targets).item()
         for _ in range(150):
             rows = torch.randint(len(train_targets), (64,))

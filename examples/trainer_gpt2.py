@@ -38,14 +38,14 @@ class LoggingTrainer(Trainer):
         super().log({**logs, **self.llqr.stats.as_logs()}, *args, **kwargs)
 
 
-def build(folder: str, steps: int = 200, every: int = 50, **arguments) -> LoggingTrainer:
+def build(folder: str, steps: int = 200, every: int | None = None, **arguments) -> LoggingTrainer:
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=len(ALPHABET), n_positions=LENGTH, n_embd=48, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0
     )
     model = GPT2LMHeadModel(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
-    optimizer = LLQR(optimizer, model, structure="kfac", every=every, steps=5)  # the line that is new
+    optimizer = LLQR(optimizer, model, every=every)  # the line that is new
     settings = {
         "output_dir": folder,
         "max_steps": steps,

@@ -1,7 +1,7 @@
 """A transformer that translates numbers from German letters to English words, by AdamW with LLQR around it.
 
-German says 743 as "siebenhundertdreiundvierzig", the ones before the tens. Numbers are padded to one length, and padding counts
-neither in the loss nor in the curvature.
+German says 743 as "siebenhundertdreiundvierzig", the ones before the tens. Numbers are padded to one length; the loss
+ignores the padding, and so does the curvature, which is seen in the loss's own backward pass.
 
 pip install llqr
 python translation.py
@@ -71,10 +71,7 @@ if __name__ == "__main__":
     numbers = torch.randperm(1000).tolist()
     model = Translator()
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
-    no_padding = {"weights": lambda inputs: (inputs[1] != 0).float()}  # what each word counts in the curvature
-    optimizer = LLQR(
-        optimizer, model, structure="kfac", every=40, steps=5, ema=0.8, **no_padding
-    )  # the line that is new
+    optimizer = LLQR(optimizer, model)  # the line that is new
     for step in range(STEPS + 1):
         source, target = pairs([numbers[i] for i in torch.randint(900, (BATCH,))])
         optimizer.zero_grad()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from llqr import LLQR
 from llqr.paper import PaperLLQR
 
 SIZE, CLASSES = 4, 3
@@ -76,10 +77,14 @@ def assert_same(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> No
         assert torch.equal(tensor, second[name]), name
 
 
-def blocks_of(optimizer: PaperLLQR) -> dict[str, Tensor]:
+def blocks_of(optimizer: LLQR | PaperLLQR) -> dict[str, Tensor]:
     """Copies of U's tensors, by block and name."""
-    assert optimizer.preconditioner is not None
-    blocks = optimizer.preconditioner.blocks
+    if isinstance(optimizer, LLQR):
+        blocks = {key: block.inverse for key, block in optimizer.blocks.items()}
+    else:
+        assert optimizer.preconditioner is not None
+        blocks = optimizer.preconditioner.blocks
+    assert blocks
     return {f"{key} {name}": tensor.clone() for key, block in blocks.items() for name, tensor in block.items()}
 
 

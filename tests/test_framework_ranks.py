@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from frameworks import example
+from llqr import LLQR
 from llqr.errors import LLQRWarning
-from llqr.paper import PaperLLQR
 from loops import assert_same, blocks_of, parameters_of
 from ranks import on_ranks
 
@@ -26,9 +26,8 @@ for module in ("transformers", "accelerate", "lightning"):
 pytest.importorskip("sklearn", reason="scikit-learn isn't installed: pip install llqr[lab]")
 
 
-def found(model: torch.nn.Module, optimizer: PaperLLQR) -> dict[str, Any]:
+def found(model: torch.nn.Module, optimizer: LLQR) -> dict[str, Any]:
     stats = optimizer.stats
-    assert optimizer._team is not None
     return {
         "tensors": {**parameters_of(model), **blocks_of(optimizer)},
         "counts": [optimizer.state_dict()["llqr"]["step"], stats.refits, stats.rejected],
@@ -86,7 +85,6 @@ def by_lightning(folder: Path) -> Any:
 def all_three(folder: str) -> dict[str, Any]:
     warnings.simplefilter("ignore")  # the frameworks' own
     warnings.simplefilter("error", LLQRWarning)
-    warnings.filterwarnings("ignore", "U would have turned")
     place = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank(), "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
     os.environ.update({name: str(value) for name, value in place.items()})
     os.environ.update({"HF_HUB_OFFLINE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"})  # they have met already

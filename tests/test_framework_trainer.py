@@ -56,7 +56,6 @@ def test_logs_and_learning(page: Any, tmp_path: Path) -> None:
     trainer = trained(page, tmp_path, 12, 4, warmup_steps=2)
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["llqr/refits"] for entry in history] == [1.0] * 4 + [2.0] * 4 + [3.0] * 4
-    assert all(entry["llqr/objective_after"] < entry["llqr/objective_before"] for entry in history)
     assert history[-1]["loss"] < history[0]["loss"] - 0.3
     assert history[-1]["learning_rate"] < history[2]["learning_rate"]
     assert trainer.llqr.stats.rejected == 0
@@ -65,7 +64,7 @@ def test_logs_and_learning(page: Any, tmp_path: Path) -> None:
 def test_the_page_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for steps, more in (("2", []), ("4", ["--resume"])):
         run("trainer_gpt2", "--folder", str(tmp_path), "--steps", steps, *more)
-        assert f"at step {steps}: 1 refits" in capsys.readouterr().out
+        assert f"at step {steps}: {steps} refits" in capsys.readouterr().out
 
 
 def test_the_identity_is_the_base(page: Any, tmp_path: Path) -> None:
@@ -113,7 +112,7 @@ def test_an_optimizer_that_trainer_makes(page: Any, tmp_path: Path) -> None:
     trainer = defined["MyTrainer"](args=like.args, model_init=lambda: like.model, train_dataset=like.train_dataset)
     trainer.train()
     optimizer = trainer.optimizer.optimizer
-    assert optimizer.stats.refits == 1
+    assert optimizer.stats.refits == 2
     assert [group["weight_decay"] for group in optimizer.param_groups] == [like.args.weight_decay, 0.0]
 
 
