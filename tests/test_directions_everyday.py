@@ -619,6 +619,20 @@ def test_more_parameters() -> None:
     train(model, optimizer, [2])
 
 
+def test_two_optimizers() -> None:
+    """Each around its own parameters of one model; a bias that is the other's is no column of the weight."""
+    model = network()
+    own = [model[0].weight, model[2].weight, model[2].bias]
+    first, second = LLQR(torch.optim.SGD(own, lr=0.1), model), LLQR(torch.optim.Adam([model[0].bias], lr=0.1), model)
+    before = parameters_of(model)
+    backward(model, batch())
+    first.step()
+    second.step()
+    assert {key: block.map.bias for key, block in first.blocks.items()} == {"0.weight": None, "2.weight": "2.bias"}
+    assert second.blocks == {}
+    assert all(not torch.equal(before[name], p) for name, p in model.named_parameters())
+
+
 def test_frozen_from_the_start() -> None:
     """A layer that was frozen when LLQR was made, and is unfrozen later."""
     model = network()

@@ -63,6 +63,8 @@ class Collector:
         self.others: Mapping[str, str] = {}
         """Parameters that aren't in linear maps alone, by what else uses them."""
         self.call: Call | None = None
+        self.heard = False
+        """Whether the model was called with gradients on, for this step."""
         self._awaited: weakref.WeakSet[_Awaited] = weakref.WeakSet()
 
     def know(self, parameters: Mapping[str, Tensor], structures: Mapping[str, Structure]) -> None:
@@ -85,7 +87,7 @@ class Collector:
 
     def forget(self) -> None:
         """What comes back from now on belongs to another step. Graphs that live on hold no inputs for it."""
-        self.sums, self.call = {}, None
+        self.sums, self.call, self.heard = {}, None, False
         for awaited in self._awaited:
             awaited.sides = None
         self._awaited.clear()
@@ -99,6 +101,7 @@ class Collector:
         outputs = [tensor for tensor in returned(output) if tensor.requires_grad]
         if not outputs or self._schedule is None or not self._schedule.may_be_due():
             return
+        self.heard = True
         if not any(parameter.requires_grad for parameter in self.of.values()):
             return  # a gradient goes through the model, to something else, as in a GAN
         if not self.runs_again:

@@ -186,7 +186,7 @@ class LLQR(Wrapping):
                     for map_, sides in self._second_run(trained, collector.call, closure, generator):
                         collector.add(map_, sides)
                 collector.others = self._second_run.others
-        if not collector.sums and not (collector.runs_again and collector.call is not None):
+        if not collector.heard:
             raise NonFiniteError(
                 "no gradient has come back through the model: it wasn't called as model(...) with gradients on since the last "
                 "step. If your loop calls torch.compile(model), give LLQR that one"
