@@ -552,6 +552,23 @@ def test_a_call_with_gradients_that_goes_nowhere() -> None:
     assert_same(parameters_of(plain), parameters_of(looked_at))
 
 
+@pytest.mark.parametrize("divergence", [None, "ngd"])
+def test_such_a_call_where_the_model_is_run_again(divergence: str | None) -> None:
+    """Of a fused LSTM's calls, the one that a gradient came back to is run again."""
+    torch.manual_seed(0)
+    plain = Recurrent()
+    looked_at = copy.deepcopy(plain)
+    first, second = LLQR(sgd(plain), plain, divergence), LLQR(sgd(looked_at), looked_at, divergence)
+    for number in range(3):
+        train(plain, first, [number])
+        backward(looked_at, batch(number, dtype=torch.float32))
+        looked_at(batch(50, dtype=torch.float32)[0])
+        second.step()
+    assert second._collector.runs_again
+    assert "lstm.weight_hh_l0" in second.blocks
+    assert_same(parameters_of(plain), parameters_of(looked_at))
+
+
 def test_a_model_that_only_passes_gradients_on() -> None:
     """As a discriminator in a generator's step: its parameters have no gradient, and that call doesn't count."""
     (plain, first), (passing, second) = fresh(), fresh()
