@@ -235,7 +235,7 @@ def _bmm(node: Any, names: Mapping[int, str]) -> Use | None:
 
 def _linear(node: Any, names: Mapping[int, str]) -> Use | None:
     """`aten::linear` as one node, which some back ends have."""
-    inputs, weight, bias = node.next_functions
+    _, weight, bias = node.next_functions
     origin = _origin(weight, names)
     if origin is None or not origin.in_place:
         return None

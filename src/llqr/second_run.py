@@ -28,7 +28,6 @@ from llqr.loop.inputs import as_inputs
 from llqr.precision import no_autocast, raised
 from llqr.recorder import Recorder, Selector
 
-
 NOT_CATEGORICAL = 0.1
 """How far from zero the gradient of a loss may sum up over the classes, as a share of its size; rounding leaves far less."""
 
