@@ -240,6 +240,21 @@ def test_a_model_that_is_called_otherwise(divergence: str | None) -> None:
     assert (optimizer.stats.refits, optimizer.stats.rejected) == (0, 3)
 
 
+@pytest.mark.parametrize("divergence", [None, "ngd"])
+def test_a_model_without_linear_maps(divergence: str | None) -> None:
+    """Only norms are trained: the base's steps, bit for bit; nothing went wrong, and nothing is said."""
+    models = [nn.Sequential(nn.LayerNorm(SIZE), nn.Linear(SIZE, CLASSES)).double() for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        model[1].requires_grad_(False)
+    optimizer = LLQR(sgd(models[0]), models[0], divergence)
+    train(models[0], optimizer, range(3))
+    train(models[1], sgd(models[1]), range(3))
+    assert_same(parameters_of(models[0]), parameters_of(models[1]))
+    assert optimizer.blocks == {}
+    assert optimizer.assignments()["0.weight"] == "by the base: used in NativeLayerNorm"
+
+
 def test_a_step_without_gradients() -> None:
     """Nothing to do, as for the base."""
     model = network()

@@ -552,6 +552,23 @@ def test_a_call_with_gradients_that_goes_nowhere() -> None:
     assert_same(parameters_of(plain), parameters_of(looked_at))
 
 
+@pytest.mark.parametrize("divergence", [None, "ngd"])
+def test_such_a_call_where_the_model_is_run_again(divergence: str | None) -> None:
+    """Of a fused LSTM's calls, the one that a gradient came back to is run again."""
+    torch.manual_seed(0)
+    plain = Recurrent()
+    looked_at = copy.deepcopy(plain)
+    first, second = LLQR(sgd(plain), plain, divergence), LLQR(sgd(looked_at), looked_at, divergence)
+    for number in range(3):
+        train(plain, first, [number])
+        backward(looked_at, batch(number, dtype=torch.float32))
+        looked_at(batch(50, dtype=torch.float32)[0])
+        second.step()
+    assert second._collector.runs_again
+    assert "lstm.weight_hh_l0" in second.blocks
+    assert_same(parameters_of(plain), parameters_of(looked_at))
+
+
 def test_a_model_that_only_passes_gradients_on() -> None:
     """As a discriminator in a generator's step: its parameters have no gradient, and that call doesn't count."""
     (plain, first), (passing, second) = fresh(), fresh()
@@ -617,6 +634,20 @@ def test_more_parameters() -> None:
         optimizer.add_param_group({"params": [strange]})
     assert len(optimizer.param_groups) == 2
     train(model, optimizer, [2])
+
+
+def test_two_optimizers() -> None:
+    """Each around its own parameters of one model; a bias that is the other's is no column of the weight."""
+    model = network()
+    own = [model[0].weight, model[2].weight, model[2].bias]
+    first, second = LLQR(torch.optim.SGD(own, lr=0.1), model), LLQR(torch.optim.Adam([model[0].bias], lr=0.1), model)
+    before = parameters_of(model)
+    backward(model, batch())
+    first.step()
+    second.step()
+    assert {key: block.map.bias for key, block in first.blocks.items()} == {"0.weight": None, "2.weight": "2.bias"}
+    assert second.blocks == {}
+    assert all(not torch.equal(before[name], p) for name, p in model.named_parameters())
 
 
 def test_frozen_from_the_start() -> None:

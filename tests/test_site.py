@@ -118,7 +118,13 @@ def test_the_reference_has_every_public_name(site: Path, built: dict[Path, Links
                     f"{package}.{name} isn't in docs/api"
                 )
     assert all((site / "api" / name / "index.html").is_file() for name in pages)
-    for method in ("LLQR.step", "paper.PaperLLQR.refit", "LLQR.state_dict", "QuadraticModel.build", "loop.stats.Stats.as_logs"):
+    for method in (
+        "LLQR.step",
+        "paper.PaperLLQR.refit",
+        "LLQR.state_dict",
+        "QuadraticModel.build",
+        "loop.stats.Stats.as_logs",
+    ):
         assert f"llqr.{method}" in places
 
 

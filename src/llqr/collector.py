@@ -63,6 +63,10 @@ class Collector:
         self.others: Mapping[str, str] = {}
         """Parameters that aren't in linear maps alone, by what else uses them."""
         self.call: Call | None = None
+        """The last one that a gradient came back to."""
+        self._step = 0
+        self.heard = False
+        """Whether the model was called with gradients on, for this step."""
         self._awaited: weakref.WeakSet[_Awaited] = weakref.WeakSet()
 
     def know(self, parameters: Mapping[str, Tensor], structures: Mapping[str, Structure]) -> None:
@@ -85,7 +89,8 @@ class Collector:
 
     def forget(self) -> None:
         """What comes back from now on belongs to another step. Graphs that live on hold no inputs for it."""
-        self.sums, self.call = {}, None
+        self.sums, self.call, self.heard = {}, None, False
+        self._step += 1
         for awaited in self._awaited:
             awaited.sides = None
         self._awaited.clear()
@@ -99,6 +104,7 @@ class Collector:
         outputs = [tensor for tensor in returned(output) if tensor.requires_grad]
         if not outputs or self._schedule is None or not self._schedule.may_be_due():
             return
+        self.heard = True
         if not any(parameter.requires_grad for parameter in self.of.values()):
             return  # a gradient goes through the model, to something else, as in a GAN
         if not self.runs_again:
@@ -109,10 +115,15 @@ class Collector:
                 self._awaited.add(awaited)
                 use.node.register_prehook(partial(self._come_back, awaited))
         if self.runs_again:
-            self.call = Call(copied(args), copied(kwargs))
+            call = Call(copied(args), copied(kwargs))
             for place, tensor in enumerate(returned(output)):
                 if tensor.requires_grad:
-                    tensor.register_hook(partial(_hold, self.call.gradients, place))  # type: ignore[no-untyped-call]
+                    tensor.register_hook(partial(self._hold, self._step, call, place))  # type: ignore[no-untyped-call]
+
+    def _hold(self, step: int, call: Call, place: int, gradient: Tensor) -> None:
+        if step == self._step:
+            call.gradients[place] = gradient.detach().clone()
+            self.call = call
 
     def _come_back(self, awaited: _Awaited, gradients: Sequence[Any]) -> None:
         if awaited.sides is not None and gradients[0] is not None:
@@ -138,10 +149,6 @@ def returned(output: Any) -> list[Tensor]:
     if not found and hasattr(output, "__dict__"):
         found = tensors_in(vars(output))
     return [tensor for tensor in found if tensor.is_floating_point()]
-
-
-def _hold(gradients: dict[int, Tensor], place: int, gradient: Tensor) -> None:
-    gradients[place] = gradient.detach().clone()
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

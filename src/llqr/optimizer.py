@@ -204,7 +204,7 @@ class LLQR(Wrapping):
             self._second_run.check_step(closure)
             if collector.call is not None:
                 self._run_again(parameters, collector.call, closure)
-        if not collector.sums and not (collector.runs_again and collector.call is not None):
+        if not collector.heard:
             raise NonFiniteError(
                 "no gradient has come back through the model: it wasn't called as model(...) with gradients on since the last "
                 "step. If your loop calls torch.compile(model), give LLQR that one"
