@@ -22,33 +22,11 @@ PLACES = 1024
 
 Edge = tuple[Node | None, int]
 
-VIEWS = frozenset(
-    f"{name}Backward0"
-    for name in (
-        [
-            "T",
-            "Transpose",
-            "Permute",
-            "View",
-            "UnsafeView",
-            "ReshapeAlias",
-            "Alias",
-            "ToCopy",
-            "Clone",
-            "Expand",
-            "Slice",
-            "Split",
-            "SplitWithSizes",
-            "UnsafeSplit",
-            "Unbind",
-            "Select",
-            "Squeeze",
-            "Unsqueeze",
-            "Detach",
-            "NumpyT",
-        ]
-    )
-) | {"SqueezeBackward1", "SqueezeBackward2", "TransposeBackward1", "ViewBackward1"}
+MOVES = (
+    "Alias Clone Detach Expand NumpyT Permute ReshapeAlias Select Slice Split SplitWithSizes Squeeze T ToCopy Transpose Unbind "
+    "UnsafeSplit UnsafeView Unsqueeze View"
+)
+VIEWS = frozenset(f"{name}Backward{variant}" for name in MOVES.split() for variant in range(3))
 """Nodes that move the numbers of a weight, and don't change them."""
 
 SAME_PLACES = frozenset({"ToCopyBackward0", "AliasBackward0", "CloneBackward0", "DetachBackward0"})

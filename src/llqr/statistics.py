@@ -22,7 +22,7 @@ from llqr.precision import at_least_single, raised
 from llqr.structures.base import Damping, Structure
 
 MEMORY = 0.8
-"""How much the average of the refits before counts beside a new one, once there are many; at first all count alike."""
+"""How much each refit counts beside the next one, in a weighted mean over all of them."""
 DAMPING = 0.1
 """λ, as a share of the mean curvature of a map, once there were many refits."""
 FIRST_DAMPING = 1000.0
@@ -149,7 +149,7 @@ class Block:
     """What the divergence itself puts on H's diagonal, as L2 does."""
 
     def take(self, moments: Moments) -> None:
-        """Average in what a refit has seen: all refits alike at first, the later ones more once there are many."""
+        """Average in what a refit has seen: a mean in which each refit counts 0.8 of the next."""
         self.refits += 1
         share = (1 - MEMORY) / (1 - MEMORY**self.refits)
         for name, moment in moments.items():

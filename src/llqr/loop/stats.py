@@ -34,10 +34,10 @@ class Stats:
         return cls(**{f.name: saved[f.name] for f in fields(cls) if f.name in saved})
 
     def in_words(self) -> str:
-        return (
-            f"{self.refits} refits ({self.seconds:.1f} s), {self.rejected} rejected, {self.turned} blocks turned, U of "
-            f"{self.memory / 2**20:.1f} MiB"
-        )
+        turned = f", {self.turned} blocks turned" if self.turned else ""
+        left = f", {self.nonfinite} steps of blocks left to the base" if self.nonfinite else ""
+        refits = f"{self.refits} refits ({self.seconds:.1f} s), {self.rejected} rejected"
+        return f"{refits}{turned}{left}, {self.memory / 2**20:.1f} MiB of curvature and U"
 
     def as_logs(self, prefix: str = "llqr/") -> dict[str, float]:
         """What a logger takes: numbers by name, without those that there aren't yet."""
