@@ -3,7 +3,7 @@
 In a step that begins with a refit the hook looks at the graph of what the model returns, and lets the loop's own backward pass
 tell the gradients at every linear map: no pass of its own is needed, and the loss can be anything. Where the maps can't be seen
 there (a compiled graph, a fused LSTM, sharded parameters), it holds the inputs and the gradients at the outputs, and LLQR runs
-the model once more itself (`llqr.drawn_gradients`).
+the model once more itself (`llqr.second_run`).
 """
 
 from __future__ import annotations
