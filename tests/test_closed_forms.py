@@ -265,7 +265,7 @@ def test_mappings() -> None:
         "rows": (1, 5),
         "columns": (1, 5),
     }
-    assert "Dense" in optimizer.assignments()["2.weight"]
+    assert "dense" in optimizer.assignments()["2.weight"]
     assert optimizer.assignments()["2.bias"] == "along U m, with 2.weight"
 
 

@@ -216,9 +216,9 @@ def test_what_is_no_linear_map(case: str) -> None:
         optimizer.step()
         for name, p in model.named_parameters():
             assert torch.equal(p, alone.get_parameter(name)) == (not name.startswith("head")), name
-    assert optimizer.assignments()["embedding.weight"] == "by the base: used in Embedding"
-    assert optimizer.assignments()["norm.weight"] == "by the base: used in NativeLayerNorm"
-    assert optimizer.assignments()["scale"] == "by the base: used in Mul"
+    assert optimizer.assignments()["embedding.weight"] == "by the base: used by an embedding"
+    assert optimizer.assignments()["norm.weight"] == "by the base: used by a layer norm"
+    assert optimizer.assignments()["scale"] == "by the base: used by a product number by number"
 
 
 @pytest.mark.parametrize("case", BASES)

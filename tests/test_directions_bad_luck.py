@@ -151,7 +151,7 @@ def test_a_layer_that_is_never_used() -> None:
     before = parameters_of(model)
     train(model, optimizer, range(3))
     assert torch.equal(model.get_parameter("spare.weight"), before["spare.weight"])
-    assert optimizer.assignments()["spare.weight"] == "by the base: no linear map has used it so far"
+    assert optimizer.assignments()["spare.weight"] == "by the base: in no linear map so far"
     assert optimizer.stats.refits == 3
 
 
@@ -252,7 +252,7 @@ def test_a_model_without_linear_maps(divergence: str | None) -> None:
     train(models[1], sgd(models[1]), range(3))
     assert_same(parameters_of(models[0]), parameters_of(models[1]))
     assert optimizer.blocks == {}
-    assert optimizer.assignments()["0.weight"] == "by the base: used in NativeLayerNorm"
+    assert optimizer.assignments()["0.weight"] == "by the base: used by a layer norm"
 
 
 def test_a_step_without_gradients() -> None:

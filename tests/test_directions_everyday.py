@@ -885,7 +885,7 @@ def test_what_is_said() -> None:
     model, optimizer = fresh()
     assert "not known before the first step" in repr(optimizer)
     train(model, optimizer, range(1))
-    assert "0.weight: along U m, Kronecker" in repr(optimizer)
+    assert "0.weight: along U m, kfac" in repr(optimizer)
     assert "2.bias: along U m, with 2.weight" in repr(optimizer)
     usage = optimizer.memory_usage()
     assert usage["total"] == usage["preconditioner"] + usage["base"] > 0

@@ -20,9 +20,10 @@ from typer.testing import CliRunner
 
 from llqr.distributed.division import deal
 from llqr.solvers import SGDM, ScaleFree, Solver
+from llqr.structures import Diagonal, EigenKronecker, Kronecker
 from llqr_lab.bench import ranks as bench
 from llqr_lab.cli import app
-from llqr_lab.scaling import STRUCTURES, Way, count, seven_billion
+from llqr_lab.scaling import STRUCTURES, Way, count, multiplications, seven_billion
 from loops import network
 from ranks import on_ranks
 from ranks_training import Case, build, step
@@ -155,3 +156,10 @@ def test_blocks_are_dealt_out_by_size() -> None:
     assert deal(sizes, 2) == {"a": 0, "b": 1, "c": 1, "d": 0, "e": 1}
     assert deal(sizes, 2, {"a": 1, "c": 1}) == {"a": 1, "c": 1, "b": 0, "d": 0, "e": 0}
     assert set(deal(sizes, 9).values()) == {0, 1, 2, 3, 4}
+
+
+def test_multiplications_of_u_x() -> None:
+    assert multiplications(Kronecker(), (20, 10)) == 200 * 30
+    assert multiplications(Kronecker(max_dim=15), (20, 10)) == 200 * 10
+    assert multiplications(EigenKronecker(modes="all"), (20, 10, 3, 3)) == 2 * 1800 * 39
+    assert multiplications(Kronecker(), (20,)) == multiplications(Diagonal(), (20, 10)) == 0

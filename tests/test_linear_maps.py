@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from llqr import linear_maps
 from llqr.linear_maps import Found, LinearMap, Sides, find_uses, some_places
-from llqr.second_run import _unfused
+from llqr.second_run import unfused
 from llqr.statistics import Sums, merged
 from llqr.structures import Dense, Kronecker
 
@@ -172,7 +172,7 @@ def test_sums_of_outer_products_are_gradients(case: str, monkeypatch: pytest.Mon
     everywhere(monkeypatch)
     make, inputs = CASES[case]
     model, x = make().double(), inputs().double()
-    with _unfused(model):
+    with unfused(model):
         output = model(x)
     slope = torch.randn_like(output)
     found, uses = uses_of(model, output, slope)
@@ -202,7 +202,7 @@ def test_reading_and_writing_are_inverse(case: str) -> None:
     """`read`, `split` and `put` of a map take numbers out of their parameter and put them back where they were."""
     make, inputs = CASES[case]
     model = make().double()
-    with _unfused(model):
+    with unfused(model):
         output = model(inputs().double())
     found, _ = uses_of(model, output, torch.ones_like(output))
     numbers = {name: torch.randn_like(p).contiguous() for name, p in model.named_parameters()}

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from llqr.assignments import assignments
 from llqr.base_step import Momentum, Turned, decay, groups_of
 from llqr.checks import check_callable
 from llqr.collector import Call, Collector
@@ -415,20 +416,11 @@ class LLQR(Wrapping):
 
     def assignments(self) -> dict[str, str]:
         """How each parameter that the base has is stepped, and why."""
-        known = {name: block for block in self.blocks.values() for name in block.map.members}
-        return {
-            name: _described(known[name], name) if name in known else self._why_not(name, parameter)
-            for name, parameter in self._look_up().items()
-        }
-
-    def _why_not(self, name: str, parameter: Tensor) -> str:
-        if not parameter.requires_grad:
-            return "frozen"
-        if self._schedule.step == 0 and not self.blocks:
-            return "not known before the first step"
-        if name in self._collector.others:
-            return f"by the base: used in {self._collector.others[name].removesuffix('0').removesuffix('Backward')}"
-        return "by the base: no linear map has used it so far"
+        parameters = self._look_up()
+        unknown = self._schedule.step == 0 and not self.blocks
+        why = "not known before the first step" if unknown else "by the base: in no linear map so far"
+        others = {} if unknown else self._collector.others
+        return assignments(parameters, self.blocks.values(), others, dict.fromkeys(parameters, why))
 
     def __repr__(self) -> str:
         how = "the second moments of the loss's own gradients" if self.divergence is None else repr(self.divergence)
@@ -444,11 +436,3 @@ class LLQR(Wrapping):
 
     paper = PaperLLQR
     """Algorithm 1 of the paper, with its hyperparameters: `LLQR.paper(base, model, divergence="ngd", structure="ekfac")`."""
-
-
-def _described(block: Block, name: str) -> str:
-    g, r, c = block.map.joined
-    size = f"{r} × {c}" if g == 1 else f"{g} of {r} × {c}"
-    if name == block.map.bias:
-        return f"along U m, with {block.map.weight}"
-    return f"along U m, {block.structure!r} of {size}"

@@ -70,11 +70,11 @@ class SecondRun:
         leaves = {name: raised(p.detach()).requires_grad_() for name, p in parameters.items()}
         inputs = as_inputs(self._model, call.args, call.kwargs)
         recorder = (
-            _Everything(self._model)
+            Everything(self._model)
             if not self._terms
             else Recorder(self._model, list(self._places.values()), self._output)
         )
-        with no_autocast(leaves), torch.enable_grad(), _unfused(self._model), _without_checkpoints():
+        with no_autocast(leaves), torch.enable_grad(), unfused(self._model), without_checkpoints():
             outputs = recorder.run(leaves, inputs)
         found = find_uses(outputs, {id(leaf): name for name, leaf in leaves.items()})
         uses, self.others = found.uses, found.others
@@ -134,7 +134,7 @@ class SecondRun:
         return sites.diagonal(self._model, parameters, self._terms, 0.0)
 
 
-class _Everything(Recorder):
+class Everything(Recorder):
     """A recorder of all that the model returns."""
 
     def chosen(self, output: Any) -> list[Tensor]:
@@ -186,7 +186,7 @@ class _Plainly:
 
 
 @contextmanager
-def _without_checkpoints() -> Iterator[None]:
+def without_checkpoints() -> Iterator[None]:
     before = checkpoint.CheckpointFunction
     checkpoint.CheckpointFunction = _Plainly  # type: ignore[misc, assignment]
     try:
@@ -196,7 +196,7 @@ def _without_checkpoints() -> Iterator[None]:
 
 
 @contextmanager
-def _unfused(model: nn.Module) -> Iterator[None]:
+def unfused(model: nn.Module) -> Iterator[None]:
     """Recurrent layers step by step, where a back end would run them as one node."""
     if not any(isinstance(module, nn.RNNBase) for module in model.modules()):
         yield

@@ -78,13 +78,11 @@ def plan(
     batch: Annotated[int, typer.Option(min=2, help="Examples in a batch.")] = 128,
     seed: Seed = 0,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds of the measurement; medians are reported.")] = 3,
-    every: Annotated[int, typer.Option(min=1, help="Steps between refits.")] = 500,
-    steps: Annotated[int, typer.Option(min=1, help="Inner steps of a refit.")] = 25,
 ) -> None:
-    """What each structure of U costs on a network, in bytes and in training steps, and which one to take."""
+    """How LLQR steps each parameter of a network, and what it costs in training steps and bytes."""
     from llqr_lab.planning import show
 
-    show(network, batch, seed, repeats, every, steps)
+    show(network, batch, seed, repeats)
 
 
 @app.command()

@@ -15,7 +15,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from llqr.costs import multiplications
 from llqr.distributed.division import deal
 from llqr.structures import Diagonal, EigenKronecker, Kronecker, Structure
 
@@ -79,6 +78,15 @@ def count(shapes: Shapes, structure: Structure, ranks: int, way: Way, products: 
     if way == "ddp":
         return Counted(p, u, u, step, 2 * p, refit, sum(work))
     return Counted(p, u, max(held), step, 2 * p, refit, max(work))
+
+
+def multiplications(structure: Structure, shape: Sequence[int]) -> int:
+    """Multiplications and additions in the matrix products of U x; what goes number by number isn't counted."""
+    if len(shape) < 2 or not isinstance(structure, (Kronecker, EigenKronecker)):
+        return 0
+    times = 2 if isinstance(structure, EigenKronecker) else 1  # into the basis, and back
+    factors = list(structure.sizes(shape).items())
+    return times * prod(shape) * sum(size[0] for name, size in factors if name != "s" and len(size) == 2)
 
 
 @dataclass(frozen=True)
