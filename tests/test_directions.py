@@ -15,8 +15,11 @@ from torch.nn import functional
 from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from llqr import LLQR
+from llqr.base_step import STEEPNESS, turn
+from llqr.linear_maps import LinearMap
 from llqr.loop.schedule import LONGEST, often_at_first
-from llqr.statistics import damping_after
+from llqr.statistics import Block, damping_after
+from llqr.structures import Dense
 from loops import STRUCTURES, assert_same, backward, batch, network, never, parameters_of, train
 
 Parameters = Iterable[Tensor] | list[dict[str, Any]]
@@ -320,3 +323,24 @@ def test_it_pays(case: str, divergence: str | None) -> None:
         return sum(losses[-20:]) / 20
 
     assert last_loss(True) < 0.9 * last_loss(False)
+
+
+@pytest.mark.parametrize("cosine", [0.5, 0.1, 0.05, 0.0, -0.3, -1.0])
+def test_no_step_is_almost_level(cosine: float) -> None:
+    """d = U m + μ m with cos(d, m) = STEEPNESS where U m has less, also where it points uphill; as long as the base's step."""
+    torch.manual_seed(0)
+    m, other = torch.randn(12).double(), torch.randn(12).double()
+    other -= (other @ m) / (m @ m) * m
+    wanted = cosine * m / m.norm() + (1 - cosine**2) ** 0.5 * other / other.norm()
+    u = torch.outer(wanted, m) / (m @ m)  # U m = wanted
+    block = Block(LinearMap("w", (1, 3, 4)), Dense(), inverse={"U": u[None]})
+    step = torch.randn(3, 4).double()
+    turned = turn([block], {"w": m.reshape(3, 4)}, {"w": step})
+    found = -turned.steps["w"].reshape(-1)
+    assert not turned.left
+    assert float(found.norm()) == pytest.approx(float(step.norm()), rel=1e-9)
+    expected = max(cosine, STEEPNESS) if cosine > -1 else 1.0
+    assert float(found @ m / (found.norm() * m.norm())) == pytest.approx(expected, rel=1e-9)
+    if cosine > -1:  # it stays in the plane of m and U m, on the side of U m
+        across = found / found.norm() - expected * m / m.norm()
+        assert float(across @ other / (across.norm() * other.norm())) == pytest.approx(1, rel=1e-9)
