@@ -889,3 +889,77 @@ def test_what_is_said() -> None:
     assert "2.bias: along U m, with 2.weight" in repr(optimizer)
     usage = optimizer.memory_usage()
     assert usage["total"] == usage["preconditioner"] + usage["base"] > 0
+
+
+def test_calls_that_go_on_from_each_other() -> None:
+    """A recurrence by hand: A is the mean of a aᵀ over all calls and G the sum of b bᵀ, each call counted once."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4, bias=False).double()
+    optimizer = LLQR(sgd(model), model)
+    h, inputs, outputs = torch.randn(5, 4).double(), [], []
+    for _ in range(4):
+        inputs.append(h)
+        outputs.append(model(h))
+        outputs[-1].retain_grad()
+        h = outputs[-1].tanh()
+    h.square().mean().backward()
+    optimizer.step()
+    gradients = [output.grad for output in outputs if output.grad is not None]
+    found = moments_of(optimizer)
+    torch.testing.assert_close(found["weight rows"][0], sum(b.mT @ b for b in gradients))
+    torch.testing.assert_close(found["weight columns"][0], sum(a.detach().mT @ a.detach() for a in inputs) / 20)
+
+
+@pytest.mark.parametrize("kind", ["a batch thrown away", "a jacobian", "a gradient penalty"])
+def test_gradients_that_no_step_takes(kind: str) -> None:
+    """What isn't added to `.grad`, or was cleared from it by model.zero_grad(), is in no statistics."""
+    torch.manual_seed(0)
+    x = torch.randn(6, 4).double()
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    other = copy.deepcopy(model)
+    first, second = LLQR(sgd(model), model), LLQR(sgd(other), other)
+    if kind == "a batch thrown away":
+        (100 * model(3 * x).square().mean()).backward()
+        model.zero_grad()
+    elif kind == "a jacobian":
+        torch.autograd.functional.jacobian(lambda y: model(y).sum(), x)
+    points = x.clone().requires_grad_()
+    output = model(points)
+    loss = output.square().mean()
+    if kind == "a gradient penalty":
+        torch.autograd.grad(1000 * output.sum(), points, retain_graph=True)
+    loss.backward()
+    other(x).square().mean().backward()
+    first.step()
+    second.step()
+    for (name, found), expected in zip(moments_of(first).items(), moments_of(second).values(), strict=True):
+        torch.testing.assert_close(found, expected, msg=name)
+
+
+def test_a_bias_that_is_added_elsewhere_for_once() -> None:
+    """A linear layer on a transposed batch adds its bias by another node: the curvature that is known stays."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).double()
+    optimizer = LLQR(sgd(model), model)
+    for turned in (False, False, True, False):
+        x = torch.randn(5, 2, 4).double()
+        optimizer.zero_grad()
+        model(x.transpose(0, 1) if turned else x).square().mean().backward()
+        optimizer.step()
+    assert optimizer.blocks["weight"].refits == 4
+    assert optimizer.blocks["weight"].map.bias == "bias"
+
+
+def test_another_model_under_the_same_names() -> None:
+    """Parameters that were replaced by larger ones are stepped by the base until the next refit."""
+    model = nn.Sequential(nn.Linear(4, 3)).double()
+    base = sgd(model)
+    optimizer = LLQR(base, model, every=1000)
+    model(torch.randn(5, 4).double()).square().mean().backward()
+    optimizer.step()
+    model[0] = nn.Linear(4, 7).double()
+    base.param_groups[0]["params"] = list(model.parameters())
+    model(torch.randn(5, 4).double()).square().mean().backward()
+    before = parameters_of(model)
+    optimizer.step()
+    assert all(not torch.equal(before[name], p) for name, p in parameters_of(model).items())

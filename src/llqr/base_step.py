@@ -62,7 +62,7 @@ class Momentum:
             return average
         if not self.is_known:
             return self.averages.get(name)
-        buffer, gradient = state.get("momentum_buffer"), parameter.grad
+        buffer, gradient = state.get("momentum_buffer") if group["momentum"] else None, parameter.grad
         if buffer is not None and not group["nesterov"]:
             return buffer if isinstance(buffer, Tensor) else None
         if gradient is None:
@@ -77,7 +77,7 @@ class Momentum:
 
 def is_coupled(base: Optimizer, group: Group) -> bool:
     """Whether weight decay is a part of the gradient."""
-    return type(base) in COUPLED and not group.get("decoupled_weight_decay", False)
+    return isinstance(base, COUPLED) and not group.get("decoupled_weight_decay", False)
 
 
 def decay(base: Optimizer, group: Group) -> float:
@@ -93,7 +93,7 @@ def groups_of(base: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Gr
     return {name: by_id[id(p)] for name, p in parameters.items()}
 
 
-STEEPNESS = 0.1
+STEEPNESS = 0.15
 """The least cosine between a step and the momentum. Along U m it is 0.2 to 0.6 on networks that train well. Where the curvature
 isn't known well, or U is out of date, U m can be almost level, and such steps only wander."""
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from llqr.checks import tensors_in
-from llqr.linear_maps import LinearMap, Sides, find_uses
+from llqr.linear_maps import LinearMap, Sides, Use, find_uses
 from llqr.loop.inputs import copied, is_own_call
 from llqr.loop.schedule import Schedule
 from llqr.statistics import Sums
@@ -40,9 +40,9 @@ class Call:
 class _Awaited:
     """A use of a map in the loop's graph, until its step is over. Not the node, whose hook holds this."""
 
-    def __init__(self, map_: LinearMap, sides: Callable[[Tensor], Sides]) -> None:
-        self.map = map_
-        self.sides: Callable[[Tensor], Sides] | None = sides
+    def __init__(self, use: Use) -> None:
+        self.map, self.leaf = use.map, use.leaf
+        self.sides: Callable[[Tensor], Sides] | None = use.sides
 
 
 class Collector:
@@ -64,7 +64,7 @@ class Collector:
         """Parameters that aren't in linear maps alone, by what else uses them."""
         self.call: Call | None = None
         """The last one that a gradient came back to."""
-        self._step = 0
+        self._step, self._mark = 0, object()
         self.heard = False
         """Whether the model was called with gradients on, for this step."""
         self._awaited: weakref.WeakSet[_Awaited] = weakref.WeakSet()
@@ -90,7 +90,7 @@ class Collector:
     def forget(self) -> None:
         """What comes back from now on belongs to another step. Graphs that live on hold no inputs for it."""
         self.sums, self.call, self.heard = {}, None, False
-        self._step += 1
+        self._step, self._mark = self._step + 1, object()
         for awaited in self._awaited:
             awaited.sides = None
         self._awaited.clear()
@@ -104,17 +104,23 @@ class Collector:
         outputs = [tensor for tensor in returned(output) if tensor.requires_grad]
         if not outputs or self._schedule is None or not self._schedule.may_be_due():
             return
-        self.heard = True
+        if not self.heard:
+            self.heard, self.others = True, {}
+        if all(parameter.grad is None for parameter in self.of.values()):
+            self.sums = {}  # what has come back was thrown away
         if not any(parameter.requires_grad for parameter in self.of.values()):
             return  # a gradient goes through the model, to something else, as in a GAN
+        holds = self.runs_again
         if not self.runs_again:
-            found = find_uses(outputs, self.names)
-            self.others, self.runs_again = found.others, found.hidden
+            found = find_uses(outputs, self.names, self._mark)
+            self.others, self.runs_again = {**self.others, **found.others}, found.hidden
             for use in () if found.hidden else found.uses:
-                awaited = _Awaited(use.map, use.sides)
+                awaited = _Awaited(use)
                 self._awaited.add(awaited)
                 use.node.register_prehook(partial(self._come_back, awaited))
-        if self.runs_again:
+            # parameters that aren't in it may have been sharded since; a call that goes on from another has none that are new
+            holds = found.hidden or not (found.met or self._awaited)
+        if holds:
             call = Call(copied(args), copied(kwargs))
             for place, tensor in enumerate(returned(output)):
                 if tensor.requires_grad:
@@ -126,7 +132,10 @@ class Collector:
             self.call = call
 
     def _come_back(self, awaited: _Awaited, gradients: Sequence[Any]) -> None:
-        if awaited.sides is not None and gradients[0] is not None:
+        """A gradient has come back, in a pass that adds to the weight's: not in one that only asks for others."""
+        if awaited.sides is None or gradients[0] is None:
+            return
+        if torch._C._will_engine_execute_node(awaited.leaf):
             with torch.no_grad():
                 self.add(awaited.map, awaited.sides(gradients[0].detach()))
 

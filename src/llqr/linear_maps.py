@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -119,6 +119,8 @@ class Use:
     map: LinearMap
     sides: Callable[[Tensor], Sides]
     """From the gradient at the node's output. It holds the inputs, and not the node, whose hook it may be."""
+    leaf: Node
+    """Where the gradient of the weight is accumulated."""
 
     def without_bias(self) -> Use:
         return replace(self, map=replace(self.map, bias=None))
@@ -132,15 +134,20 @@ class Found:
     others: dict[str, str]
     """Parameters that something else than a linear map uses, by the name of that node: their curvature isn't known."""
     hidden: bool
-    """Some uses are in a node that can't be looked into, or none of the parameters is in the graph."""
+    """Some uses are in a node that can't be looked into."""
+    met: bool
+    """Some of the parameters are in the graph."""
 
 
-def find_uses(outputs: Iterable[Tensor], names: Mapping[int, str]) -> Found:
-    """Every use of the parameters of these names (by their ids) in what these outputs were computed from."""
+def find_uses(outputs: Iterable[Tensor], names: Mapping[int, str], mark: object = None) -> Found:
+    """Every use of the parameters of these names (by their ids) in what these outputs were computed from.
+
+    With a mark, nodes that were found with it before are left out: calls of a model may go on from each other.
+    """
     uses: list[Use] = []
     others: dict[str, str] = {}
     hidden, met = False, False
-    for node in _nodes(outputs):
+    for node in _nodes(outputs, mark):
         kind = node.name()
         met = met or id(getattr(node, "variable", None)) in names
         hidden = hidden or kind in OPAQUE
@@ -158,7 +165,7 @@ def find_uses(outputs: Iterable[Tensor], names: Mapping[int, str]) -> Found:
     for use in uses:
         if use.map.weight in others and use.map.bias is not None:
             others.setdefault(use.map.bias, others[use.map.weight])
-    return Found([use.without_bias() if use.map.bias in others else use for use in kept], others, hidden or not met)
+    return Found([use.without_bias() if use.map.bias in others else use for use in kept], others, hidden, met)
 
 
 def _read(node: Any, names: Mapping[int, str]) -> Use | None:
@@ -170,11 +177,19 @@ def _read(node: Any, names: Mapping[int, str]) -> Use | None:
         return None
 
 
-def _nodes(outputs: Iterable[Tensor]) -> Iterator[Node]:
+MARK = "llqr"
+
+
+def _nodes(outputs: Iterable[Tensor], mark: object) -> Iterator[Node]:
     waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
+        if mark is not None:
+            notes: dict[str, object] = cast(Any, node).metadata
+            if notes.get(MARK) is mark:
+                continue
+            notes[MARK] = mark
         yield node
         for inner, _ in node.next_functions:
             if inner is not None and inner not in seen:
@@ -223,7 +238,7 @@ def _linear(node: Any, names: Mapping[int, str]) -> Use | None:
     def sides(gradient: Tensor) -> Sides:
         return _matching(gradient.flatten(0, -2)[None], x.detach().flatten(0, -2)[None])
 
-    return Use(node, map_, sides)
+    return Use(node, map_, sides, origin.leaf)
 
 
 def _product(
@@ -261,7 +276,7 @@ def _product(
         x, y = (t.reshape(batch, groups, *t.shape[-2:]).transpose(0, 1).flatten(1, 2) for t in (x, y))
         return _matching(x, y) if inputs_on_rows else _matching(y, x)
 
-    return Use(node, map_, sides)
+    return Use(node, map_, sides, origin.leaf)
 
 
 @dataclass(frozen=True)
@@ -271,6 +286,7 @@ class _Origin:
     name: str
     shape: torch.Size
     chain: tuple[tuple[Any, int], ...]
+    leaf: Node
 
     @property
     def moves(self) -> list[str]:
@@ -363,7 +379,7 @@ def _origin(edge: Edge, names: Mapping[int, str]) -> _Origin | None:
         variable = getattr(node, "variable", None)
         if variable is not None:
             name = names.get(id(variable))
-            return None if name is None else _Origin(name, variable.shape, tuple(chain))
+            return None if name is None else _Origin(name, variable.shape, tuple(chain), node)
         if node.name() not in VIEWS:
             return None
         chain.append((node, output))
@@ -403,7 +419,7 @@ def _convolution(node: Any, names: Mapping[int, str]) -> Use | None:
         under, over = (gradient, x.detach()) if transposed else (x.detach(), gradient)
         return _patches(under, over, kernel, groups, *settings)
 
-    return Use(node, map_, sides)
+    return Use(node, map_, sides, origin.leaf)
 
 
 def _patches(

@@ -201,10 +201,10 @@ class LLQR(Wrapping):
     def _second_moments(self, parameters: Mapping[str, Tensor], closure: Closure | None) -> dict[str, Sums]:
         """Of each linear map, since the last step, by all processes."""
         collector = self._collector
-        if collector.runs_again:
+        if self.divergence is not None:
             self._second_run.check_step(closure)
-            if collector.call is not None:
-                self._run_again(parameters, collector.call, closure)
+        if collector.call is not None and (collector.runs_again or not collector.sums):
+            self._run_again(parameters, collector.call, closure)
         if not collector.heard:
             raise NonFiniteError(
                 "no gradient has come back through the model: it wasn't called as model(...) with gradients on since the last "
@@ -234,7 +234,7 @@ class LLQR(Wrapping):
         blocks = {}
         for key, sums in found.items():
             known = self.blocks.get(key)
-            if known is None or known.map != sums.map or known.structure != sums.structure:
+            if known is None or not known.takes(sums.map, moments[key]) or known.structure != sums.structure:
                 known = Block(sums.map, sums.structure)
             diagonal = self._diagonal.get(known.map.weight, 0.0)
             blocks[key] = replace(known, moments=dict(known.moments), diagonal=diagonal)
@@ -254,6 +254,7 @@ class LLQR(Wrapping):
             block
             for block in self.blocks.values()
             if all(name in parameters and parameters[name].grad is not None for name in block.map.members)
+            and block.fits(parameters)
         ]
         names = list(dict.fromkeys(name for block in blocks for name in block.map.members))
         groups = groups_of(self.base, parameters)

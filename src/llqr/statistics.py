@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llqr.errors import LLQRError, unknown
+from llqr.errors import LLQRError, NonFiniteError, unknown
 from llqr.linear_maps import LinearMap, Sides
 from llqr.precision import at_least_single, raised
 from llqr.structures.base import Damping, Structure
@@ -148,6 +148,23 @@ class Block:
     diagonal: float = 0.0
     """What the divergence itself puts on H's diagonal, as L2 does."""
 
+    def fits(self, parameters: Mapping[str, Tensor]) -> bool:
+        """Whether they have the shapes that they had when it was made."""
+        count = math.prod(self.map.shape)
+        if self.map.places is not None:
+            return int(self.map.places.max()) < parameters[self.map.weight].numel()
+        return parameters[self.map.weight].numel() == count
+
+    def takes(self, map_: LinearMap, moments: Moments) -> bool:
+        """Whether the second moments of this map can be averaged in; made so where it is without its bias this time."""
+        if replace(map_, bias=self.map.bias) != self.map:
+            return False
+        if map_.bias is None and self.map.bias is not None and self.moments.keys() <= {ROWS, COLUMNS, KERNEL}:
+            moments.update({name: _grown(m, self.moments[name]) for name, m in moments.items()})
+        elif map_.bias != self.map.bias:
+            return False
+        return {name: m.shape for name, m in moments.items()} == {name: m.shape for name, m in self.moments.items()}
+
     def take(self, moments: Moments) -> None:
         """Average in what a refit has seen: a mean in which each refit counts 0.8 of the next."""
         self.refits += 1
@@ -161,7 +178,10 @@ class Block:
         if self.diagonal:
             mean = self.structure.mean_curvature(self.moments)
             damping = damping + self.diagonal / mean.clamp_min(torch.finfo(mean.dtype).tiny)
-        self.inverse = self.structure.closed_form(self.moments, damping)
+        try:
+            self.inverse = self.structure.closed_form(self.moments, damping)
+        except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+            raise NonFiniteError(f"the curvature of {self.map.key!r} can't be inverted: {error}") from error
 
     def apply(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """U X as a matrix, X being what these tensors have at the places of the map."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from llqr.described import Described
-from llqr.errors import LLQRError, unknown
+from llqr.errors import LLQRError, NonFiniteError, unknown
 from llqr.precision import at_least_single
 
 Tensors = Mapping[str, Tensor]
@@ -208,7 +208,10 @@ def damped_inverse(moment: Tensor, damping: Damping) -> Tensor:
         return (moment + shift[:, None]).reciprocal()
     damped = moment.clone()
     damped.diagonal(dim1=1, dim2=2).add_(shift[:, None])
-    return torch.cholesky_inverse(torch.linalg.cholesky_ex(damped).L)
+    factor, failed = torch.linalg.cholesky_ex(damped)
+    if bool(failed.any()):
+        raise NonFiniteError("a second moment can't be inverted: its numbers are too far apart, or not finite")
+    return torch.cholesky_inverse(factor)
 
 
 LONG_SIDE = 512
