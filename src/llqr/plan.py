@@ -143,7 +143,8 @@ class _Rehearsal:
             raise LLQRError(f"the model fails on this batch: {type(error).__name__}: {error}") from error
         for value in outputs:
             check_finite(value, "the output")
-        self.hidden = find_uses(outputs, _names(leaves)).hidden
+        seen = find_uses(outputs, _names(leaves))
+        self.hidden = seen.hidden or not seen.met
         with unfused(model):
             leaves, self._outputs, loss = self._run()
         self._ids = _names(leaves)
