@@ -19,7 +19,7 @@ from llqr.linear_maps import LinearMap, find_uses
 from llqr.loop.schedule import often_at_first
 from llqr.statistics import DAMPING, MEMORY, Block, Sums, damping_after
 from llqr.structures import Dense, Diagonal, EigenKronecker, Kronecker, Scalar
-from llqr.structures.base import Structure
+from llqr.structures.base import LONG_SIDE, Structure, damped_inverse, gram, leading_rank, thin_inverse
 from loops import STRUCTURES, backward, batch, network, sgd, train
 from networks import relative
 
@@ -324,3 +324,56 @@ def test_a_structure_without_a_closed_form() -> None:
         LLQRError, match=r"no closed form: write second_moments\(\) and closed_form\(\), or use LLQR.paper"
     ):
         LLQR(sgd(model), model, structure={"0": Own(), "*": "kfac"})
+
+
+def few_directions(side: int, samples: int) -> Tensor:
+    """Two stacks of T = side + samples rows: a few strong directions, and the same small size in all others."""
+    strong = torch.randn(2, samples, side).double() * torch.linspace(5, 50, samples).double()[:, None]
+    basis = torch.linalg.qr(strong.mT).Q
+    rest = torch.eye(side).double() - basis @ basis.mT
+    return torch.cat((strong, 1e-3 * rest), 1)
+
+
+def test_a_long_side_is_inverted_by_its_leading_eigenvectors() -> None:
+    """(M + γ)⁻¹ = ρ (I - B Bᵀ) exactly, where M has no more than r strong directions and one value in all others."""
+    torch.manual_seed(0)
+    side = LONG_SIDE + 8
+    moment = gram(few_directions(side, 20))
+    thin, size = thin_inverse(moment, 0.3)
+    assert thin.shape == (2, side, leading_rank(side))
+    found = size[:, None, None] * (torch.eye(side).double() - thin @ thin.mT)
+    torch.testing.assert_close(found, damped_inverse(moment, 0.3), rtol=1e-9, atol=1e-9 * float(found.abs().max()))
+    assert torch.equal(thin, thin_inverse(moment, 0.3)[0])  # it depends on M alone
+
+
+@pytest.mark.parametrize("on_rows", [True, False])
+def test_kronecker_with_a_long_side(on_rows: bool) -> None:
+    """C X D with the long side's factor thin, on either side: as by the whole matrices."""
+    torch.manual_seed(0)
+    side, short = LONG_SIDE + 8, 5
+    long = few_directions(side, 20)
+    other = torch.randn(2, long.shape[1], short).double()
+    rows, columns = (long, other) if on_rows else (other, long)
+    moments = Kronecker().second_moments(rows, columns, 1)
+    u = Kronecker().closed_form(moments, DAMPING)
+    assert u["C" if on_rows else "D"].shape == (2, side, leading_rank(side))
+    x = torch.randn(2, rows.shape[2], columns.shape[2]).double()
+    c, d = (damped_inverse(moments[name], DAMPING**0.5) for name in ("rows", "columns"))
+    expected = c @ x @ d
+    torch.testing.assert_close(Kronecker().apply(u, x), expected, rtol=1e-8, atol=1e-8 * float(expected.abs().max()))
+
+
+def test_a_long_side_of_any_spectrum() -> None:
+    """What is left out is taken by its mean: U stays positive, and exact along the leading directions."""
+    torch.manual_seed(0)
+    side = LONG_SIDE + 8
+    x = torch.randn(1, 2000, side).double() * torch.linspace(0.01, 1, side).double() ** 8
+    moment = gram(x)
+    thin, size = thin_inverse(moment, 0.3)
+    found = size[:, None, None] * (torch.eye(side).double() - thin @ thin.mT)
+    exact = damped_inverse(moment, 0.3)
+    assert float(torch.linalg.eigvalsh(found).min()) == pytest.approx(
+        float(torch.linalg.eigvalsh(exact).min()), rel=1e-3
+    )
+    leading = torch.linalg.eigh(moment).eigenvectors[0, :, -5:]
+    torch.testing.assert_close(leading.mT @ found[0] @ leading, leading.mT @ exact[0] @ leading, rtol=1e-2, atol=1e-6)

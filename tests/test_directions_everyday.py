@@ -963,3 +963,22 @@ def test_another_model_under_the_same_names() -> None:
     before = parameters_of(model)
     optimizer.step()
     assert all(not torch.equal(before[name], p) for name, p in parameters_of(model).items())
+
+
+def test_a_refit_listens_to_no_call_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The closure that Gauss–Newton evaluates again for every product leaves no copies of the inputs behind."""
+    copies = []
+    monkeypatch.setattr("llqr.collector.copied", lambda value: copies.append(value) or value)
+    model = nn.Linear(SIZE, CLASSES).double()
+    optimizer = LLQR(sgd(model), model, divergence="gauss-newton")
+    x, y = batch()
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert optimizer.stats.refits == 1
+    assert len(copies) == 2  # the arguments and the keywords of the one call of the step
