@@ -111,11 +111,11 @@ class Part(NamedTuple):
     block: Block
     name: str
     direction: Tensor
-    """U m, and here also"""
+    """U m."""
     momentum: Tensor
-    """m, and"""
+    """m."""
     step: Tensor
-    """what the base did."""
+    """What the base did, Δθ."""
 
 
 def turn(blocks: Iterable[Block], momenta: Mapping[str, Tensor], steps: Mapping[str, Tensor]) -> Turned:
@@ -129,14 +129,10 @@ def turn(blocks: Iterable[Block], momenta: Mapping[str, Tensor], steps: Mapping[
         if all(name in momenta and name in steps for name in block.map.members)
         for part in _parts(block, momenta, steps)
     ]
-    if not parts:
-        return Turned({}, [])
     result = Turned({}, [])
     for part, (along, own, momentum, length) in zip(parts, _sizes(parts), strict=True):
-        level = not (
-            math.isfinite(own) and math.isfinite(momentum) and math.isfinite(length) and own > 0 and momentum > 0
-        )
-        if level:
+        usable = all(map(math.isfinite, (along, own, momentum, length))) and own > 0 and momentum > 0
+        if not usable:
             if length != 0:
                 result.left.append(part.block.map.key)
             continue
@@ -167,6 +163,8 @@ def _steep(cosine: float) -> tuple[float, float]:
 
 def _sizes(parts: Sequence[Part]) -> list[list[float]]:
     """U m · m, ‖U m‖, ‖m‖ and ‖Δθ‖ of each, in one transfer."""
+    if not parts:
+        return []
     dots = [(part.direction * part.momentum).sum() for part in parts]
     norms = torch._foreach_norm([tensor for part in parts for tensor in (part.direction, part.momentum, part.step)])
     sizes = [torch.stack(dots)[:, None], torch.stack([norm.to(dots[0].dtype) for norm in norms]).reshape(-1, 3)]

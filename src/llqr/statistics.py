@@ -26,7 +26,7 @@ MEMORY = 0.8
 DAMPING = 0.1
 """λ, as a share of the mean curvature of a map, once there were many refits."""
 FIRST_DAMPING = 1000.0
-"""What is added to it at the first refit, when few examples were seen; it falls with the third power of their number."""
+"""What is added to it at the first refit, when few examples were seen; it falls with the cube of the number of refits."""
 
 Moments = dict[str, Tensor]
 ROWS, COLUMNS, KERNEL = "rows", "columns", "kernel"
