@@ -136,7 +136,7 @@ class _Rehearsal:
         self._recorder = (Everything if output is None else Recorder)(model, (), output, own_precision=True)
         self.device = next(iter(parameters.values())).device
         try:
-            leaves, outputs, _ = self._run()
+            leaves, outputs, _ = self._run()  # as the loop does
         except LLQRError:
             raise
         except Exception as error:
@@ -145,7 +145,7 @@ class _Rehearsal:
             check_finite(value, "the output")
         seen = find_uses(outputs, _names(leaves))
         self.hidden = seen.hidden or not seen.met
-        with unfused(model):
+        with unfused(model), without_checkpoints():
             leaves, self._outputs, loss = self._run()
         self._ids = _names(leaves)
         found = find_uses(self._outputs, self._ids)
@@ -168,7 +168,7 @@ class _Rehearsal:
 
     def _run(self) -> tuple[dict[str, Tensor], list[Tensor], Tensor]:
         """The leaves, what the model returns, and the mean squares of that."""
-        with torch.enable_grad(), without_checkpoints():
+        with torch.enable_grad():
             tensors = {n: p.detach().requires_grad_(p.requires_grad) for n, p in self._parameters.items()}
             outputs = [value for value in self._recorder.run(tensors, self._batch) if value.requires_grad]
             if not outputs:
@@ -177,7 +177,8 @@ class _Rehearsal:
         return {name: leaf for name, leaf in tensors.items() if leaf.requires_grad}, outputs, loss
 
     def train(self) -> None:
-        leaves, _, loss = self._run()
+        with without_checkpoints():
+            leaves, _, loss = self._run()
         torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
 
     def refit(self) -> None:
