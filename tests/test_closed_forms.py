@@ -17,7 +17,7 @@ from llqr.divergences import KL
 from llqr.errors import LLQRError
 from llqr.linear_maps import LinearMap, find_uses
 from llqr.loop.schedule import often_at_first
-from llqr.statistics import DAMPING, MEMORY, Block, Sums, damping_after
+from llqr.statistics import DAMPING, MEMORY, Block, Stack, Sums, damping_after
 from llqr.structures import Dense, Diagonal, EigenKronecker, Kronecker, Scalar
 from llqr.structures.base import LONG_SIDE, Structure, damped_inverse, gram, leading_rank, thin_inverse
 from loops import STRUCTURES, backward, batch, network, sgd, train
@@ -202,16 +202,18 @@ def test_stationary(structure: Structure) -> None:
 @pytest.mark.parametrize("structure", [*STRUCTURES, Kronecker(modes="all"), EigenKronecker(modes="all")], ids=str)
 def test_grouped_convolution(structure: Any) -> None:
     """A matrix for each group, each with its own curvature; U acts group by group, biases as one more column where they can."""
-    model = nn.Sequential(nn.Conv2d(4, 6, 3, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(24, 3)).double()
+    layers = nn.PReLU(), nn.Conv2d(4, 6, 3, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(24, 3)
+    model = nn.Sequential(*layers).double()
     optimizer = LLQR(sgd(model), model, structure=structure)
     functional.cross_entropy(model(torch.randn(5, 4, 4, 4).double()), torch.randint(3, (5,))).backward()
     optimizer.step()
-    block = optimizer.blocks["0.weight"]
+    block = optimizer.blocks["1.weight"]
     assert block.map.shape == (2, 3, 18)
     three = getattr(structure, "modes", "matrix") == "all"
-    assert block.map.bias == (None if three else "0.bias")
+    assert block.map.bias == (None if three else "1.bias")
     x = {name: torch.randn_like(p) for name, p in model.named_parameters()}
-    applied, read = block.apply(x), block.map.read(x)
+    read = block.map.read(x)
+    applied = Stack([block]).apply(read)
     for group in range(2):
         h = whole(block.structure, block.moments, group)
         if isinstance(block.structure, (EigenKronecker, Dense, Diagonal)):

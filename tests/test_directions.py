@@ -18,8 +18,9 @@ from llqr import LLQR
 from llqr.base_step import STEEPNESS, turn
 from llqr.linear_maps import LinearMap
 from llqr.loop.schedule import LONGEST, often_at_first
-from llqr.statistics import Block, damping_after
-from llqr.structures import Dense
+from llqr.statistics import Block, Stack, Sums, damping_after
+from llqr.structures import Dense, EigenKronecker, Kronecker
+from llqr.structures.base import Structure
 from loops import STRUCTURES, assert_same, backward, batch, network, never, parameters_of, train
 
 Parameters = Iterable[Tensor] | list[dict[str, Any]]
@@ -107,16 +108,19 @@ class Reference:
 
 
 def directions(optimizer: LLQR, key: str, momenta: dict[str, Tensor]) -> dict[str, Tensor]:
-    """C M D of a Kronecker block by dense inverses; M is the weight's momentum with the bias's as a last column."""
+    """C M D of a Kronecker block by dense inverses; M is the weight's momentum with the bias's as a last column.
+
+    The damping of A is the same for all inputs, √λ mean A_ii, but for those of the data: √λ √A_jj mean √A_ii.
+    """
     block = optimizer.blocks[key]
     bias = key.replace("weight", "bias")
     joined = torch.cat((momenta[key], momenta[bias][:, None]), 1)
-    c, d = (
-        torch.linalg.inv(
-            m[0] + damping_after(block.refits) ** 0.5 * m[0].diagonal().mean() * torch.eye(m.shape[1]).double()
-        )
-        for m in block.moments.values()
-    )
+    g, a = (block.moments[side][0] for side in ("rows", "columns"))
+    root = damping_after(block.refits) ** 0.5
+    sizes = a.diagonal().sqrt()
+    data = sizes * sizes.mean() if key == "0.weight" else a.diagonal().mean().expand(len(a))
+    c = torch.linalg.inv(g + root * g.diagonal().mean() * torch.eye(len(g)).double())
+    d = torch.linalg.inv(a + root * torch.diag(data))
     turned = c @ joined @ d
     return {key: turned[:, :-1], bias: turned[:, -1]}
 
@@ -148,8 +152,9 @@ def test_steps(case: str) -> None:
 def test_muon(nesterov: bool) -> None:
     """Its momentum is an average, its weight decay is decoupled."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5, bias=False), nn.Tanh(), nn.Linear(5, 3, bias=False)).double()
-    base = torch.optim.Muon(model.parameters(), lr=0.02, weight_decay=0.3, momentum=0.9, nesterov=nesterov)
+    layers = nn.Linear(4, 5, bias=False), nn.Tanh(), nn.Linear(5, 3, bias=False)
+    model = nn.Sequential(nn.PReLU(), *layers).double()
+    base = torch.optim.Muon(model[1:].parameters(), lr=0.02, weight_decay=0.3, momentum=0.9, nesterov=nesterov)
     optimizer = LLQR(base, model)
     means: dict[str, Tensor] = {}
     for number in range(3):
@@ -344,3 +349,89 @@ def test_no_step_is_almost_level(cosine: float) -> None:
     if cosine > -1:  # it stays in the plane of m and U m, on the side of U m
         across = found / found.norm() - expected * m / m.norm()
         assert float(across @ other / (across.norm() * other.norm())) == pytest.approx(1, rel=1e-9)
+
+
+@pytest.mark.parametrize("side", ["rows", "columns"])
+@pytest.mark.parametrize(
+    "structure", [Kronecker(), Kronecker(max_dim=3), EigenKronecker(), Kronecker(modes="all")], ids=repr
+)
+def test_units_of_the_data(structure: Structure, side: str) -> None:
+    """U = S U' S, U' the closed form for S A S, s_j = (mean A_ii / A_jj)^¼; an input that is never there has s = 1."""
+    torch.manual_seed(0)
+    kernel = 2 if side == "columns" else 1
+    a = torch.randn(1, 50, 6 * kernel).double() * torch.logspace(-2, 2, 6).double().repeat_interleave(kernel)
+    a[..., : 2 * kernel] = 0
+    b = torch.randn(1, 50, 4).double()
+    shape = (1, 6, 4) if side == "rows" else (1, 4, 6 * kernel)
+    map_ = LinearMap("w", shape, inputs_on_rows=side == "rows", kernel=kernel, reads_data=True)
+    sums = Sums(map_, structure)
+    sums.add((a, b, 1.0) if side == "rows" else (b, a, 1.0))
+    block = Block(map_, structure)
+    block.take(sums.moments())
+    block.invert()
+    moments = sums.moments()
+    moment = moments[side][0]
+    sizes = moment if moment.dim() == 1 else moment.diagonal()
+    s = torch.where(sizes > 0, sizes.mean() / sizes.clamp_min(1e-30), 1) ** 0.25
+    moments[side] = (moment * s * s if moment.dim() == 1 else torch.diag(s) @ moment @ torch.diag(s))[None]
+    inner = structure.closed_form(moments, damping_after(1))
+    x = torch.randn(shape).double()
+    folded = x.unflatten(2, (-1, kernel)) if kernel > 1 and "kernel" in moments else x
+    along = s[:, None] if side == "rows" or folded.dim() == 4 else s
+    expected = (along * structure.apply(inner, along * folded)).reshape(shape)
+    torch.testing.assert_close(Stack([block]).apply(x), expected, rtol=1e-9, atol=1e-9 * float(expected.abs().max()))
+
+
+def test_inputs_in_any_units() -> None:
+    """Sixteen inputs, the largest a thousand times the smallest, which Adam learns all: so does LLQR around it."""
+
+    def last_loss(wrapped: bool) -> float:
+        torch.manual_seed(0)
+        model, teacher = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 4)), torch.randn(16, 4)
+        base = AdamW(model.parameters(), lr=0.03, weight_decay=0)
+        optimizer = LLQR(base, model) if wrapped else base
+        decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 300)
+        losses = []
+        for _ in range(300):
+            x = torch.randn(64, 16)
+            optimizer.zero_grad()
+            loss = (model(x * torch.logspace(-1.5, 1.5, 16)) - (x @ teacher / 2).tanh()).square().mean()
+            loss.backward()
+            optimizer.step()
+            decay.step()
+            losses.append(float(loss.detach()))
+        return sum(losses[-30:]) / 30
+
+    assert last_loss(True) < last_loss(False)
+
+
+def test_maps_of_one_shape_are_stepped_together() -> None:
+    """As each by itself would be; their U is held once; and a step without some of them takes the others."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 6) for _ in range(4)]
+    model = nn.Sequential(*[part for layer in layers for part in (layer, nn.Tanh())], nn.Linear(6, 3)).double()
+    optimizer = LLQR(SGD(model.parameters(), lr=0.1, momentum=0.9), model, every=2)
+    x, y = torch.randn(8, 6).double(), torch.randint(3, (8,))
+    for number in range(4):
+        optimizer.zero_grad()
+        functional.cross_entropy(model(x), y).backward()
+        if number == 3:
+            model[2].weight.grad = None
+        optimizer.step()
+        blocks = [optimizer.blocks[f"{place}.weight"] for place in (2, 4, 6)]
+        together = blocks[1:] if number == 3 else blocks
+        assert len({block.stack for block in together}) == 1
+        assert blocks[-1].stack is not None
+        assert set(blocks[-1].stack.blocks) == set(together)
+        assert optimizer.blocks["0.weight"].stack is not blocks[-1].stack  # it reads the data
+        storages = {tensor.untyped_storage().data_ptr() for block in together for tensor in block.inverse.values()}
+        assert len(storages) == 2
+        momenta = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+        steps = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+        apart = {}
+        for block in together:
+            apart |= turn([copy.copy(block)], momenta, steps).steps
+        found = turn(together, momenta, steps).steps
+        assert found.keys() == apart.keys()
+        for name, step in found.items():
+            torch.testing.assert_close(step, apart[name], rtol=1e-12, atol=1e-14)

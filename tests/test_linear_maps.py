@@ -460,3 +460,54 @@ def test_a_sample_of_places_stands_for_all(case: str) -> None:
         else:
             diagonal = sums.tensors["rows"].diagonal(dim1=1, dim2=2) / sums.places
             assert 0.3 < float(diagonal.min()) <= float(diagonal.max()) < 2.0
+
+
+class Unrolled(nn.Module):
+    """A recurrent cell that begins with a state of zeros, which is data too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.input, self.state = nn.Linear(3, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x.new_zeros(len(x), 4)
+        for part in x[:, :3], x[:, 3:]:
+            hidden = (self.input(part) + self.state(hidden)).tanh()
+        return hidden
+
+
+READ_DATA: dict[str, tuple[nn.Module, Tensor, set[str]]] = {
+    "linear": (nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2)), torch.randn(3, 6), {"0.weight"}),
+    "flattened": (nn.Sequential(nn.Flatten(), nn.Linear(6, 4), nn.Linear(4, 2)), torch.randn(3, 2, 3), {"1.weight"}),
+    "asks for its gradient": (
+        nn.Sequential(nn.Flatten(), nn.Linear(6, 4), nn.Linear(4, 2)),
+        torch.randn(3, 2, 3, requires_grad=True),
+        {"1.weight"},
+    ),
+    "convolution": (
+        nn.Sequential(nn.Conv2d(1, 2, 2), nn.ReLU(), nn.ConvTranspose2d(2, 1, 2)),
+        torch.randn(2, 1, 4, 4),
+        {"0.weight"},
+    ),
+    "transposed": (nn.Sequential(nn.ConvTranspose1d(2, 3, 2), nn.Conv1d(3, 1, 2)), torch.randn(2, 2, 4), {"0.weight"}),
+    "after a norm": (nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 4)), torch.randn(3, 6), set()),
+    "after an embedding": (nn.Sequential(nn.Embedding(5, 6), nn.Linear(6, 4)), torch.arange(3), set()),
+    "three dimensions": (nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2)), torch.randn(2, 3, 6), {"0.weight"}),
+    "in some of its uses": (Unrolled(), torch.randn(2, 6), {"input.weight"}),
+    "matmul": (Own(lambda own, x: x @ own.a @ own.b, a=(6, 4), b=(4, 2)), torch.randn(3, 6), {"a"}),
+}
+
+
+@pytest.mark.parametrize("case", READ_DATA)
+def test_which_maps_read_the_data(case: str) -> None:
+    """Those whose inputs are nothing that was learned; a map that reads something else too isn't one."""
+    model, x, expected = READ_DATA[case]
+    output = model(x)
+    names = {id(p): name for name, p in model.named_parameters()}
+    sums = []
+    for use in find_uses([output], names).uses:
+        sums.append(Sums(use.map, Kronecker()))
+        sums[-1].add(use.sides(torch.ones(use.node._input_metadata[0].shape)))  # type: ignore[attr-defined]
+    found = merged(sums)
+    assert len(found) >= 1
+    assert {key for key, each in found.items() if each.map.reads_data} == expected

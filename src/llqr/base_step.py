@@ -8,14 +8,15 @@ step is longer than the base's.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
-from llqr.statistics import Block
+from llqr.linear_maps import LinearMap
+from llqr.statistics import Block, Stack, stacked
 
 OWN_MOMENTUM = 0.9
 """Of the average that is kept around a base whose momentum isn't known."""
@@ -105,49 +106,72 @@ class Turned(NamedTuple):
     left: list[str]
 
 
-class Part(NamedTuple):
-    """The weight or the bias of a map."""
-
-    block: Block
-    name: str
-    direction: Tensor
-    """U m."""
-    momentum: Tensor
-    """m."""
-    step: Tensor
-    """What the base did, Δθ."""
-
-
 def turn(blocks: Iterable[Block], momenta: Mapping[str, Tensor], steps: Mapping[str, Tensor]) -> Turned:
     """-‖Δθ‖ d / ‖d‖, tensor by tensor, with d = U m, or d = U m + μ m where that is needed for a cosine of `STEEPNESS` with m.
 
     Where something isn't finite, or there is no momentum, the base's step Δθ stays.
     """
-    parts = [
-        part
-        for block in blocks
-        if all(name in momenta and name in steps for name in block.map.members)
-        for part in _parts(block, momenta, steps)
-    ]
     result = Turned({}, [])
-    for part, (along, own, momentum, length) in zip(parts, _sizes(parts), strict=True):
-        usable = all(map(math.isfinite, (along, own, momentum, length))) and own > 0 and momentum > 0
-        if not usable:
-            if length != 0:
-                result.left.append(part.block.map.key)
-            continue
-        share, added = _steep(along / (own * momentum))
-        direction = part.direction.mul_(-length * share / own)
-        if added:
-            direction.add_(part.momentum.to(direction.dtype), alpha=-length * added / momentum)
-        map_ = part.block.map
-        if map_.places is None or part.name != map_.weight:
-            result.steps[part.name] = direction.reshape(steps[part.name].shape)
-        else:
-            if part.name not in result.steps:
-                result.steps[part.name] = steps[part.name].clone(memory_format=torch.contiguous_format)
-            map_.put(direction, result.steps[part.name])
+    usable = [b for b in blocks if all(name in momenta and name in steps for name in b.map.members)]
+    parts = [part for stack in stacked(usable) for part in _parts(stack, momenta)]
+    if not parts:
+        return result
+    lengths = iter(torch._foreach_norm([_of(map_, name, steps) for part in parts for map_, name in part.members]))
+    measured = [(part, torch.stack([next(lengths) for _ in part.members])) for part in parts]
+    for (part, _), sizes in zip(measured, _transferred(measured), strict=True):
+        for place, ((map_, name), row) in enumerate(zip(part.members, sizes, strict=True)):
+            along, own, momentum, length = row
+            if not all(map(math.isfinite, row)) or own <= 0 or momentum <= 0:
+                if length != 0:
+                    result.left.append(map_.key)
+                continue
+            share, added = _steep(along / (own * momentum))
+            direction = part.direction[place].mul_(-length * share / own)
+            if added:
+                direction.add_(part.momentum[place], alpha=-length * added / momentum)
+            _keep(result.steps, map_, name, direction, steps)
     return result
+
+
+class _Part(NamedTuple):
+    """The weights or the biases of a stack of maps."""
+
+    members: list[tuple[LinearMap, str]]
+    direction: Tensor
+    """U m, of all of them."""
+    momentum: Tensor
+    """m."""
+
+
+def _parts(stack: Stack, momenta: Mapping[str, Tensor]) -> Iterator[_Part]:
+    m, maps = stack.read(momenta), [block.map for block in stack.blocks]
+    joined = (m, stack.apply(m))
+    _, r, c = maps[0].shape
+    momentum, direction = (x[:, :r, :c].reshape(len(maps), -1, r, c) for x in joined)
+    yield _Part([(map_, map_.weight) for map_ in maps], direction, momentum)
+    if maps[0].bias is not None:
+        lines = (x[:, -1] if maps[0].inputs_on_rows else x[..., -1] for x in joined)
+        momentum, direction = (x.reshape(len(maps), -1) for x in lines)
+        yield _Part([(map_, str(map_.bias)) for map_ in maps], direction, momentum)
+
+
+def _of(map_: LinearMap, name: str, steps: Mapping[str, Tensor]) -> Tensor:
+    return map_.matrix(steps[name]) if name == map_.weight else steps[name]
+
+
+def _transferred(measured: Sequence[tuple[_Part, Tensor]]) -> Iterator[list[list[float]]]:
+    """U m · m, ‖U m‖, ‖m‖ and ‖Δθ‖ of each member of each part, in one transfer."""
+    columns = []
+    for (_, direction, momentum), lengths in measured:
+        dims = tuple(range(1, direction.dim()))
+        pairs = ((direction, momentum), (direction, direction), (momentum, momentum))
+        along, own, other = ((x * y).sum(dims) for x, y in pairs)
+        columns.append(torch.stack((along, own.sqrt(), other.sqrt(), lengths.to(along.dtype)), 1))
+    rows = torch.cat([column.to(columns[0].dtype) for column in columns]).tolist()
+    at = 0
+    for part, _ in measured:
+        yield rows[at : at + len(part.members)]
+        at += len(part.members)
 
 
 def _steep(cosine: float) -> tuple[float, float]:
@@ -161,21 +185,11 @@ def _steep(cosine: float) -> tuple[float, float]:
     return share, STEEPNESS - share * cosine
 
 
-def _sizes(parts: Sequence[Part]) -> list[list[float]]:
-    """U m · m, ‖U m‖, ‖m‖ and ‖Δθ‖ of each, in one transfer."""
-    if not parts:
-        return []
-    dots = [(part.direction * part.momentum).sum() for part in parts]
-    norms = torch._foreach_norm([tensor for part in parts for tensor in (part.direction, part.momentum, part.step)])
-    sizes = [torch.stack(dots)[:, None], torch.stack([norm.to(dots[0].dtype) for norm in norms]).reshape(-1, 3)]
-    found: list[list[float]] = torch.cat(sizes, 1).tolist()
-    return found
-
-
-def _parts(block: Block, momenta: Mapping[str, Tensor], steps: Mapping[str, Tensor]) -> Iterable[Part]:
-    """Of one map."""
-    map_ = block.map
-    weight, *bias = map_.split(block.apply(momenta))
-    yield Part(block, map_.weight, weight, map_.matrix(momenta[map_.weight]), map_.matrix(steps[map_.weight]))
-    if map_.bias is not None:
-        yield Part(block, map_.bias, bias[0], momenta[map_.bias].reshape(-1), steps[map_.bias].reshape(-1))
+def _keep(into: dict[str, Tensor], map_: LinearMap, name: str, direction: Tensor, steps: Mapping[str, Tensor]) -> None:
+    """The step of one tensor, or of the part of it that the map is."""
+    if map_.places is None or name != map_.weight:
+        into[name] = direction.reshape(steps[name].shape)
+    else:
+        if name not in into:
+            into[name] = steps[name].clone(memory_format=torch.contiguous_format)
+        map_.put(direction, into[name])

@@ -62,6 +62,8 @@ class LinearMap:
     """Where the numbers of W are in its parameter, if they aren't all of it in order."""
     first: int = 0
     """The least of these places."""
+    reads_data: bool = False
+    """Its inputs are the data, and not what other layers made of them: they may be in any units."""
 
     @property
     def key(self) -> str:
@@ -227,11 +229,13 @@ def _bmm(node: Any, names: Mapping[int, str]) -> Use | None:
 
 def _linear(node: Any, names: Mapping[int, str]) -> Use | None:
     """`aten::linear` as one node, which some back ends have."""
-    _, weight, bias = node.next_functions
+    inputs, weight, bias = node.next_functions
     origin = _origin(weight, names)
     if origin is None or not origin.in_place:
         return None
-    map_ = LinearMap(origin.name, (1, *origin.shape), bias=_bias(bias, names, origin.shape[0]))
+    map_ = LinearMap(
+        origin.name, (1, *origin.shape), bias=_bias(bias, names, origin.shape[0]), reads_data=_is_data(inputs, names)
+    )
 
     x = node._saved_input
 
@@ -259,6 +263,7 @@ def _product(
     map_ = origin.matrix(shape, which == 1)
     if map_ is None:
         return None
+    map_ = replace(map_, reads_data=_is_data((first, second)[1 - which], names))
     if bias is not None and which == 1:
         outputs = map_.shape[2] if map_.inputs_on_rows else map_.shape[1]
         name = _bias(bias, names, outputs) if map_.places is None and map_.shape[0] == 1 else None
@@ -387,6 +392,14 @@ def _origin(edge: Edge, names: Mapping[int, str]) -> _Origin | None:
     return None
 
 
+def _is_data(edge: Edge, names: Mapping[int, str]) -> bool:
+    """Whether an operand is what the model was given, moved at the most; it may ask for its gradient."""
+    node = edge[0]
+    while node is not None and node.name() in VIEWS:
+        node = node.next_functions[0][0]
+    return node is None or (id(getattr(node, "variable", node)) not in names and hasattr(node, "variable"))
+
+
 def _bias(edge: Edge, names: Mapping[int, str], size: int) -> str | None:
     """The parameter that is added as a bias, as it is."""
     origin = _origin(edge, names)
@@ -397,7 +410,7 @@ def _bias(edge: Edge, names: Mapping[int, str], size: int) -> str | None:
 
 
 def _convolution(node: Any, names: Mapping[int, str]) -> Use | None:
-    _, weight, bias = node.next_functions
+    inputs, weight, bias = node.next_functions
     origin = _origin(weight, names)
     if origin is None or not origin.in_place:
         return None
@@ -410,6 +423,7 @@ def _convolution(node: Any, names: Mapping[int, str]) -> Use | None:
         inputs_on_rows=transposed,
         kernel=places,
         bias=None if transposed else _bias(bias, names, rows),
+        reads_data=_is_data(inputs, names),
     )
 
     x, settings = node._saved_input, (node._saved_stride, node._saved_padding, node._saved_dilation)

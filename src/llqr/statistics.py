@@ -8,9 +8,9 @@ in `llqr.structures`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ DAMPING = 0.1
 """λ, as a share of the mean curvature of a map, once there were many refits."""
 FIRST_DAMPING = 1000.0
 """What is added to it at the first refit, when few examples were seen; it falls with the cube of the number of refits."""
+
+NEVER_SEEN = 1e-6
+"""An input of the data that is smaller than this share of the mean, in squares, has no units that are known."""
 
 Moments = dict[str, Tensor]
 ROWS, COLUMNS, KERNEL = "rows", "columns", "kernel"
@@ -94,13 +97,14 @@ def _joined(group: list[Sums]) -> Sums | None:
         return group[0]
     if len({(sums.map.shape, sums.map.kernel) for sums in group}) > 1:
         return None
+    first = replace(group[0].map, reads_data=all(sums.map.reads_data for sums in group))
     biases = {sums.map.bias for sums in group} - {None}
     if len({sums.map.inputs_on_rows for sums in group}) == 1 and len(biases) <= 1:
-        total = Sums(replace(group[0].map, bias=next(iter(biases), None)), group[0].structure)
+        total = Sums(replace(first, bias=next(iter(biases), None)), group[0].structure)
         wanted = next(sums for sums in group if sums.map.bias == total.map.bias).tensors
         parts = [{name: _grown(m, wanted[name]) for name, m in sums.tensors.items()} for sums in group]
     else:  # inputs meet gradients on each side: every use counts as much on one as on the other
-        total = Sums(replace(group[0].map, bias=None), group[0].structure)
+        total = Sums(replace(first, bias=None), group[0].structure)
         parts = [_balanced(sums) for sums in group]
     total.places = sum(sums.places for sums in group)
     if len({tuple(m.shape for m in part.values()) for part in parts}) > 1:
@@ -135,7 +139,7 @@ def _are_apart(maps: list[LinearMap]) -> bool:
     return len(places) == len(maps) and len(set(torch.cat(places).tolist())) == sum(map(len, places))
 
 
-@dataclass
+@dataclass(eq=False)
 class Block:
     """One linear map: its curvature, averaged over refits, and its block of U."""
 
@@ -147,6 +151,8 @@ class Block:
     """The tensors of U."""
     diagonal: float = 0.0
     """What the divergence itself puts on H's diagonal, as L2 does."""
+    stack: Stack | None = field(default=None, init=False)
+    """Of blocks like this one, which U was last applied with."""
 
     def fits(self, parameters: Mapping[str, Tensor]) -> bool:
         """Whether they have the shapes that they had when it was made."""
@@ -157,7 +163,7 @@ class Block:
 
     def takes(self, map_: LinearMap, moments: Moments) -> bool:
         """Whether the second moments of this map can be averaged in; made so where it is without its bias this time."""
-        if replace(map_, bias=self.map.bias) != self.map:
+        if replace(map_, bias=self.map.bias, reads_data=self.map.reads_data) != self.map:
             return False
         if map_.bias is None and self.map.bias is not None and self.moments.keys() <= {ROWS, COLUMNS, KERNEL}:
             moments.update({name: _grown(m, self.moments[name]) for name, m in moments.items()})
@@ -175,26 +181,94 @@ class Block:
     def invert(self) -> None:
         """U, from the curvature that is known."""
         damping: Damping = damping_after(self.refits)
+        moments, units = dict(self.moments), self.units()
+        if units is not None:
+            moment = moments[self._inputs]
+            pairs = units.square() if moment.dim() == 2 else units[..., None] * units[:, None]
+            moments[self._inputs] = moment * pairs
         if self.diagonal:
-            mean = self.structure.mean_curvature(self.moments)
+            mean = self.structure.mean_curvature(moments)
             damping = damping + self.diagonal / mean.clamp_min(torch.finfo(mean.dtype).tiny)
         try:
-            self.inverse = self.structure.closed_form(self.moments, damping)
+            self.inverse = self.structure.closed_form(moments, damping)
         except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
             raise NonFiniteError(f"the curvature of {self.map.key!r} can't be inverted: {error}") from error
 
-    def apply(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """U X as a matrix, X being what these tensors have at the places of the map."""
-        x = raised(self.map.read(tensors))
-        if KERNEL in self.moments:
-            return self.structure.apply(self.inverse, x.unflatten(2, (-1, self.map.kernel))).reshape(x.shape)
-        return self.structure.apply(self.inverse, x)
+    @property
+    def _inputs(self) -> str:
+        """The moment of the inputs."""
+        return ROWS if self.map.inputs_on_rows else COLUMNS
+
+    def units(self) -> Tensor | None:
+        """Where the inputs are data: s_j = (mean A_ii / A_jj)^¼, (k, n).
+
+        U is found for inputs s∘a in place of a. That damps A_jj by √λ √A_jj mean √A_ii in place of √λ mean A_ii: an input in
+        small units is learned too, as Adam learns it. It is half of the way to inputs of one size, where pixels that hardly
+        ever change would count as much as the others.
+        """
+        if not (self.map.reads_data and self.structure.by_sides) or self.diagonal:
+            return None
+        moment = self.moments[self._inputs]
+        sizes = moment if moment.dim() == 2 else moment.diagonal(dim1=1, dim2=2)
+        sizes = sizes / sizes.mean(1, keepdim=True)
+        return torch.where(sizes > NEVER_SEEN, sizes, 1).pow(-0.25)
 
     @property
     def memory(self) -> int:
         """Bytes of the curvature and of U."""
         held = [*self.moments.values(), *self.inverse.values()]
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+
+class Stack:
+    """Blocks that are alike, as one: U m of all of them is one product."""
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        self.blocks = list(blocks)
+        first = blocks[0]
+        self._structure, self._map, self._kernel = first.structure, first.map, KERNEL in first.moments
+        self._inverse, self._units = first.inverse, first.units()
+        if len(blocks) > 1:
+            self._inverse = {name: torch.cat([block.inverse[name] for block in blocks]) for name in first.inverse}
+            self._units = None if self._units is None else torch.cat([cast(Tensor, b.units()) for b in blocks])
+            for number, block in enumerate(blocks):  # which hold it from now on: once is enough
+                own = slice(number * self._map.shape[0], (number + 1) * self._map.shape[0])
+                block.inverse = {name: tensor[own] for name, tensor in self._inverse.items()}
+        for block in blocks:
+            block.stack = self
+
+    def read(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """What these tensors (gradients, momenta) have at the places of the maps."""
+        matrices = [raised(block.map.read(tensors)) for block in self.blocks]
+        return matrices[0] if len(matrices) == 1 else torch.cat(matrices)
+
+    def apply(self, x: Tensor) -> Tensor:
+        """U x."""
+        folded = x.reshape(*x.shape[:2], -1, self._map.kernel) if self._kernel else x
+        if self._units is None:
+            return self._structure.apply(self._inverse, folded).reshape(x.shape)
+        side = 1 if self._map.inputs_on_rows else 2
+        units = self._units.reshape(len(x), *(-1 if dim == side else 1 for dim in range(1, folded.dim())))
+        return (units * self._structure.apply(self._inverse, units * folded)).reshape(x.shape)
+
+
+def stacked(blocks: Iterable[Block]) -> list[Stack]:
+    """Those that are alike together; the stacks of before, where they are the same."""
+    groups: dict[tuple[Any, ...], list[Block]] = {}
+    for block in blocks:
+        groups.setdefault(_kind(block), []).append(block)
+    return [
+        stack if (stack := group[0].stack) is not None and stack.blocks == group else Stack(group)
+        for group in groups.values()
+    ]
+
+
+def _kind(block: Block) -> tuple[Any, ...]:
+    """What blocks have to share to be in one stack."""
+    map_ = block.map
+    layout = [(name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in block.inverse.items()]
+    how = (map_.shape, map_.bias is None, map_.inputs_on_rows, map_.kernel, map_.reads_data, KERNEL in block.moments)
+    return (block.structure, *how, *layout)
 
 
 def block_state(block: Block) -> dict[str, Any]:

@@ -56,6 +56,8 @@ class Structure(Described, ABC):
     """
 
     per: Per = "parameter"
+    by_sides = False
+    """U has a factor for each side of a matrix, found from the second moment along it."""
 
     def sizes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
         """The name and shape of each tensor of a block for a parameter of this shape: as `identity` makes them."""
@@ -214,13 +216,13 @@ def damped_inverse(moment: Tensor, damping: Damping) -> Tensor:
     return torch.cholesky_inverse(factor)
 
 
-LONG_SIDE = 512
+LONG_SIDE = 192
 """Sides longer than this are inverted by their leading eigenvectors: their matrix would cost more than a training step."""
 
 
 def leading_rank(side: int) -> int:
     """How many: an eighth of a long side, where U was as good as with all of them (docs/cost.md)."""
-    return max(128, side // 8)
+    return max(64, side // 8)
 
 
 def thin_inverse(moment: Tensor, damping: Damping) -> tuple[Tensor, Tensor]:

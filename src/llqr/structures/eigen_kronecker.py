@@ -69,6 +69,8 @@ class EigenKronecker(Structure):
         hat = multiply_all(self._folded(x), [transpose(basis) for basis in bases])
         return multiply_all(tensors[SCALE] * hat, bases).reshape(x.shape)
 
+    by_sides = True
+
     def second_moments(self, rows: Tensor, columns: Tensor, kernel: int) -> dict[str, Tensor]:
         return side_moments(rows, columns, kernel, self.modes, self.max_dim)
 

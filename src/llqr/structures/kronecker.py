@@ -74,6 +74,8 @@ class Kronecker(Structure):
         product = multiply_all(self._folded(x), factors).reshape(x.shape)
         return product * tensors[SIZE].reshape(-1, *[1] * (x.dim() - 1)) if SIZE in tensors else product
 
+    by_sides = True
+
     def second_moments(self, rows: Tensor, columns: Tensor, kernel: int) -> dict[str, Tensor]:
         return side_moments(rows, columns, kernel, self.modes, self.max_dim)
 
