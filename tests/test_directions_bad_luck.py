@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from typing import Any
 
@@ -394,5 +395,70 @@ def test_families_that_fit(dtype: torch.dtype) -> None:
     model = network(dtype=dtype)
     optimizer = LLQR(sgd(model), model, KL("gaussian"))
     model(batch(dtype=dtype)[0]).square().mean().backward()
+    optimizer.step()
+    assert optimizer.stats.refits == 1
+
+
+class Turned(nn.Module):
+    """Classes along dimension 1 of three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = network()
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.inner(x)
+        return logits.unflatten(0, (2, -1)).mT
+
+
+@pytest.mark.parametrize("family", ["gaussian", "bernoulli"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_family_without_classes_for_a_cross_entropy(family: str, dtype: torch.dtype) -> None:
+    """With smoothing and padding too, and classes along dimension 1."""
+    x, y = batch(dtype=dtype)
+    cases: list[tuple[nn.Module, Tensor, dict[str, Any], str]] = [
+        (network(dtype=dtype), y, {}, "'categorical'"),
+        (network(dtype=dtype), y, {"label_smoothing": 0.1, "reduction": "sum"}, "'categorical'"),
+        (network(dtype=dtype), y.masked_fill(y == 0, -100), {}, "'categorical'"),
+        (Turned().to(dtype), y.unflatten(0, (2, -1)), {}, "Categorical(dim=1)"),
+    ]
+    for model, targets, options, right in cases:
+        optimizer = LLQR(sgd(model), model, KL(family))
+        before = parameters_of(model)
+        functional.cross_entropy(model(x), targets, **options).backward()
+        message = (
+            rf"is that of a categorical distribution.*In place of KL\(family=.*write KL\(family={re.escape(right)}\)"
+        )
+        with pytest.raises(LLQRError, match=message):
+            optimizer.step()
+        assert_same(parameters_of(model), before)
+
+
+SLOPES: dict[str, tuple[str, nn.Module, Any]] = {
+    "squares": ("gaussian", nn.Identity(), lambda output, right: output - right),
+    "binary": ("bernoulli", nn.Identity(), lambda output, right: output.sigmoid() - right),
+    "nearly centred": ("gaussian", nn.Identity(), lambda output, right: output.softmax(1) - right + 1e-4),
+    "centred": ("gaussian", nn.Identity(), lambda output, right: right - output.softmax(1)),
+    "squares of probabilities": ("gaussian", nn.Softmax(1), lambda output, right: output - right),
+    "one output": ("gaussian", nn.Linear(CLASSES, 1), lambda output, right: output - 1),
+    "two outputs": (
+        "gaussian",
+        nn.Linear(CLASSES, 2),
+        lambda output, right: torch.ones_like(output) * torch.tensor([-1, 1]),
+    ),
+    "no slope": ("gaussian", nn.Identity(), lambda output, right: 0 * output),
+}
+
+
+@pytest.mark.parametrize("case", SLOPES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_slopes_that_are_not_of_a_cross_entropy(case: str, dtype: torch.dtype) -> None:
+    """One negative number in each row, the rest positive, and their sum zero to rounding: any of it may miss."""
+    family, last, slope = SLOPES[case]
+    x, y = batch(dtype=dtype)
+    model = nn.Sequential(network(), copy.deepcopy(last)).to(dtype)
+    optimizer = LLQR(sgd(model), model, KL(family))
+    output = model(x)
+    output.backward(slope(output.detach(), functional.one_hot(y, CLASSES)))
     optimizer.step()
     assert optimizer.stats.refits == 1

@@ -409,6 +409,16 @@ class Output:
     logits: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Outer:
+    inner: Any
+
+
+class Plain:
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+
 class Telling(nn.Module):
     """Returns its loss with what it was computed from, in some container."""
 
@@ -425,10 +435,18 @@ class Telling(nn.Module):
             "dict": {"loss": loss, "logits": logits},
             "object": Output(loss, logits),
             "nested": {"all": [(loss,), {"logits": logits}], "count": 3},
+            "object in a tuple": (Output, Output(loss, logits)),
+            "object in a dict": {"inner": Output(loss, logits)},
+            "object in an object": Outer(Outer([Output(loss, logits)])),
+            "object in a plain one": Plain(Output(loss, logits)),
         }[self.form]
 
 
-@pytest.mark.parametrize("form", ["tensor", "tuple", "dict", "object", "nested"])
+FORMS = ["tensor", "tuple", "dict", "object", "nested"]
+FORMS += ["object in a tuple", "object in a dict", "object in an object", "object in a plain one"]
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_losses_inside_the_model(form: str) -> None:
     """The same steps as with the loss outside."""
     model, plain = Telling(form), network()
@@ -443,6 +461,10 @@ def test_losses_inside_the_model(form: str) -> None:
             "dict": lambda out=output: out["loss"],
             "object": lambda out=output: out.loss,
             "nested": lambda out=output: out["all"][0][0],
+            "object in a tuple": lambda out=output: out[1].loss,
+            "object in a dict": lambda out=output: out["inner"].loss,
+            "object in an object": lambda out=output: out.inner.inner[0].loss,
+            "object in a plain one": lambda out=output: out.inner.loss,
         }[form]()
         loss.backward()
         optimizer.step()

@@ -415,18 +415,72 @@ def test_llqr_runs_at_the_rate_of_its_base_with_nothing_tuned(tmp_path: Path, mo
     assert figure.stat().st_size > 10_000
 
 
-def test_ratios_are_of_the_steps_and_seconds_to_what_the_base_comes_to() -> None:
-    entry = next(each for each in ENTRIES if each.name == "LLQR on SGDM")
-    finals = {"SGDM": [result([3, 2, 1.0]), result([3, 2, 1.2])]}
-    own = [result([3, 1.1, 0.5]), result([3, 1.0, 0.5])]
-    rows = untuned_rows("some", COURSES["shakespeare"], finals, {entry: own}, 2, TIMES)
-    line = ["some", "SGDM", "0.1", "1.2", "30, 3.0", "20, 2.4", "×0.67", "×0.80"]
-    assert untuned_lines(rows)[1] == [*line, "1.1000 (1, 1.2)", "0.5000 (0.5, 0.5)"]
-    rows = untuned_rows("some", COURSES["shakespeare"], finals, {entry: [own[0], result([3, 3, 3])]}, 2, TIMES)
-    assert untuned_lines(rows)[1][5:8] == ["– (1 of 2 seeds)", "–", "–"]
-    blown = {"SGDM": [result([3, 2, 1.0], diverged=True)]}
-    rows = untuned_rows("some", COURSES["shakespeare"], blown, {entry: own[:1]}, 1, TIMES)
-    assert untuned_lines(rows)[1][3:8] == ["–", "diverged", "–", "–", "–"]
+LLQR_ON_SGDM = next(each for each in ENTRIES if each.name == "LLQR on SGDM")
+BASES = [result([3, 2, 1.0], seed=0), result([3, 2, 1.2], seed=1), result([3, 2, 1.1], seed=2)]
+
+
+@pytest.mark.parametrize(
+    ("own", "steps", "ratios", "shown"),
+    [
+        (BASES, [30, 30, 30], [1, 1, 1], "×1.00 (×1.00, ×1.00)"),
+        # each to its own base's end: 1.1 is there for seed 1 alone
+        ([result([3, 1.1, 1.0], seed=s) for s in (0, 1)], [30, 20], [1, 2 / 3], "×0.83 (×0.67, ×1.00; 2 of 3 seeds)"),
+        (
+            [result([1.0, 1, 1], seed=0), result([3, 1.2, 1], seed=1), result([3, 1.0, 1], seed=2)],
+            [pytest.approx(10 / 3), 20, 20],  # at the first record
+            [1 / 9, 2 / 3, 2 / 3],
+            "×0.67 (×0.11, ×0.67)",
+        ),
+        (
+            [result([3, 1, 1], seed=0), result([3, 1, 1], seed=1), result([3, 3, 3], seed=2)],
+            [20, 20, None],
+            [2 / 3, 2 / 3, None],
+            "×0.67 (×0.67, never)",
+        ),
+        (
+            [result([3, 1, 1], seed=0), result([3, 1, 9], seed=1, diverged=True), result([3, 3, 3], seed=2)],
+            [20, None, None],
+            [2 / 3, None, None],
+            "never (×0.67, never)",
+        ),
+        ([result([3, 1, 1], seed=2)], [20], [2 / 3], "×0.67 (×0.67, ×0.67; 1 of 3 seeds)"),
+        ([], [], [], "–"),
+    ],
+)
+def test_ratios_are_of_llqr_and_its_base_with_the_same_seed(
+    own: list[dict[str, Any]], steps: list[float], ratios: list[float], shown: str
+) -> None:
+    (row,) = untuned_rows("some", COURSES["shakespeare"], {"SGDM": BASES}, {LLQR_ON_SGDM: own}, 3, TIMES)
+    assert row["paired"] == [each["seed"] for each in own]
+    assert row["llqr"]["steps"] == steps
+    assert row["alone"]["steps"] == [30] * len(own)
+    assert row["steps_ratios"] == pytest.approx(ratios)
+    assert row["seconds_ratios"] == pytest.approx([each and 1.2 * each for each in ratios])
+    assert untuned_lines([row])[1][5] == shown
+    assert (row["steps_ratio"] is None) is shown.startswith(("never", "–"))
+
+
+def test_a_line_of_the_untuned_table() -> None:
+    own = [result([3, 1.0, 0.5], seed=seed) for seed in range(3)]
+    bases = [*BASES[:2], result([3, 2, 1.0], seed=2, diverged=True)]
+    rows = untuned_rows("some", COURSES["shakespeare"], {"SGDM": bases}, {LLQR_ON_SGDM: own}, 3, TIMES)
+    ratios = ["×0.67 (×0.67, ×0.67; 2 of 3 seeds)", "×0.80 (×0.80, ×0.80; 2 of 3 seeds)"]
+    header, line = untuned_lines(rows)
+    assert line == ["some", "SGDM", "0.1", "30, 30, –", "20, 20, –", *ratios, "– (1, 1.2)", "0.5000 (0.5, 0.5)"]
+    assert len(header) == len(line)
+    json.dumps(rows, allow_nan=False)
+
+
+def test_runs_that_end_by_themselves_are_paired_by_their_steps() -> None:
+    """Where the base came to no end, there is nothing to divide by."""
+    bases, own = (
+        [result([1, 1, 1], seed=seed, steps_to_target=end) for seed, end in enumerate(ends)]
+        for ends in ((500, 300, None), (250, 300, 100))
+    )
+    (row,) = untuned_rows("some", COURSES["modular-addition"], {"SGDM": bases}, {LLQR_ON_SGDM: own}, 3, TIMES)
+    assert row["steps_ratios"] == [0.5, 1.0]
+    assert row["steps_ratio"] == 0.75
+    assert untuned_lines([row])[1][3:6] == ["500, 300, –", "250, 300, 100", "×0.75 (×0.50, ×1.00; 2 of 3 seeds)"]
 
 
 def test_losses_are_recorded_every_fiftieth_of_a_course() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -23,12 +24,21 @@ def as_arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(map(_copy, inputs)) if isinstance(inputs, (tuple, list)) else (_copy(inputs),), {}
 
 
-def tensors_in(inputs: Any) -> list[Tensor]:
-    """The tensors of the inputs, in order, however deep in tuples, lists and mappings."""
-    if isinstance(inputs, Tensor):
-        return [inputs]
-    values = inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, (tuple, list)) else ()
-    return [tensor for value in values for tensor in tensors_in(value)]
+def tensors_in(value: Any, dataclasses: bool = False) -> list[Tensor]:
+    """The tensors in a value, in order, however deep in tuples, lists and mappings, and in dataclasses if they are asked for.
+
+    Inputs are copied and cut as well, which dataclasses aren't.
+    """
+    if isinstance(value, Tensor):
+        return [value]
+    parts: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        parts = value.values()
+    elif isinstance(value, (tuple, list)):
+        parts = value
+    elif dataclasses and is_dataclass(value) and not isinstance(value, type):
+        parts = [getattr(value, each.name, None) for each in fields(value)]
+    return [tensor for part in parts for tensor in tensors_in(part, dataclasses)]
 
 
 def check_model(model: nn.Module, inputs: Inputs, without_inputs: bool = False) -> None:

@@ -154,9 +154,9 @@ class Collector:
 
 def returned(output: Any) -> list[Tensor]:
     """The floating-point tensors that a model returned, in order, however deep in what it returned."""
-    found = tensors_in(output)
+    found = tensors_in(output, dataclasses=True)
     if not found and hasattr(output, "__dict__"):
-        found = tensors_in(vars(output))
+        found = tensors_in(vars(output), dataclasses=True)
     return [tensor for tensor in found if tensor.is_floating_point()]
 
 

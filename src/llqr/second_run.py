@@ -7,6 +7,7 @@ no gradient of a parameter is formed. Without a divergence the slopes are those 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -21,7 +22,7 @@ from llqr.checks import batch_size_of, check_finite
 from llqr.collector import Call, returned
 from llqr.divergences import L2, ActivationTerm, BasePoint, Divergence, OutputTerm
 from llqr.errors import LLQRError, NonFiniteError
-from llqr.families import Categorical
+from llqr.families import Bernoulli, Categorical, Gaussian
 from llqr.linear_maps import LinearMap, Sides, find_uses
 from llqr.loop.closures import Closure, loss_of_output
 from llqr.loop.inputs import as_inputs
@@ -30,6 +31,10 @@ from llqr.recorder import Recorder, Selector
 
 NOT_CATEGORICAL = 0.1
 """How far from zero the gradient of a loss may sum up over the classes, as a share of its size; rounding leaves far less."""
+ROUNDING = 1e-5
+"""What rounding in float32 leaves of a sum that is zero, as a share of the size of what is summed."""
+PROBABILITIES = 0.01
+"""How far from one the sum of probabilities may be."""
 
 
 class SecondRun:
@@ -42,6 +47,7 @@ class SecondRun:
         self._terms = [] if divergence is None else list(divergence.terms())
         self._places = sites.metric_modules(model, self._terms)
         self._needs_loss = any(isinstance(term, OutputTerm) and term.needs_loss for _, term in self._terms)
+        self._has_classes = any(isinstance(getattr(term, "family", None), Categorical) for _, term in self._terms)
         self.divergence = divergence
         self.others: Mapping[str, str] = {}
         """Parameters that aren't in linear maps alone, by what else uses them."""
@@ -122,7 +128,7 @@ class SecondRun:
             else:
                 index = 0
                 term.check(values[0])
-                _check_family(term, call, values[0])
+                _check_family(term, call, values[0], self._has_classes)
                 drawn = term.draw(BasePoint(values[0], loss, _counted(term, call, base)), generator)
             drawn = drawn * (weight if term.additive else weight * share) ** 0.5
             slope = slopes[index]
@@ -158,10 +164,22 @@ def _loss_slope(call: Call, output: Tensor) -> Tensor | None:
     return next((g for g in call.gradients.values() if g.shape == output.shape), None)
 
 
-def _check_family(term: OutputTerm, call: Call, output: Tensor) -> None:
-    """Raise where the loss isn't one of class probabilities: by logits that move together it would not change."""
+def _check_family(term: OutputTerm, call: Call, output: Tensor, has_classes: bool) -> None:
+    """Raise where the family is one of classes and the loss isn't, or the loss is and no term `has_classes`.
+
+    A loss of classes doesn't change by logits that move together.
+    """
     family, slope = getattr(term, "family", None), _loss_slope(call, output)
-    if not isinstance(family, Categorical) or slope is None:
+    if slope is None:
+        return
+    without = not has_classes and isinstance(family, (Bernoulli, Gaussian))
+    if without and (dim := _dimension_of_classes(slope, output)) is not None:
+        right = "'categorical'" if dim == output.dim() - 1 else f"Categorical(dim={dim})"
+        raise LLQRError(
+            f"the loss is that of a categorical distribution along dimension {dim} of the output: its gradient there is that "
+            f"of a cross-entropy. In place of {term!r} write KL(family={right}), or leave divergence out"
+        )
+    if not isinstance(family, Categorical):
         return
     slope = raised(slope)
     if float(slope.sum(family.dim).norm()) > NOT_CATEGORICAL * float(slope.norm()):
@@ -171,6 +189,27 @@ def _check_family(term: OutputTerm, call: Call, output: Tensor) -> None:
             "KL(family='gaussian') for regression, KL(family=Categorical(dim=…)) for classes along another dimension, or leave "
             "divergence out"
         )
+
+
+def _dimension_of_classes(slope: Tensor, output: Tensor) -> int | None:
+    """The dimension of logits whose cross-entropy has this slope: class probabilities, less 1 for the class that was right.
+
+    They sum to zero, and one at most is negative: losses that don't see the mean of the output have many that are. Outputs
+    that are probabilities themselves are left out, since their squared error has such a slope too.
+    """
+    rounding = max(ROUNDING, torch.finfo(slope.dtype).eps)
+    slope = raised(slope)
+    size = float(slope.norm())
+    for dim in sorted({output.dim() - 1, 1} & set(range(1, output.dim())), reverse=True):
+        if (
+            output.shape[dim] > 2
+            and 0 < size < math.inf
+            and float(slope.sum(dim).norm()) <= rounding * size
+            and int((slope < 0).sum(dim).max()) == 1
+            and float((output.sum(dim) - 1).abs().max()) > PROBABILITIES
+        ):
+            return dim
+    return None
 
 
 def _no_loss(output: Tensor) -> Tensor:

@@ -22,7 +22,6 @@ from rich.console import Console
 from rich.table import Table
 
 from llqr_lab import pages
-from llqr_lab.bench.measure import ratio
 from llqr_lab.experiments.collect import Result, curve, value
 from llqr_lab.experiments.command import folder_of
 from llqr_lab.experiments.config import Config
@@ -32,7 +31,7 @@ from llqr_lab.experiments.sweep import sweep
 from llqr_lab.figures.race import draw
 from llqr_lab.progress import bar
 from llqr_lab.race.entries import BEYOND, COURSES, WIDEN, WIDEST, Course, Entry
-from llqr_lab.race.page import COMMAND, THE_END, Row, blow_ups, body, reached, shown
+from llqr_lab.race.page import COMMAND, THE_END, Row, blow_ups, body, ratio, reached, shown
 from llqr_lab.race.timing import TIMED, TURN, seconds_to, step_seconds
 from llqr_lab.results import provenance, write_json
 
@@ -268,35 +267,51 @@ def untuned_rows(
     seeds: int,
     times: Times,
 ) -> list[Row]:
-    """A row a base: when it, and LLQR at the same rate, came to the training loss that the base comes to with every seed."""
-    targets, rows = _targets(course, finals), []
+    """A row a base: with each seed, when it came to its own last training loss, and when LLQR did at the same rate.
+
+    A ratio is the median of the seeds'; one that LLQR doesn't get there with is infinite, which is None. Seeds that the base
+    doesn't get there with, or that one of the two wasn't run with, don't count.
+    """
+    rows = []
     for entry, results in wrapped.items():
         base = entry.name.removeprefix("LLQR on ")
-        target = targets.get(THE_END, targets.get(base))
-        sides = {}
-        for name, own in ((base, finals[base]), (entry.name, results)):
-            losses = [last_loss(each) for each in own]
-            sides[name] = {
-                "train_loss": _middle(losses),
-                "train_losses": losses,
-                "score": _middle([value(each) for each in own]),
-                "curve": own[0]["curve"] if own else None,
-                **({} if target is None else _reached(own, course, target, seeds, times.get(name))),
-            }
-        alone, around = sides.values()
-        rows.append(
-            {
-                "task": task,
-                "base": base,
-                "lr": finals[base][0]["lr"],
-                "seeds": seeds,
-                "target": alone.get("loss"),
-                "alone": alone,
-                "llqr": around,
-                **{f"{what}_ratio": ratio(around.get(what), alone.get(what)) for what in ("steps", "seconds")},
-            }
-        )
+        others = {each["seed"]: each for each in results}
+        pairs = [(each, others[each["seed"]]) for each in finals[base] if each["seed"] in others]
+        alone = _side([own for own, _ in pairs], course, [last_loss(own) for own, _ in pairs], times[base])
+        around = _side([other for _, other in pairs], course, alone["train_losses"], times[entry.name])
+        row = {
+            "task": task,
+            "base": base,
+            "lr": finals[base][0]["lr"],
+            "seeds": seeds,
+            "paired": [own["seed"] for own, _ in pairs],
+            "alone": alone,
+            "llqr": around,
+        }
+        for what in ("steps", "seconds"):
+            ratios = [
+                math.inf if there is None else there / own
+                for own, there in zip(alone[what], around[what], strict=True)
+                if own is not None
+            ]
+            row[f"{what}_ratio"] = _number(median(ratios)) if ratios else None
+            row[f"{what}_ratios"] = [_number(each) for each in ratios]
+        rows.append(row)
     return rows
+
+
+def _side(results: list[Result], course: Course, targets: Sequence[float | None], times: list[float]) -> Row:
+    """Of the base or of LLQR, a number a seed: when it was at the target, and its last training loss."""
+    steps = [place(each, course, target) for each, target in zip(results, targets, strict=True)]
+    losses = [last_loss(each) for each in results]
+    return {
+        "steps": steps,
+        "seconds": [None if each is None else seconds_to(times, each) for each in steps],
+        "train_loss": _middle(losses),
+        "train_losses": losses,
+        "score": _middle([value(each) for each in results]),
+        "curve": results[0]["curve"] if results else None,
+    }
 
 
 def _targets(course: Course, finals: Mapping[str, list[Result]]) -> dict[str, float]:
@@ -324,12 +339,14 @@ def _reached(results: list[Result], course: Course, target: float, seeds: int, t
     }
 
 
-def place(result: Result, course: Course, target: float) -> float | None:
-    """The step at which a run was there for the first time; None if it diverged in the end."""
+def place(result: Result, course: Course, target: float | None) -> float | None:
+    """The step at which a run was there for the first time; None if it diverged in the end, or there is no target."""
     if result["diverged"]:
         return None
     if course.reached == "test_accuracy":
         return result.get("steps_to_target")
+    if target is None:
+        return None
     steps = result["curve"]["step"]
     return next(
         (step for step, loss in zip(steps, smoothed(result), strict=True) if loss is not None and loss <= target), None
@@ -368,7 +385,7 @@ def report_untuned(rows: list[Row], console: Console) -> None:
     for header in ("task", "base", "rate", "steps", "time", "train loss", "with LLQR"):
         table.add_column(header, justify="left" if header in ("task", "base") else "right")
     for row in rows:
-        ratios = [shown(row[f"{what}_ratio"], "×{:.2f}") for what in ("steps", "seconds")]
+        ratios = [ratio(row, what) for what in ("steps", "seconds")]
         losses = [shown(row[side]["train_loss"], "{:.4g}") for side in ("alone", "llqr")]
         table.add_row(row["task"], row["base"], f"{row['lr']:g}", *ratios, *losses)
     console.print(table)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 from llqr_lab.pages import table
@@ -58,7 +60,7 @@ def duels(rows: Sequence[Row]) -> list[list[str]]:
             )
             lines.append([base["task"], base["optimizer"], "–", ends, "–", "–", "–"])
             continue
-        ratio = other["seconds"] / own["seconds"] if other["seconds"] and own["seconds"] else None
+        times = other["seconds"] / own["seconds"] if other["seconds"] and own["seconds"] else None
         peers = [row for row in rows if row["task"] == base["task"] and row is not wrapped]
         faster = [
             row["optimizer"]
@@ -72,7 +74,7 @@ def duels(rows: Sequence[Row]) -> list[list[str]]:
                 _goal(goal["loss"]),
                 f"{shown(base['lr'], '{:g}')}: {reached(own, base['seeds'])}",
                 f"{shown(wrapped['lr'], '{:g}')}: {reached(other, wrapped['seeds'])}",
-                shown(ratio, "**×{:.2f}**" if ratio and ratio < BEYOND_A_TIE else "×{:.2f}"),
+                shown(times, "**×{:.2f}**" if times and times < BEYOND_A_TIE else "×{:.2f}"),
                 ", ".join(faster) or "nobody",
             ]
         )
@@ -81,18 +83,27 @@ def duels(rows: Sequence[Row]) -> list[list[str]]:
 
 def untuned_lines(rows: Sequence[Row]) -> list[list[str]]:
     """A line for each task and base, both at the base's best rate."""
-    header = ["task", "base", "rate", "to", "base: steps, seconds", "LLQR: steps, seconds", "steps", "time"]
+    header = ["task", "base", "rate", "base: steps", "LLQR: steps", "steps (least, most)", "time (least, most)"]
     header += ["base: training loss", "LLQR: training loss"]
     lines = []
     for row in rows:
-        line = [row["task"], row["base"], f"{row['lr']:g}"]
-        if "reached" in row["alone"]:
-            line += [_goal(row["target"]), *(reached(row[side], row["seeds"]) for side in ("alone", "llqr"))]
-        else:
-            line += ["–", "diverged", "–"]
-        line += [shown(row[f"{what}_ratio"], "×{:.2f}") for what in ("steps", "seconds")]
-        lines.append([*line, *(_spread(row[side]) for side in ("alone", "llqr"))])
+        sides = [row["alone"], row["llqr"]]
+        steps = [", ".join(shown(each, "{:.0f}") for each in side["steps"]) or "–" for side in sides]
+        ratios = [ratio(row, what) for what in ("steps", "seconds")]
+        lines.append([row["task"], row["base"], f"{row['lr']:g}", *steps, *ratios, *map(_spread, sides)])
     return [header, *lines]
+
+
+def ratio(row: Row, what: str) -> str:
+    """LLQR's steps or seconds by its base's: the median of the seeds, its extremes, and how many seeds count if not all."""
+    ratios = [math.inf if each is None else each for each in row[f"{what}_ratios"]]
+    if not ratios:
+        return "–"
+    middle, least, most = (
+        "never" if each == math.inf else f"×{each:.2f}" for each in (median(ratios), min(ratios), max(ratios))
+    )
+    some = "" if len(ratios) == row["seeds"] else f"; {len(ratios)} of {row['seeds']} seeds"
+    return f"{middle} ({least}, {most}{some})"
 
 
 def _goal(loss: float | None) -> str:
