@@ -337,13 +337,13 @@ def few_directions(side: int, samples: int) -> Tensor:
 
 
 def test_a_long_side_is_inverted_by_its_leading_eigenvectors() -> None:
-    """(M + γ)⁻¹ = ρ (I - B Bᵀ) exactly, where M has no more than r strong directions and one value in all others."""
+    """(M + γ)⁻¹ = diag(w) - B Bᵀ exactly, where M has no more than r strong directions and one value in all others."""
     torch.manual_seed(0)
     side = LONG_SIDE + 8
     moment = gram(few_directions(side, 20))
-    thin, size = thin_inverse(moment, 0.3)
+    thin, diagonal = thin_inverse(moment, 0.3)
     assert thin.shape == (2, side, leading_rank(side))
-    found = size[:, None, None] * (torch.eye(side).double() - thin @ thin.mT)
+    found = torch.diag_embed(diagonal) - thin @ thin.mT
     torch.testing.assert_close(found, damped_inverse(moment, 0.3), rtol=1e-9, atol=1e-9 * float(found.abs().max()))
     assert torch.equal(thin, thin_inverse(moment, 0.3)[0])  # it depends on M alone
 
@@ -371,8 +371,8 @@ def test_a_long_side_of_any_spectrum() -> None:
     side = LONG_SIDE + 8
     x = torch.randn(1, 2000, side).double() * torch.linspace(0.01, 1, side).double() ** 8
     moment = gram(x)
-    thin, size = thin_inverse(moment, 0.3)
-    found = size[:, None, None] * (torch.eye(side).double() - thin @ thin.mT)
+    thin, diagonal = thin_inverse(moment, 0.3)
+    found = torch.diag_embed(diagonal) - thin @ thin.mT
     exact = damped_inverse(moment, 0.3)
     assert float(torch.linalg.eigvalsh(found).min()) == pytest.approx(
         float(torch.linalg.eigvalsh(exact).min()), rel=1e-3

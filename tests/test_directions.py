@@ -289,14 +289,14 @@ def test_a_function_of_the_step() -> None:
 
 
 def test_the_default_schedule() -> None:
-    """Each of the first ten steps, gaps that only grow, to 25 and no more; as fast to ask at step 10⁶."""
+    """Each of the first ten steps, gaps that only grow, to 40 and no more; as fast to ask at step 10⁶."""
     steps = [step for step in range(5000) if often_at_first(step)]
     assert steps[:11] == list(range(11))
     gaps = [after - before for before, after in pairwise(steps)]
     assert gaps == sorted(gaps)
-    assert gaps[-1] == LONGEST == 25
+    assert gaps[-1] == LONGEST == 40
     begun = time.perf_counter()
-    assert sum(often_at_first(10**6 + step) for step in range(1000)) == 40
+    assert sum(often_at_first(10**6 + step) for step in range(1000)) == 25
     assert time.perf_counter() - begun < 0.5
     model = network()
     optimizer = LLQR(SGD(model.parameters(), lr=0.01), model)
@@ -418,12 +418,12 @@ def test_maps_of_one_shape_are_stepped_together() -> None:
         if number == 3:
             model[2].weight.grad = None
         optimizer.step()
-        blocks = [optimizer.blocks[f"{place}.weight"] for place in (2, 4, 6)]
+        blocks = [optimizer.blocks[f"{place}.weight"] for place in (2, 0, 4, 6)]
         together = blocks[1:] if number == 3 else blocks
         assert len({block.stack for block in together}) == 1
         assert blocks[-1].stack is not None
         assert set(blocks[-1].stack.blocks) == set(together)
-        assert optimizer.blocks["0.weight"].stack is not blocks[-1].stack  # it reads the data
+        assert optimizer.blocks["8.weight"].stack is not blocks[-1].stack
         storages = {tensor.untyped_storage().data_ptr() for block in together for tensor in block.inverse.values()}
         assert len(storages) == 2
         momenta = {name: torch.randn_like(p) for name, p in model.named_parameters()}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -190,9 +190,11 @@ class Block:
             mean = self.structure.mean_curvature(moments)
             damping = damping + self.diagonal / mean.clamp_min(torch.finfo(mean.dtype).tiny)
         try:
-            self.inverse = self.structure.closed_form(moments, damping)
+            inverse = self.structure.closed_form(moments, damping)
         except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
             raise NonFiniteError(f"the curvature of {self.map.key!r} can't be inverted: {error}") from error
+        side = 0 if self.map.inputs_on_rows else 1
+        self.inverse = inverse if units is None else self.structure.scale_side(inverse, side, units)
 
     @property
     def _inputs(self) -> str:
@@ -227,10 +229,9 @@ class Stack:
         self.blocks = list(blocks)
         first = blocks[0]
         self._structure, self._map, self._kernel = first.structure, first.map, KERNEL in first.moments
-        self._inverse, self._units = first.inverse, first.units()
+        self._inverse = first.inverse
         if len(blocks) > 1:
             self._inverse = {name: torch.cat([block.inverse[name] for block in blocks]) for name in first.inverse}
-            self._units = None if self._units is None else torch.cat([cast(Tensor, b.units()) for b in blocks])
             for number, block in enumerate(blocks):  # which hold it from now on: once is enough
                 own = slice(number * self._map.shape[0], (number + 1) * self._map.shape[0])
                 block.inverse = {name: tensor[own] for name, tensor in self._inverse.items()}
@@ -245,11 +246,7 @@ class Stack:
     def apply(self, x: Tensor) -> Tensor:
         """U x."""
         folded = x.reshape(*x.shape[:2], -1, self._map.kernel) if self._kernel else x
-        if self._units is None:
-            return self._structure.apply(self._inverse, folded).reshape(x.shape)
-        side = 1 if self._map.inputs_on_rows else 2
-        units = self._units.reshape(len(x), *(-1 if dim == side else 1 for dim in range(1, folded.dim())))
-        return (units * self._structure.apply(self._inverse, units * folded)).reshape(x.shape)
+        return self._structure.apply(self._inverse, folded).reshape(x.shape)
 
 
 def stacked(blocks: Iterable[Block]) -> list[Stack]:
@@ -267,7 +264,7 @@ def _kind(block: Block) -> tuple[Any, ...]:
     """What blocks have to share to be in one stack."""
     map_ = block.map
     layout = [(name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in block.inverse.items()]
-    how = (map_.shape, map_.bias is None, map_.inputs_on_rows, map_.kernel, map_.reads_data, KERNEL in block.moments)
+    how = (map_.shape, map_.bias is None, map_.inputs_on_rows, map_.kernel, KERNEL in block.moments)
     return (block.structure, *how, *layout)
 
 

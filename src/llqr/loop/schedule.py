@@ -44,7 +44,7 @@ class Schedule:
         return self._answer
 
 
-LONGEST = 25
+LONGEST = 40
 """Steps between refits at the most, with the default schedule."""
 
 

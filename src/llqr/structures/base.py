@@ -57,7 +57,7 @@ class Structure(Described, ABC):
 
     per: Per = "parameter"
     by_sides = False
-    """U has a factor for each side of a matrix, found from the second moment along it."""
+    """U has a factor for each side of a matrix, found from the second moment along it; `scale_side` is written."""
 
     def sizes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
         """The name and shape of each tensor of a block for a parameter of this shape: as `identity` makes them."""
@@ -109,6 +109,10 @@ class Structure(Described, ABC):
     def closed_form(self, moments: Tensors, damping: Damping) -> dict[str, Tensor]:
         """The tensors of (H + λ)⁻¹ within this structure, H the second moments; λ is `damping` times their mean diagonal."""
         raise self._without_closed_form()
+
+    def scale_side(self, tensors: Tensors, side: int, scale: Tensor) -> dict[str, Tensor]:
+        """The tensors of S U S, with S diagonal along one side: `scale` is (k, n)."""
+        raise NotImplementedError
 
     def check_closed_form(self) -> None:
         """Raise for a structure that says only how it acts, which is enough for the paper's fit."""
@@ -226,11 +230,11 @@ def leading_rank(side: int) -> int:
 
 
 def thin_inverse(moment: Tensor, damping: Damping) -> tuple[Tensor, Tensor]:
-    """(M + γ)⁻¹ ≈ ρ (I - B Bᵀ), γ = damping · mean(diag M): B (k, n, r) and ρ (k).
+    """(M + γ)⁻¹ ≈ diag(w) - B Bᵀ, γ = damping · mean(diag M): B (k, n, r) and w (k, n).
 
     With the leading eigenvectors Q and values Λ of M, and τ the mean of the other values, M ≈ Q (Λ - τ) Qᵀ + τ, so that
-    ρ = 1/(τ + γ) and B = Q √(1 - (τ + γ)/(Λ + γ)). Q comes from three products with M, from the same start each time: what U is
-    depends on M alone.
+    w = 1/(τ + γ) and B = Q √(1/(τ + γ) - 1/(Λ + γ)). Q comes from three products with M, from the same start each time:
+    what U is depends on M alone.
     """
     side = moment.shape[2]
     rank = leading_rank(side)
@@ -242,8 +246,9 @@ def thin_inverse(moment: Tensor, damping: Damping) -> tuple[Tensor, Tensor]:
         basis = torch.linalg.qr(moment @ basis).Q
     values, turn = torch.linalg.eigh(basis.mT @ (moment @ basis))
     rest = ((trace - values.sum(1)) / (side - rank)).clamp_min(0) + shift
-    kept = (1 - rest[:, None] / (values + shift[:, None])).clamp_min(0).sqrt()
-    return basis @ (turn * kept[:, None]), rest.reciprocal()
+    size = rest.reciprocal()[:, None]
+    kept = (size - (values + shift[:, None]).reciprocal()).clamp_min(0).sqrt()
+    return basis @ (turn * kept[:, None]), size.expand(-1, side).contiguous()
 
 
 POWERS = 2

@@ -87,6 +87,10 @@ class EigenKronecker(Structure):
         shift = damping * curvature.flatten(1).mean(1) + torch.finfo(curvature.dtype).tiny
         return {**bases, SCALE: (curvature + shift.reshape(-1, *[1] * (curvature.dim() - 1))).reciprocal()}
 
+    def scale_side(self, tensors: Tensors, side: int, scale: Tensor) -> dict[str, Tensor]:
+        basis = tensors[BASES[side]]
+        return {**tensors, BASES[side]: basis * (scale if basis.dim() == 2 else scale[..., None])}
+
     def linearize(self, tensors: Tensors, x: Tensor) -> Linearization:
         return self._linearized(tensors, x, _bases(tensors))
 

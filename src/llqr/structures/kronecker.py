@@ -22,6 +22,7 @@ from llqr.structures.diagonal import Diagonal
 from llqr.structures.modes import (
     AllButOne,
     Factor,
+    Thin,
     factor_size,
     identity_factor,
     multiply,
@@ -33,7 +34,8 @@ from llqr.structures.modes import (
 )
 
 FACTORS = ("C", "D", "E")
-SIZE = "size"
+DIAGONALS = {name: f"diagonal of {name}" for name in FACTORS}
+"""Of thin factors."""
 VECTOR = Diagonal()
 
 
@@ -70,9 +72,12 @@ class Kronecker(Structure):
     def apply(self, tensors: Tensors, x: Tensor) -> Tensor:
         if x.dim() < 3:
             return VECTOR.apply(tensors, x)
-        factors = [tensor for name, tensor in tensors.items() if name != SIZE]
-        product = multiply_all(self._folded(x), factors).reshape(x.shape)
-        return product * tensors[SIZE].reshape(-1, *[1] * (x.dim() - 1)) if SIZE in tensors else product
+        factors = [
+            Thin(tensors[DIAGONALS[name]], tensors[name]) if DIAGONALS[name] in tensors else tensors[name]
+            for name in FACTORS
+            if name in tensors
+        ]
+        return multiply_all(self._folded(x), factors).reshape(x.shape)
 
     by_sides = True
 
@@ -84,16 +89,26 @@ class Kronecker(Structure):
 
     def closed_form(self, moments: Tensors, damping: Damping) -> dict[str, Tensor]:
         """C = (G + √λ ḡ)⁻¹ and D = (A + √λ ā)⁻¹, with ḡ and ā the means of their diagonals: the damping is split, so that each
-        factor is inverted by itself. Of a long side a thin B is kept, which stands for I - B Bᵀ, and its size ρ beside it.
+        factor is inverted by itself. Of a long side a thin B is kept, and w beside it, which stand for diag(w) - B Bᵀ.
         """
-        inverse, size = dict[str, Tensor](), None
+        inverse: dict[str, Tensor] = {}
         for name, moment in zip(FACTORS, moments.values(), strict=False):
             if moment.dim() == 3 and moment.shape[2] > LONG_SIDE:
-                inverse[name], rho = thin_inverse(moment, damping**0.5)
-                size = rho if size is None else size * rho
+                inverse[name], inverse[DIAGONALS[name]] = thin_inverse(moment, damping**0.5)
             else:
                 inverse[name] = damped_inverse(moment, damping**0.5)
-        return inverse if size is None else {**inverse, SIZE: size}
+        return inverse
+
+    def scale_side(self, tensors: Tensors, side: int, scale: Tensor) -> dict[str, Tensor]:
+        name, scaled = FACTORS[side], dict(tensors)
+        if DIAGONALS[name] in scaled:
+            scaled[DIAGONALS[name]] = scaled[DIAGONALS[name]] * scale.square()
+            scaled[name] = scaled[name] * scale[..., None]
+        elif scaled[name].dim() == 2:
+            scaled[name] = scaled[name] * scale.square()
+        else:
+            scaled[name] = scale[..., None] * scaled[name] * scale[:, None]
+        return scaled
 
     def linearize(self, tensors: Tensors, x: Tensor) -> Linearization:
         return self._linearized(tensors, x, list(tensors.values()))

@@ -1,18 +1,27 @@
 """Products of stacked tensors with a matrix along one of their sides (modes): the algebra of Kronecker factors.
 
 A stack `x` has shape (k, n_0, n_1, …). The factor of side i is a stack of matrices (k, n_i, n_i), or of vectors (k, n_i)
-that stand for diagonal matrices, or None, which stands for the identity.
+that stand for diagonal matrices, or None, which stands for the identity, or thin.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from llqr.structures.base import Modes, eye, gram, ones
+
+
+class Thin(NamedTuple):
+    """diag(w) - B Bᵀ, of w (k, n) and B (k, n, r)."""
+
+    diagonal: Tensor
+    basis: Tensor
+
 
 Factor = Tensor | None
 
@@ -56,14 +65,14 @@ def transpose(factor: Factor) -> Factor:
     return factor.mT if factor is not None and factor.dim() == 3 else factor
 
 
-def multiply(x: Tensor, factor: Factor, mode: int) -> Tensor:
+def multiply(x: Tensor, factor: Factor | Thin, mode: int) -> Tensor:
     """x with its side `mode` multiplied by the factor: F X for mode 0 of a matrix, X Fᵀ for mode 1."""
     if factor is None:
         return x
+    if isinstance(factor, Thin):
+        return _multiply_thin(x, factor, mode)
     if factor.dim() == 2:
         return x * _along(factor, x, mode)
-    if factor.shape[1] != factor.shape[2]:  # thin: it stands for I - B Bᵀ
-        return _projected(x, factor, mode)
     if mode == 0:
         return torch.bmm(factor, x.flatten(2)).reshape(x.shape)
     if mode == x.dim() - 2:
@@ -71,7 +80,7 @@ def multiply(x: Tensor, factor: Factor, mode: int) -> Tensor:
     return torch.einsum("kij,kajc->kaic", factor, x)
 
 
-def multiply_all(x: Tensor, factors: Sequence[Factor]) -> Tensor:
+def multiply_all(x: Tensor, factors: Sequence[Factor | Thin]) -> Tensor:
     for mode, factor in enumerate(factors):
         x = multiply(x, factor, mode)
     return x
@@ -110,14 +119,14 @@ def _unfold(x: Tensor, mode: int) -> Tensor:
     return x.transpose(1, mode + 1).flatten(2)
 
 
-def _projected(x: Tensor, thin: Tensor, mode: int) -> Tensor:
-    """(I - B Bᵀ) along a side of x."""
+def _multiply_thin(x: Tensor, thin: Thin, mode: int) -> Tensor:
+    basis, along = thin.basis, x * _along(thin.diagonal, x, mode)
     if mode == x.dim() - 2:
-        rows = x.flatten(1, -2)
-        return torch.baddbmm(rows, torch.bmm(rows, thin), thin.mT, alpha=-1).reshape(x.shape)
-    turned = x.transpose(1, mode + 1)
-    rows = turned.flatten(2)
-    return torch.baddbmm(rows, thin, torch.bmm(thin.mT, rows), alpha=-1).reshape(turned.shape).transpose(1, mode + 1)
+        shared = torch.bmm(x.flatten(1, -2), basis)
+        return along.flatten(1, -2).baddbmm_(shared, basis.mT, alpha=-1).reshape(x.shape)
+    turned, along = x.transpose(1, mode + 1), along.transpose(1, mode + 1)
+    shared = torch.bmm(basis.mT, turned.flatten(2))
+    return torch.baddbmm(along.flatten(2), basis, shared, alpha=-1).reshape(turned.shape).transpose(1, mode + 1)
 
 
 def _along(vector: Tensor, x: Tensor, mode: int) -> Tensor:
