@@ -392,6 +392,11 @@ def test_families_that_fit(dtype: torch.dtype) -> None:
         loss(model(x), y).backward()
         optimizer.step()
         assert optimizer.stats.refits == 1
+    model = nn.Sequential(network(dtype=dtype), nn.LogSoftmax(1))
+    optimizer = LLQR(sgd(model), model, "ngd")
+    functional.nll_loss(model(batch(dtype=dtype)[0]), batch()[1]).backward()
+    optimizer.step()
+    assert optimizer.stats.refits == 1
     model = network(dtype=dtype)
     optimizer = LLQR(sgd(model), model, KL("gaussian"))
     model(batch(dtype=dtype)[0]).square().mean().backward()

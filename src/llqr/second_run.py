@@ -181,6 +181,8 @@ def _check_family(term: OutputTerm, call: Call, output: Tensor, has_classes: boo
         )
     if not isinstance(family, Categorical):
         return
+    if float(raised(output).logsumexp(family.dim).abs().max()) < PROBABILITIES:
+        return  # log-probabilities, which a log_softmax has made: their loss sees where they move together
     slope = raised(slope)
     if float(slope.sum(family.dim).norm()) > NOT_CATEGORICAL * float(slope.norm()):
         raise LLQRError(
