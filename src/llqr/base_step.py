@@ -120,7 +120,7 @@ def turn(blocks: Iterable[Block], momenta: Mapping[str, Tensor], steps: Mapping[
     measured = [(part, torch.stack([next(lengths) for _ in part.members])) for part in parts]
     for (part, _), sizes in zip(measured, _transferred(measured), strict=True):
         for place, ((map_, name), row) in enumerate(zip(part.members, sizes, strict=True)):
-            along, own, momentum, length = row
+            along, own, momentum, length = row[0], row[1] ** 0.5, row[2] ** 0.5, row[3]
             if not all(map(math.isfinite, row)) or own <= 0 or momentum <= 0:
                 if length != 0:
                     result.left.append(map_.key)
@@ -160,13 +160,13 @@ def _of(map_: LinearMap, name: str, steps: Mapping[str, Tensor]) -> Tensor:
 
 
 def _transferred(measured: Sequence[tuple[_Part, Tensor]]) -> Iterator[list[list[float]]]:
-    """U m · m, ‖U m‖, ‖m‖ and ‖Δθ‖ of each member of each part, in one transfer."""
+    """U m · m, ‖U m‖², ‖m‖² and ‖Δθ‖ of each member of each part, in one transfer."""
     columns = []
     for (_, direction, momentum), lengths in measured:
         dims = tuple(range(1, direction.dim()))
         pairs = ((direction, momentum), (direction, direction), (momentum, momentum))
-        along, own, other = ((x * y).sum(dims) for x, y in pairs)
-        columns.append(torch.stack((along, own.sqrt(), other.sqrt(), lengths.to(along.dtype)), 1))
+        products = [(x * y).sum(dims) for x, y in pairs]
+        columns.append(torch.stack((*products, lengths.to(products[0].dtype)), 1))
     rows = torch.cat([column.to(columns[0].dtype) for column in columns]).tolist()
     at = 0
     for part, _ in measured:

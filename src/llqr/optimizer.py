@@ -289,9 +289,9 @@ class LLQR(Wrapping):
             momentum = self._momentum.of(name, parameters[name], was, groups[name])
             if momentum is not None:
                 momenta[name] = processes.local(momentum)
-        for name in names:
-            if (factor := decay(self.base, groups[name])) != 1:
-                before[name].mul_(factor)
+        factors = {name: decay(self.base, groups[name]) for name in names}
+        for factor in {*factors.values()} - {1.0}:
+            torch._foreach_mul_([before[name] for name in names if factors[name] == factor], factor)
         taken = dict(zip(names, torch._foreach_sub(list(local.values()), list(before.values())), strict=True))
         turned = processes.turn(blocks, momenta, taken, parameters)
         for name, step in turned.steps.items():
