@@ -460,6 +460,14 @@ def test_ratios_are_of_llqr_and_its_base_with_the_same_seed(
     assert (row["steps_ratio"] is None) is shown.startswith(("never", "–"))
 
 
+def test_a_base_needs_all_its_steps() -> None:
+    """Also where it was at its last loss before, by luck: its schedule was made for all of them."""
+    bases, own = ([result(losses, seed=seed) for seed in range(3)] for losses in ([2, 1.0, 1.0], [2, 0.5, 0.5]))
+    (row,) = untuned_rows("some", COURSES["shakespeare"], {"SGDM": bases}, {LLQR_ON_SGDM: own}, 3, TIMES)
+    assert row["alone"]["steps"] == [bases[0]["steps"]] * 3
+    assert row["llqr"]["steps"][0] < bases[0]["steps"]
+
+
 def test_a_line_of_the_untuned_table() -> None:
     own = [result([3, 1.0, 0.5], seed=seed) for seed in range(3)]
     bases = [*BASES[:2], result([3, 2, 1.0], seed=2, diverged=True)]

@@ -267,7 +267,7 @@ def untuned_rows(
     seeds: int,
     times: Times,
 ) -> list[Row]:
-    """A row a base: with each seed, when it came to its own last training loss, and when LLQR did at the same rate.
+    """A row a base: with each seed, its steps, and those after which LLQR at the same rate was at the base's last training loss.
 
     A ratio is the median of the seeds'; one that LLQR doesn't get there with is infinite, which is None. Seeds that the base
     doesn't get there with, or that one of the two wasn't run with, don't count.
@@ -277,8 +277,11 @@ def untuned_rows(
         base = entry.name.removeprefix("LLQR on ")
         others = {each["seed"]: each for each in results}
         pairs = [(each, others[each["seed"]]) for each in finals[base] if each["seed"] in others]
-        alone = _side([own for own, _ in pairs], course, [last_loss(own) for own, _ in pairs], times[base])
-        around = _side([other for _, other in pairs], course, alone["train_losses"], times[entry.name])
+        targets = [last_loss(own) for own, _ in pairs]
+        ends = [_end(own, course) for own, _ in pairs]
+        there = [place(other, course, target) for (_, other), target in zip(pairs, targets, strict=True)]
+        alone = _side([own for own, _ in pairs], ends, times[base])
+        around = _side([other for _, other in pairs], there, times[entry.name])
         row = {
             "task": task,
             "base": base,
@@ -300,12 +303,18 @@ def untuned_rows(
     return rows
 
 
-def _side(results: list[Result], course: Course, targets: Sequence[float | None], times: list[float]) -> Row:
-    """Of the base or of LLQR, a number a seed: when it was at the target, and its last training loss."""
-    steps = [place(each, course, target) for each, target in zip(results, targets, strict=True)]
+def _end(result: Result, course: Course) -> float | None:
+    """The steps of a run that came to its end."""
+    if course.reached == "test_accuracy":
+        return place(result, course, 0.0)
+    return None if result["diverged"] else float(result["steps"])
+
+
+def _side(results: list[Result], steps: Sequence[float | None], times: list[float]) -> Row:
+    """Of the base or of LLQR, a number a seed: its steps, their time, and its last training loss."""
     losses = [last_loss(each) for each in results]
     return {
-        "steps": steps,
+        "steps": list(steps),
         "seconds": [None if each is None else seconds_to(times, each) for each in steps],
         "train_loss": _middle(losses),
         "train_losses": losses,
