@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from llqr.assignments import assignments
 from llqr.base_step import Momentum, Turned, decay, groups_of
-from llqr.checks import check_callable
+from llqr.checks import check_callable, check_count
 from llqr.collector import Call, Collector
 from llqr.distributed.groups import standing, unwrapped
 from llqr.distributed.processes import processes_of
@@ -368,16 +368,21 @@ class LLQR(Wrapping):
                 "of LLQR.paper" if isinstance(own, Mapping) and "preconditioner" in own else "not of LLQR.state_dict()"
             )
             raise LLQRError(f"what the state has under {KEY!r} is {known}: load it into an optimizer of the same kind")
-        structures = assign(self.structure, parameters)
-        blocks = self._processes.blocks(own["blocks"], parameters, structures)
+        check_count(f"'step' in the state, under {KEY!r},", own["step"])
+        if not all(isinstance(own[part], Mapping) for part in ("blocks", "averages", "stats")):
+            raise LLQRError(f"'blocks', 'averages' and 'stats' in the state, under {KEY!r}, are mappings")
+        stats = Stats.of(own["stats"])
         averages = {}
         for name, average in own["averages"].items():
-            if name not in parameters or parameters[name].shape != average.shape:
+            real = isinstance(average, Tensor) and average.is_floating_point()
+            if not real or name not in parameters or parameters[name].shape != average.shape:
                 raise LLQRError(
-                    f"the state has a momentum of {name!r}, which the model here has not, or in another shape"
+                    f"the state has a momentum of {name!r} that isn't a tensor, or that the model here has not or in another "
+                    "shape"
                 )
             averages[name] = self._processes.part(average, parameters[name])
-        return blocks, int(own["step"]), Stats.of(own["stats"]), averages
+        blocks = self._processes.blocks(own["blocks"], parameters, assign(self.structure, parameters))
+        return blocks, own["step"], stats, averages
 
     def __getstate__(self) -> dict[str, Any]:
         if self._processes.several:

@@ -7,7 +7,6 @@ in `llqr.structures`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from llqr.checks import check_amount, check_count, check_tensors
 from llqr.errors import LLQRError, NonFiniteError, unknown
 from llqr.linear_maps import LinearMap, Sides
 from llqr.precision import at_least_single, raised
@@ -156,10 +156,7 @@ class Block:
 
     def fits(self, parameters: Mapping[str, Tensor]) -> bool:
         """Whether they have the shapes that they had when it was made."""
-        count = math.prod(self.map.shape)
-        if self.map.places is not None:
-            return int(self.map.places.max()) < parameters[self.map.weight].numel()
-        return parameters[self.map.weight].numel() == count
+        return self.map.lies_in(parameters)
 
     def takes(self, map_: LinearMap, moments: Moments) -> bool:
         """Whether the second moments of this map can be averaged in; made so where it is without its bias this time."""
@@ -279,25 +276,62 @@ def block_state(block: Block) -> dict[str, Any]:
     }
 
 
-def map_from_state(state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> LinearMap:
-    """The map of a block's state; an error where its parameters aren't here."""
-    map_ = LinearMap(**{**state["map"], "shape": tuple(state["map"]["shape"])})
+def map_from_state(key: str, state: Any, parameters: Mapping[str, Tensor]) -> LinearMap:
+    """The map of a block's state; an error where anything in it isn't as `block_state` makes it, or not of these parameters."""
+    what = f"the state's block for {key!r}"
+    if not isinstance(state, Mapping) or not {"map", "refits", "moments", "diagonal"} <= state.keys():
+        raise LLQRError(f"{what} has no 'map', 'refits', 'moments' and 'diagonal'")
+    check_count(f"'refits' in {what}", state["refits"], 1)
+    check_amount(f"'diagonal' in {what}", state["diagonal"])
+    check_tensors(f"'moments' in {what}", state["moments"])
+    try:
+        parts = {f.name: state["map"][f.name] for f in fields(LinearMap)}
+        map_ = LinearMap(**{**parts, "shape": tuple(parts["shape"])})
+        whole = _is_map(map_) and map_.key == key
+    except (TypeError, KeyError) as error:
+        raise LLQRError(f"{what} has a 'map' that isn't one: {error}") from error
+    if not whole:
+        raise LLQRError(f"{what} has a 'map' that isn't one")
     for name in map_.members:
         if name not in parameters:
             raise unknown("parameter in the state", name, parameters)
+    if not map_.lies_in(parameters):
+        raise LLQRError(
+            f"the state has a matrix of {map_.shape} for {key!r}, which has shape "
+            f"{tuple(parameters[map_.weight].shape)} here"
+        )
     return map_
+
+
+def _is_map(map_: LinearMap) -> bool:
+    """Whether each of its fields is of the type and size that it should be."""
+    counts, places = (*map_.shape, map_.kernel, map_.first + 1), map_.places
+    return (
+        all(isinstance(name, str) for name in map_.members)
+        and len(map_.shape) == 3
+        and all(type(count) is int and count > 0 for count in counts)
+        and map_.shape[2] % map_.kernel == 0
+        and type(map_.inputs_on_rows) is type(map_.reads_data) is bool
+        and (map_.first == 0 if places is None else _are_places(places, map_))
+    )
+
+
+def _are_places(places: object, map_: LinearMap) -> bool:
+    return (
+        isinstance(places, Tensor)
+        and places.dtype == torch.int64
+        and tuple(places.shape) == map_.shape
+        and int(places.min()) == map_.first
+        and len(set(places.reshape(-1).tolist())) == places.numel()
+    )
 
 
 def block_from_state(
     key: str, state: Mapping[str, Any], parameters: Mapping[str, Tensor], structures: Mapping[str, Structure]
 ) -> Block:
     """The block of a state, for the parameters that are here; an error where they don't fit."""
-    map_ = map_from_state(state, parameters)
+    map_ = map_from_state(key, state, parameters)
     weight, structure = parameters[map_.weight], structures[map_.weight]
-    if map_.places is None and math.prod(map_.shape) != weight.numel():
-        raise LLQRError(
-            f"the state has a matrix of {map_.shape} for {key!r}, which has shape {tuple(weight.shape)} here"
-        )
     _, r, c = map_.joined
     like = torch.empty(0, dtype=at_least_single(weight.dtype), device="meta")
     probe = structure.second_moments(
@@ -310,6 +344,6 @@ def block_from_state(
     moments = {
         name: m.to(weight.device, at_least_single(weight.dtype), copy=True) for name, m in state["moments"].items()
     }
-    block = Block(map_, structure, moments, int(state["refits"]), diagonal=float(state["diagonal"]))
+    block = Block(map_, structure, moments, state["refits"], diagonal=float(state["diagonal"]))
     block.invert()
     return block
