@@ -139,6 +139,41 @@ def test_two_processes_at_one_run(tmp_path: Path) -> None:
         train(config, RunFolder(tmp_path), None, torch.device("cpu"))
 
 
+def test_settings_are_written_by_the_process_that_trains(tmp_path: Path) -> None:
+    """Another one with other settings leaves none behind: it comes too late for the lock."""
+    mine, theirs = (resolve("grokking-add", "smoke", "base", 0, {"steps": steps}) for steps in (2, 3))
+    with RunFolder(tmp_path).locked(), pytest.raises(RunError, match="another process is at work"):
+        train(theirs, RunFolder(tmp_path), None, torch.device("cpu"))
+    assert not RunFolder(tmp_path).begun
+    train(mine, RunFolder(tmp_path), None, torch.device("cpu"))
+    with pytest.raises(RunError, match="other settings than were asked for"):
+        train(theirs, RunFolder(tmp_path), None, torch.device("cpu"))
+
+
+def test_edited_or_torn_metrics_are_noticed(tmp_path: Path) -> None:
+    """When a run goes on, and when its results are shown; what was appended after the checkpoint is cut off as before."""
+    whole, run = begun(tmp_path / "whole"), begun(tmp_path / "edited")
+    resumed(whole)
+    content = run.metrics.read_bytes()
+    torn = b"\0" * 40 + content[40:]  # as of a disk that lost a page
+    edited = content.replace(b'"train_loss": 3', b'"train_loss": 1')
+    assert edited != content
+    for other in (torn, edited):
+        run.metrics.write_bytes(other)
+        with pytest.raises(RunError, match=r"metrics\.jsonl isn't what it was: it has been edited, or damaged"):
+            resumed(run)
+    run.metrics.write_bytes(content + b'{"step": 99')
+    resumed(run)
+    assert run.metrics.read_bytes() == whole.metrics.read_bytes()
+
+    assert "isn't what the run wrote" not in llqr("table", str(run.path)).output
+    run.times.write_bytes(run.times.read_bytes().replace(b'"seconds": ', b'"seconds": 9'))
+    assert "times.jsonl of the run in" in refused("table", str(run.path))
+    page = tmp_path / "report.html"
+    assert llqr("report", str(run.path), f"--output={page}").exit_code == 0
+    assert "times.jsonl isn&#x27;t what the run wrote" in page.read_text(encoding="utf-8").replace("&#39;", "&#x27;")
+
+
 @pytest.mark.parametrize("broken", [b"", b"PK\x03\x04 half of it", b"not a checkpoint"])
 def test_a_half_written_checkpoint_falls_back_on_the_one_before(broken: bytes, tmp_path: Path) -> None:
     whole, run = begun(tmp_path / "whole"), begun(tmp_path / "broken")

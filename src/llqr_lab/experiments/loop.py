@@ -57,8 +57,8 @@ def train(
     """Train to the end and write the result; begin at the newest checkpoint, if there is one."""
     task = task_of(config, data)
     run = Run(config, task, device)
-    folder.begin(config)  # only now: what can't be trained leaves nothing behind
-    with folder.locked():
+    with folder.locked():  # only now: what can't be trained leaves nothing behind
+        folder.begin(config)
         for trouble in folder.load(run.load_state_dict):
             warn(f"{trouble}; going on from the one before")
         if run.threads_changed:
