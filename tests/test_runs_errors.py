@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import resource
+import shlex
+import signal
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +16,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from llqr_lab.cli import app
+from llqr_lab.experiments import command
 from llqr_lab.experiments.folder import RunError, RunFolder
 from llqr_lab.experiments.loop import train
 from llqr_lab.experiments.presets import resolve
@@ -129,6 +134,36 @@ def test_runs_are_not_overwritten_nor_mixed(tmp_path: Path) -> None:
     assert "other settings than were asked for (batch: 32 and 16)" in refused(*smoke(tmp_path, "--resume"))
     config.write_text("batch", encoding="utf-8")
     assert "isn't TOML" in refused(*smoke(tmp_path, "--resume"))
+
+
+def test_a_run_says_what_it_does_and_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no terminal too: the method, the step it begins at, lines of progress, and the command after Ctrl-C."""
+    shown, asked = command.shown, list[bool]()
+
+    def interrupting(metrics: Mapping[str, Any]) -> str:
+        if metrics.get("refits") == 1 and not asked:
+            asked.append(True)
+            signal.raise_signal(signal.SIGINT)
+        return shown(metrics)
+
+    monkeypatch.setattr(command, "LINE_SECONDS", 0.0)
+    own = smoke(tmp_path / "my runs", "--method=default", "--set", "steps=3", "--seed=1")
+    with monkeypatch.context() as patched:
+        patched.setattr(command, "shown", interrupting)
+        stopped = llqr(*own, "--resume")
+    assert stopped.exit_code == 128 + signal.SIGINT
+    assert "method default+steps=3: LLQR around adamw, nothing set" in stopped.output
+    assert "no checkpoint to go on from: beginning at step 0 of 3" in stopped.output
+    assert "step 1 of 3, loss" in stopped.output
+    assert "The run was stopped after step 1 of 3, which is saved" in stopped.output
+    again = shlex.split(stopped.output.splitlines()[-1])
+    assert again[:3] == ["llqr", "train", "grokking-add"]
+    given = f"--scale smoke --threads 1 --method default --set steps=3 --seed 1 --resume --runs {tmp_path}/my"
+    assert sorted(again[3:]) == sorted([*given.split()[:-1], str(tmp_path / "my runs")])
+    ended = llqr(*again[1:])
+    assert ended.exit_code == 0, ended.output
+    assert "Going on after step 1 of 3" in ended.output
+    assert "adamw alone, without LLQR" in llqr(*smoke(tmp_path, "--set", "steps=1")).output
 
 
 def test_two_processes_at_one_run(tmp_path: Path) -> None:

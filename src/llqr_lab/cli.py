@@ -164,6 +164,7 @@ def rosenbrock(
 
 @app.command()
 def train(
+    context: typer.Context,
     target: Annotated[
         str, typer.Argument(metavar="TASK", help="A preset (llqr train --list), or a configuration in TOML.")
     ] = "",
@@ -201,7 +202,7 @@ def train(
         return
     with experiments.told():
         config = experiments.configuration(target, scale, method, seed, changes or [])
-        experiments.train(config, runs, data, resume, device, workers, threads, checkpoint_seconds)
+        experiments.train(config, runs, data, resume, device, workers, threads, checkpoint_seconds, context)
 
 
 @app.command()
