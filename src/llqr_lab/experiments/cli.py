@@ -23,6 +23,7 @@ from llqr_lab.experiments.config import Config, ConfigError, read
 from llqr_lab.experiments.folder import RunError
 from llqr_lab.experiments.presets import PRESETS, SCALES, known_preset, resolve
 from llqr_lab.suggest import suggestion
+from llqr_lab.tables import show_table
 
 
 @contextmanager
@@ -41,7 +42,7 @@ def list_presets() -> None:
         table.add_column(header, overflow="fold")
     for name, preset in PRESETS.items():
         table.add_row(name, preset.summary, ", ".join(preset.methods))
-    Console().print(table)
+    show_table(Console(), table)
 
 
 def configuration(target: str, scale: str | None, method: str | None, seed: int | None, changes: list[str]) -> Config:
