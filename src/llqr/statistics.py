@@ -141,14 +141,16 @@ def _are_apart(maps: list[LinearMap]) -> bool:
 
 @dataclass(eq=False)
 class Block:
-    """One linear map: its curvature, averaged over refits, and its block of U."""
+    """One linear map: its curvature, averaged over refits, and its block of U. `optimizer.blocks` has them by name."""
 
     map: LinearMap
+    """Which parameters it is of."""
     structure: Structure
     moments: Moments = field(default_factory=dict)
+    """Second moments of its inputs and of the gradients at its outputs: for K-FAC, "columns" and "rows"."""
     refits: int = 0
     inverse: Mapping[str, Tensor] = field(default_factory=dict)
-    """The tensors of U."""
+    """The tensors of U, as its structure has them; empty on a rank that doesn't hold them."""
     diagonal: float = 0.0
     """What the divergence itself puts on H's diagonal, as L2 does."""
     stack: Stack | None = field(default=None, init=False)
@@ -193,6 +195,19 @@ class Block:
         side = 0 if self.map.inputs_on_rows else 1
         self.inverse = inverse if units is None else self.structure.scale_side(inverse, side, units)
 
+    def dense(self) -> Tensor:
+        """U as one matrix over the numbers of W, row by row, each row with its bias at the end; a stack of them for groups.
+
+        It has the square of so many numbers: to look at small layers.
+        """
+        if not self.inverse:
+            raise LLQRError(f"U of {self.map.key!r} is on another rank")
+        g, r, c = self.map.joined
+        dtype, device = next((t.dtype, t.device) for t in self.inverse.values())
+        units = torch.eye(r * c, dtype=dtype, device=device).reshape(-1, 1, r, c).expand(-1, g, -1, -1)
+        columns = [_applied(self, self.inverse, unit.contiguous()).reshape(g, -1) for unit in units]
+        return torch.stack(columns, 2).squeeze(0)
+
     @property
     def _inputs(self) -> str:
         """The moment of the inputs."""
@@ -225,8 +240,7 @@ class Stack:
     def __init__(self, blocks: Sequence[Block]) -> None:
         self.blocks = list(blocks)
         first = blocks[0]
-        self._structure, self._map, self._kernel = first.structure, first.map, KERNEL in first.moments
-        self._inverse = first.inverse
+        self._map, self._inverse = first.map, first.inverse
         if len(blocks) > 1:
             self._inverse = {name: torch.cat([block.inverse[name] for block in blocks]) for name in first.inverse}
             for number, block in enumerate(blocks):  # which hold it from now on: once is enough
@@ -242,8 +256,13 @@ class Stack:
 
     def apply(self, x: Tensor) -> Tensor:
         """U x."""
-        folded = x.reshape(*x.shape[:2], -1, self._map.kernel) if self._kernel else x
-        return self._structure.apply(self._inverse, folded).reshape(x.shape)
+        return _applied(self.blocks[0], self._inverse, x)
+
+
+def _applied(like: Block, inverse: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    """U x, for the U of blocks that are like this one."""
+    folded = x.reshape(*x.shape[:2], -1, like.map.kernel) if KERNEL in like.moments else x
+    return like.structure.apply(inverse, folded).reshape(x.shape)
 
 
 def stacked(blocks: Iterable[Block]) -> list[Stack]:

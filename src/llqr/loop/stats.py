@@ -21,7 +21,8 @@ class Stats:
     turned: int = 0
     """Blocks that would have turned the gradient around, summed over the steps; such a block was the identity for the step."""
     nonfinite: int = 0
-    """Blocks whose step the base took as it would have alone, because something wasn't finite, summed over the steps."""
+    """Blocks, or parameters where there is no U yet, whose step the base took as it would have alone, because something wasn't
+    finite; summed over the steps."""
     objective_before: float | None = None
     """J of the last fit at its start, and"""
     objective_after: float | None = None
