@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim import Adam
@@ -15,6 +17,7 @@ from torch.optim import Adam
 from llqr.diagnostics import reference
 from llqr_lab import options
 from llqr_lab.compare import subjects
+from llqr_lab.compare.command import report
 from llqr_lab.compare.look import ExactInverse, Look, Settings, Summed, elsewhere
 from llqr_lab.compare.shadows import Shadow, shadows
 from llqr_lab.compare.subjects import Subject
@@ -23,6 +26,7 @@ from llqr_lab.race.tasks import TASKS
 from test_lab_commands import PNG, invoke
 
 pytestmark = pytest.mark.filterwarnings("ignore:U would have turned the gradient")
+RESULTS = Path(__file__).parent.parent / "results"
 QUICK = Settings(damping=0.01, products=30, draws=20, inner=3, blocks=True)
 
 
@@ -34,6 +38,32 @@ def tiny() -> Subject:
         return torch.randn(12, 4, generator=generator), torch.randint(3, (12,), generator=generator)
 
     return Subject(model, draw, cross_entropy)
+
+
+def test_without_a_word_where_it_writes_into_a_folder_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which it makes and names, and not into the docs/ of whatever is here."""
+    monkeypatch.setattr("llqr_lab.compare.command.subject", lambda *_: tiny())
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs" / "figures").mkdir(parents=True)
+    code, printed = invoke("compare", "digits", "--at", "0", "--products", "30", "--draws", "20", "--inner", "3")
+    assert code == 0, printed
+    assert "Wrote results/compare_digits_sgdm.json and results/compare_digits_sgdm.png" in printed
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")) == [
+        "results/compare_digits_sgdm.json",
+        "results/compare_digits_sgdm.png",
+    ]
+
+
+def test_tables_are_whole_in_80_columns() -> None:
+    """Of the results that were made; a line may be longer, but no number ends in dots."""
+    for path in sorted(RESULTS.glob("compare_*.json")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        with StringIO() as printed:
+            for look in result["looks"]:
+                report(look, result, Console(file=printed, width=80))
+            assert "…" not in printed.getvalue()
 
 
 def test_the_command_writes_a_result_that_says_how_it_was_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

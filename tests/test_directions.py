@@ -405,6 +405,25 @@ def test_inputs_in_any_units() -> None:
     assert last_loss(True) < last_loss(False)
 
 
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_u_can_be_seen(structure: str) -> None:
+    """`dense()` is the matrix that the step is along, of linear layers and of grouped convolutions, with their biases."""
+    torch.manual_seed(0)
+    layers = nn.Conv2d(2, 4, 2, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(16, 3)
+    model = nn.Sequential(*layers).double()
+    optimizer = LLQR(SGD(model.parameters(), lr=0.1), model, structure=structure)
+    functional.cross_entropy(model(torch.randn(6, 2, 3, 3).double()), torch.randint(3, (6,))).backward()
+    optimizer.step()
+    assert optimizer.blocks.keys() == {"0.weight", "3.weight"}
+    for block in optimizer.blocks.values():
+        stack = Stack([block])
+        m = torch.randn(block.map.joined, dtype=torch.float64)
+        u = block.dense().reshape(len(m), m[0].numel(), -1)
+        torch.testing.assert_close(u @ m.flatten(1)[..., None], stack.apply(m).flatten(1)[..., None])
+        torch.testing.assert_close(u, u.mT)
+        assert float(torch.linalg.eigvalsh(u).min()) > 0
+
+
 def test_maps_of_one_shape_are_stepped_together() -> None:
     """As each by itself would be; their U is held once; and a step without some of them takes the others."""
     torch.manual_seed(0)

@@ -107,6 +107,28 @@ def test_activations_that_are_not_finite(divergence: str | None) -> None:
     assert all(p.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.parametrize("make", [LLQR, LLQR.paper])
+def test_what_is_not_finite_from_the_first_step_on(make: Any) -> None:
+    """Counted and said though there is no U yet; once there is one, nothing more is counted."""
+    model = network()
+    optimizer = make(SGD(model.parameters(), lr=0.1), model, every=1)
+    start = parameters_of(model)
+    for number in (1, 2):
+        x, y = batch(number)
+        x[0, 0] = float("nan")
+        backward(model, (x, y))
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            optimizer.step()
+        told = [str(warning.message) for warning in heard]
+        assert len(told) == (2 if number == 1 else 0), told
+        assert optimizer.stats.nonfinite == number * len(start)
+        model.load_state_dict(start)
+    assert optimizer.stats.rejected == 2
+    train(model, optimizer, [3, 4])
+    assert optimizer.stats.nonfinite == 2 * len(start)
+
+
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_zero_gradients(structure: str, dtype: torch.dtype) -> None:

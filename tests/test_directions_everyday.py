@@ -7,7 +7,7 @@ import gc
 import io
 import pickle
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import lr_scheduler
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from llqr import LLQR
 from llqr.errors import LLQRError, LLQRWarning
+from llqr.paper import PaperLLQR
 from llqr.structures import EigenKronecker, Kronecker
 from loops import (
     CLASSES,
@@ -206,6 +208,84 @@ def test_a_state_that_does_not_fit(case: str) -> None:
         assert_same(entry, after["state"][index])
     for key, block in before["llqr"]["blocks"].items():
         assert_same(block["moments"], after["llqr"]["blocks"][key]["moments"])
+
+
+def entries(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where the entries of a state are, the mappings too."""
+    if path:
+        yield path
+    for key in state if isinstance(state, dict) else ():
+        yield from entries(state[key], (*path, key))
+
+
+def edited(state: dict[str, Any], path: tuple[Any, ...], value: Any = None, gone: bool = False) -> dict[str, Any]:
+    """A copy with one entry replaced, or without it."""
+    *above, last = path
+    parts = [{**state}]
+    for key in above:
+        parts[-1][key] = {**parts[-1][key]}
+        parts.append(parts[-1][key])
+    if gone:
+        del parts[-1][last]
+    else:
+        parts[-1][last] = value
+    return parts[0]
+
+
+def spelled(state: Any) -> str:
+    """All of it, to be compared whatever is in it."""
+    return str(tree_map(lambda value: value.tolist() if isinstance(value, Tensor) else value, state))
+
+
+def refused(optimizer: LLQR | PaperLLQR, state: dict[str, Any]) -> bool:
+    """By an error of ours, with nothing changed."""
+    before = spelled(optimizer.state_dict())
+    try:
+        optimizer.load_state_dict(state)
+    except LLQRError:
+        return spelled(optimizer.state_dict()) == before
+    return False
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("paper", [False, True])
+def test_every_entry_of_a_state_is_looked_at(paper: bool) -> None:
+    """Each replaced by what it can't be, and left out."""
+    torch.manual_seed(0)
+    model = Attention().double()
+    base = torch.optim.RMSprop(model.parameters(), lr=0.01)
+    optimizer = LLQR.paper(base, model, every=1) if paper else LLQR(base, model, every=1)
+    train(model, optimizer, range(2))
+    state = optimizer.state_dict()
+    own = state["llqr"]
+    places = list(entries(own))
+    assert len(places) > 30
+    for path in places:
+        value: Any = own
+        for key in path:
+            value = value[key]
+        wrong: list[Any] = ["text", [1], {"a": 1}, -1, NAN, 10**5000]
+        if isinstance(value, Tensor):
+            wrong += [value[..., :0], value.to(torch.complex64)]
+            wrong += [] if path[0] == "averages" else [value * NAN if value.is_floating_point() else value + 1000]
+        if path[-1] in ("objective_before", "objective_after"):  # whatever a fit that failed came to
+            wrong = ["text", [1], {"a": 1}, 10**5000]
+        elif path == ("stats",):
+            wrong.remove({"a": 1})  # counts of another version
+        elif value is not None and path != ("preconditioner",):  # U may be the identity
+            wrong.append(None)
+        for other in wrong:
+            assert refused(optimizer, edited(state, ("llqr", *path), other)), (path, type(other))
+        # counts of another version, maps that no refit has met
+        may_lack = (("stats",), ("blocks",), ("averages",), ("preconditioner", "blocks"))
+        if path[:-1] not in may_lack:
+            assert refused(optimizer, edited(state, ("llqr", *path), gone=True)), (path, "left out")
+    for key, values in {"state": ([], "text"), "param_groups": ({}, "text", [1], [{}])}.items():
+        for other in values:
+            assert refused(optimizer, edited(state, (key,), other)), (key, other)
+    optimizer.load_state_dict(state)
 
 
 @pytest.mark.parametrize(

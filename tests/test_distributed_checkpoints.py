@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import io
+import os
+import pickle
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
 
 from llqr import LLQR
 from llqr.distributed import checkpoint
 from llqr.errors import LLQRError
-from loops import network, sgd
+from llqr.paper import PaperLLQR
+from loops import assert_same, backward, batch, network, parameters_of, sgd
 from ranks import on_ranks
 from ranks_training import Case, build, outcome, step, trained
 
@@ -100,3 +106,67 @@ def test_what_cant_be_loaded(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     with pytest.raises(LLQRError, match="there already"):
         checkpoint.save(tmp_path / "there", optimizer)
+
+
+class Evil:
+    """What a crafted folder would have unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.mkdir, (self.path,))
+
+
+def saved(folder: Path) -> PaperLLQR:
+    model = network()
+    optimizer = LLQR.paper(sgd(model), model)
+    backward(model, batch(0))
+    optimizer.step()
+    checkpoint.save(folder, optimizer)
+    return optimizer
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.distributed")
+def test_a_crafted_folder_runs_nothing(tmp_path: Path) -> None:
+    """Neither its metadata nor what isn't a tensor; the error says what was met, and the model is as it was."""
+    folder, ran = tmp_path / "saved", tmp_path / "ran"
+    optimizer = saved(folder)
+    good = (folder / ".metadata").read_bytes()
+    before = parameters_of(optimizer.model)
+    metadata = pickle.loads(good)
+    hidden = replace(metadata, planner_data=Evil(ran))
+    patched = pickle.dumps(Metadata)[:-1] + pickle.dumps((None, {"version": "mine"}), 2)[2:-1] + b"b."
+    crafted = {
+        r"posix\.mkdir": pickle.dumps(Evil(ran)),
+        r"nt\.mkdir|posix\.mkdir": pickle.dumps(hidden),
+        "would change a class": patched,
+        "isn't that of a checkpoint": pickle.dumps({"words": 1}),
+        "isn't what torch.distributed.checkpoint writes": good[: len(good) // 2],
+    }
+    for message, content in crafted.items():
+        (folder / ".metadata").write_bytes(content)
+        with pytest.raises(LLQRError, match=message):
+            checkpoint.load(folder, optimizer)
+        assert not ran.exists()
+    assert Metadata.version is None
+    (folder / ".metadata").write_bytes(good)
+
+    # the learning rate is pickled by itself, at a place that the metadata name
+    stored = io.BytesIO()
+    torch.save(Evil(ran), stored)
+    place, info = next((i, s) for i, s in metadata.storage_data.items() if i.fqn.endswith("param_groups.0.lr"))
+    (folder / "evil.distcp").write_bytes(stored.getvalue())
+    metadata.storage_data[place] = replace(info, relative_path="evil.distcp", offset=0, length=stored.tell())
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(LLQRError, match="can't be loaded"):
+        checkpoint.load(folder, optimizer)
+    assert not ran.exists()
+    assert_same(parameters_of(optimizer.model), before)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.distributed")
+def test_the_default_is_told_what_to_use(tmp_path: Path) -> None:
+    model = network()
+    with pytest.raises(LLQRError, match=r"for LLQR.paper: save and load the state_dict\(\) of an LLQR"):
+        checkpoint.save(tmp_path / "saved", LLQR(sgd(model), model))  # type: ignore[arg-type]

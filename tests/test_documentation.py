@@ -80,7 +80,7 @@ def test_command_is_understood(line: str, tmp_path: Path, monkeypatch: pytest.Mo
         assert set(rest.rstrip("]").split(",")) - {""} <= set(extras)
     else:
         assert program == "llqr", f"nothing checks {line!r}"
-        for folder in ("results", "docs/figures", "runs/mine"):
+        for folder in ("docs/figures", "runs/mine"):
             (tmp_path / folder).mkdir(parents=True)
         monkeypatch.chdir(tmp_path)
         understood(arguments)

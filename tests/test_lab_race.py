@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.optim import SGD
 from typer.testing import CliRunner
 
 from llqr_lab.cli import app
@@ -37,10 +40,24 @@ def test_llqr_lowers_the_loss_faster_than_its_base() -> None:
     assert ends["LLQR(AdamW)"] < 0.7 * ends["AdamW"]
 
 
+def test_seconds_are_of_the_processor() -> None:
+    """What else the machine does, here nothing for a second, isn't in them."""
+
+    class Slow(SGD):
+        def step(self, closure: Any = None) -> Any:
+            time.sleep(0.5)
+            return super().step(closure)
+
+    task, data = TASKS["digits"], digits()
+    curve = train(task, data, 0, lambda model: Slow(model.parameters(), lr=0.1), steps=2)
+    assert 0 < curve.seconds[-1] < 0.9
+
+
 def test_the_demo_shows_a_row_for_everybody(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["demo", "--steps", "12", "--output", str(tmp_path / "demo.png")])
     assert result.exit_code == 0, result.output
     assert all(f"  {name} " in result.output for name in optimizers())
+    assert "Seconds are processor time" in " ".join(result.output.split())
     assert (tmp_path / "demo.png").stat().st_size > 10_000
 
 

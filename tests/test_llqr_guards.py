@@ -142,14 +142,15 @@ def test_a_gradient_that_is_not_finite_goes_to_the_base_as_it_is(base: Any, valu
 
 
 def test_a_gradient_that_is_not_finite_where_u_is_refitted() -> None:
-    """The refit is rejected, and the gradient goes to the base."""
+    """The refit is rejected, and the gradient goes to the base; both are counted."""
     model, alone = network(), network()
     optimizer = wrapped(model)
     for net in (model, alone):
         backward(net, batch())
         spoil(net, "2.bias", math.nan)
-    with pytest.warns(LLQRWarning, match=r"rejected.*'2.bias'"):
+    with pytest.warns(LLQRWarning, match=r"rejected.*'2.bias'"), pytest.warns(LLQRWarning, match="stats.nonfinite"):
         optimizer.step()
+    assert optimizer.stats.nonfinite == 1
     torch.optim.SGD(alone.parameters(), lr=0.1).step()
     for name, p in parameters_of(alone).items():
         torch.testing.assert_close(parameters_of(model)[name], p, rtol=0, atol=0, equal_nan=True)

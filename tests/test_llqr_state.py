@@ -206,6 +206,15 @@ def test_a_wrong_state_changes_nothing(wrong: str) -> None:
         assert_same(block, after["llqr"]["preconditioner"]["blocks"][key])
 
 
+def test_blocks_of_other_names_are_told_with_those_there_are() -> None:
+    """A state of blocks per parameter, where they are per layer here."""
+    model, optimizer = fresh("diagonal")
+    train(model, optimizer, range(1))
+    _, other = fresh(Dense(per="layer"))
+    with pytest.raises(LLQRError, match=r"unknown block in the state '0.weight': .*known are '0', '2'"):
+        other.load_state_dict(optimizer.state_dict())
+
+
 def test_another_structure_is_refused() -> None:
     model, optimizer = fresh("diagonal")
     train(model, optimizer, range(1))

@@ -310,6 +310,18 @@ def test_nothing_sticks_out(browser: Browser, name: str, width: int, scale: floa
         f"e.getBoundingClientRect().right > {width} + 1).map((e) => e.outerHTML.slice(0, 80))"
     )
     assert outside == []
+    # nor do tables: on a phone their rows are lists, and no column is beyond the edge
+    browser.run("document.querySelectorAll('details').forEach((e) => { e.open = true; })")
+    hidden = browser.run(
+        "[...document.querySelectorAll('.scroll td')].filter((e) => { const b = e.getBoundingClientRect(); "
+        f"return b.left < 0 || b.right > {width} + 1 || e.scrollWidth > e.clientWidth + 1; }})"
+        ".map((e) => e.outerHTML.slice(0, 80))"
+    )
+    assert hidden == []
+    if name == "phone":
+        said = browser.run("getComputedStyle(document.querySelector('.runs td:nth-child(4)'), '::before').content")
+        assert said == '"steps"'
+    browser.run("document.querySelectorAll('details').forEach((e) => { e.open = false; })")
     picture = tmp_path / f"{name}.png"
     browser.screenshot(picture)
     shot = Image.open(picture)

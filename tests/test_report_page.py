@@ -268,6 +268,27 @@ def test_numbers_keep_their_size() -> None:
     assert strange[1:] == [np.inf, 1.0]
 
 
+HUGE = 10**400
+
+
+@pytest.mark.parametrize("command", ["report", "table"])
+@pytest.mark.parametrize(
+    "name", ["train_loss", "test_accuracy", "epoch", "seconds", "steps", "seed", "evaluation_seconds"]
+)
+def test_whole_numbers_beyond_all_floats(name: str, command: str, tmp_path: Path) -> None:
+    """Wherever they are, they are shown as not finite, or the run is told to be broken."""
+    lines = falling(5, 0)
+    lines[-1][name] = HUGE
+    made_run(tmp_path / "runs", lines=lines, times=[{"seconds": 1, name: HUGE}] * 5)
+    folder = made_run(tmp_path / "runs", seed=1)
+    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    (folder / "result.json").write_text(json.dumps({**result, name: HUGE}), encoding="utf-8")
+    more = ["-o" if command == "report" else "--save", str(tmp_path / "written")]
+    found = llqr(command, str(tmp_path / "runs"), *more)
+    assert found.exception is None or isinstance(found.exception, SystemExit)
+    assert found.exit_code == 0 or (command == "table" and "Error: the" in found.output)
+
+
 def test_where_the_time_went(tmp_path: Path) -> None:
     """A refit is what the steps with one take beyond the others' mean: R - n (S - R)/(N - n)."""
     lines = [{"step": 100, "train_loss": 1.0, "refits": 9, "rejected": 1}]

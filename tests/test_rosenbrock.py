@@ -208,9 +208,19 @@ def test_wrong_input_is_refused_before_any_work(
     arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for folder in ("results", "docs/figures"):
-        (tmp_path / folder).mkdir(parents=True)
     monkeypatch.setattr("llqr_lab.rosenbrock.command.main", lambda *_: pytest.fail("work was begun"))
     code, printed = invoke("rosenbrock", *arguments)
     assert code == 2
     assert arguments[-2] in printed
+
+
+def test_by_default_it_writes_into_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not into the docs/ of whatever is here."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs" / "figures").mkdir(parents=True)
+    given: list[object] = []
+    monkeypatch.setattr("llqr_lab.rosenbrock.command.main", lambda *arguments: given.extend(arguments))
+    code, printed = invoke("rosenbrock", "--quick")
+    assert code == 0, printed
+    names = ("rosenbrock.json", "rosenbrock_loss.png", "rosenbrock_paths.png")
+    assert given == [*(Path("results") / name for name in names), True]

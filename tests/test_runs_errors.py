@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import resource
+import shlex
+import signal
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +16,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from llqr_lab.cli import app
+from llqr_lab.experiments import command
 from llqr_lab.experiments.folder import RunError, RunFolder
 from llqr_lab.experiments.loop import train
 from llqr_lab.experiments.presets import resolve
@@ -131,12 +136,77 @@ def test_runs_are_not_overwritten_nor_mixed(tmp_path: Path) -> None:
     assert "isn't TOML" in refused(*smoke(tmp_path, "--resume"))
 
 
+def test_a_run_says_what_it_does_and_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no terminal too: the method, the step it begins at, lines of progress, and the command after Ctrl-C."""
+    shown, asked = command.shown, list[bool]()
+
+    def interrupting(metrics: Mapping[str, Any]) -> str:
+        if metrics.get("refits") == 1 and not asked:
+            asked.append(True)
+            signal.raise_signal(signal.SIGINT)
+        return shown(metrics)
+
+    monkeypatch.setattr(command, "LINE_SECONDS", 0.0)
+    own = smoke(tmp_path / "my runs", "--method=default", "--set", "steps=3", "--seed=1")
+    with monkeypatch.context() as patched:
+        patched.setattr(command, "shown", interrupting)
+        stopped = llqr(*own, "--resume")
+    assert stopped.exit_code == 128 + signal.SIGINT
+    assert "method default+steps=3: LLQR around adamw, nothing set" in stopped.output
+    assert "no checkpoint to go on from: beginning at step 0 of 3" in stopped.output
+    assert "step 1 of 3, loss" in stopped.output
+    assert "The run was stopped after step 1 of 3, which is saved" in stopped.output
+    again = shlex.split(stopped.output.splitlines()[-1])
+    assert again[:3] == ["llqr", "train", "grokking-add"]
+    given = f"--scale smoke --threads 1 --method default --set steps=3 --seed 1 --resume --runs {tmp_path}/my"
+    assert sorted(again[3:]) == sorted([*given.split()[:-1], str(tmp_path / "my runs")])
+    ended = llqr(*again[1:])
+    assert ended.exit_code == 0, ended.output
+    assert "Going on after step 1 of 3" in ended.output
+    assert "adamw alone, without LLQR" in llqr(*smoke(tmp_path, "--set", "steps=1")).output
+
+
 def test_two_processes_at_one_run(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     config = resolve("grokking-add", "smoke", "base", 0)
     run.begin(config)
     with run.locked(), pytest.raises(RunError, match="another process is at work"):
         train(config, RunFolder(tmp_path), None, torch.device("cpu"))
+
+
+def test_settings_are_written_by_the_process_that_trains(tmp_path: Path) -> None:
+    """Another one with other settings leaves none behind: it comes too late for the lock."""
+    mine, theirs = (resolve("grokking-add", "smoke", "base", 0, {"steps": steps}) for steps in (2, 3))
+    with RunFolder(tmp_path).locked(), pytest.raises(RunError, match="another process is at work"):
+        train(theirs, RunFolder(tmp_path), None, torch.device("cpu"))
+    assert not RunFolder(tmp_path).begun
+    train(mine, RunFolder(tmp_path), None, torch.device("cpu"))
+    with pytest.raises(RunError, match="other settings than were asked for"):
+        train(theirs, RunFolder(tmp_path), None, torch.device("cpu"))
+
+
+def test_edited_or_torn_metrics_are_noticed(tmp_path: Path) -> None:
+    """When a run goes on, and when its results are shown; what was appended after the checkpoint is cut off as before."""
+    whole, run = begun(tmp_path / "whole"), begun(tmp_path / "edited")
+    resumed(whole)
+    content = run.metrics.read_bytes()
+    torn = b"\0" * 40 + content[40:]  # as of a disk that lost a page
+    edited = content.replace(b'"train_loss": 3', b'"train_loss": 1')
+    assert edited != content
+    for other in (torn, edited):
+        run.metrics.write_bytes(other)
+        with pytest.raises(RunError, match=r"metrics\.jsonl isn't what it was: it has been edited, or damaged"):
+            resumed(run)
+    run.metrics.write_bytes(content + b'{"step": 99')
+    resumed(run)
+    assert run.metrics.read_bytes() == whole.metrics.read_bytes()
+
+    assert "isn't what the run wrote" not in llqr("table", str(run.path)).output
+    run.times.write_bytes(run.times.read_bytes().replace(b'"seconds": ', b'"seconds": 9'))
+    assert "times.jsonl of the run in" in refused("table", str(run.path))
+    page = tmp_path / "report.html"
+    assert llqr("report", str(run.path), f"--output={page}").exit_code == 0
+    assert "times.jsonl isn&#x27;t what the run wrote" in page.read_text(encoding="utf-8").replace("&#39;", "&#x27;")
 
 
 @pytest.mark.parametrize("broken", [b"", b"PK\x03\x04 half of it", b"not a checkpoint"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import random
+import signal
 from multiprocessing.context import ForkServerContext
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -15,6 +16,7 @@ from llqr_lab.experiments.config import Config
 from llqr_lab.experiments.folder import RunFolder
 from llqr_lab.experiments.loop import train
 from llqr_lab.experiments.presets import resolve
+from llqr_lab.experiments.stopping import StoppedError, listening
 
 pytestmark = pytest.mark.filterwarnings("ignore:U would have turned the gradient")
 RUNS = {
@@ -96,6 +98,37 @@ def test_kills_around_a_refit(step: int, server: ForkServerContext, tmp_path: Pa
     killed(server, config, stopped, step, 0.0)
     run(config, stopped.path)
     assert stopped.metrics.read_bytes() == (tmp_path / "whole" / "metrics.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_asked_to_stop_loses_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    """It ends its step, saves, and says so, however far the next checkpoint was; and so it goes on."""
+    config, stopped = RUNS["grokking"].changed({"steps": 8}), RunFolder(tmp_path / "stopped")
+    run(config, tmp_path / "whole")
+    before = signal.getsignal(number)
+
+    def report(step: int, steps: int, metrics: object) -> None:
+        if step == 5:
+            signal.raise_signal(number)
+
+    with pytest.raises(StoppedError, match="after step 5 of 8, which is saved") as error:
+        train(config, stopped, None, torch.device("cpu"), report=report)
+    assert error.value.number == number
+    assert signal.getsignal(number) is before
+    assert torch.load(stopped.checkpoints[0], weights_only=True)["step"] == 5
+    steps: list[int] = []
+    train(config, stopped, None, torch.device("cpu"), report=lambda step, *_: steps.append(step))
+    assert steps == [5, 6, 7, 8]
+    assert stopped.metrics.read_bytes() == (tmp_path / "whole" / "metrics.jsonl").read_bytes()
+
+
+def test_a_second_ctrl_c_ends_at_once() -> None:
+    with pytest.raises(KeyboardInterrupt), listening() as asked:  # noqa: PT012
+        assert asked() == 0
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)  # as a sweep sends it too
+        assert asked() == signal.SIGTERM
+        signal.raise_signal(signal.SIGINT)
 
 
 def test_processes_that_make_batches_change_nothing(tmp_path: Path) -> None:

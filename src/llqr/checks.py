@@ -129,6 +129,28 @@ def check_callable(name: str, value: object) -> None:
         raise LLQRError(f"{name} is a function, not a {type(value).__name__}")
 
 
+def check_count(what: str, value: object, least: int = 0) -> None:
+    """Raise unless this is a whole number that a computer counts to."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
+        raise LLQRError(f"{what} isn't a whole number of {least} or more")
+
+
+def check_amount(what: str, value: object) -> None:
+    """Raise unless this is a finite number of zero or more."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 2**1023:
+        raise LLQRError(f"{what} isn't a finite number of zero or more")
+
+
+def check_tensors(what: str, value: object) -> None:
+    """Raise unless these are tensors of finite real numbers, by their names."""
+    if not isinstance(value, Mapping):
+        raise LLQRError(f"{what} isn't a mapping of tensors")
+    for name, tensor in value.items():
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            raise LLQRError(f"{what} has under {name!r} what isn't a tensor of real numbers")
+        check_finite(tensor, f"{what}, under {name!r},")
+
+
 def check_parameter(name: str, parameter: Tensor) -> None:
     """Raise for a parameter that can't be stepped."""
     check_kind(name, parameter)

@@ -81,6 +81,13 @@ class LinearMap:
         more = self.bias is not None
         return (g, r + (more and self.inputs_on_rows), c + (more and not self.inputs_on_rows))
 
+    def lies_in(self, parameters: Mapping[str, Tensor]) -> bool:
+        """Whether they have the shapes that this map is of."""
+        count, (g, r, c) = parameters[self.weight].numel(), self.shape
+        outputs = g * (c if self.inputs_on_rows else r)
+        fits = int(self.places.max()) < count if self.places is not None else count == g * r * c
+        return fits and (self.bias is None or parameters[self.bias].numel() == outputs)
+
     def matrix(self, weight: Tensor) -> Tensor:
         """What a tensor of the weight's shape has at the places of W."""
         return weight.reshape(self.shape) if self.places is None else weight.reshape(-1)[self.places.to(weight.device)]

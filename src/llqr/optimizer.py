@@ -22,14 +22,14 @@ from torch.optim import Optimizer
 
 from llqr.assignments import assignments
 from llqr.base_step import Momentum, Turned, decay, groups_of
-from llqr.checks import check_callable
+from llqr.checks import check_callable, check_count
 from llqr.collector import Call, Collector
 from llqr.distributed.groups import standing, unwrapped
 from llqr.distributed.processes import processes_of
 from llqr.divergences import Divergence, resolve
 from llqr.errors import LLQRError, LLQRWarning, NonFiniteError, callers_level
 from llqr.loop.closures import Closure, checked_loss
-from llqr.loop.gradients import Stepped, check_parameters, gradients_of, stepped_parameters
+from llqr.loop.gradients import Stepped, check_parameters, gradients_of, not_finite, stepped_parameters
 from llqr.loop.options import check_base
 from llqr.loop.schedule import Every, Schedule, often_at_first
 from llqr.loop.state import KEY, checked_state_dict
@@ -99,7 +99,7 @@ class LLQR(Wrapping):
         self._every = every
         self.stats = Stats()
         self.blocks: dict[str, Block] = {}
-        """The linear maps by name, each with its curvature and its block of U."""
+        """The linear maps by name, each with its curvature (`moments`) and its block of U (`inverse`, whole by `dense()`)."""
         self._check(base)
         super().__init__(base)
 
@@ -260,6 +260,7 @@ class LLQR(Wrapping):
         groups = groups_of(self.base, parameters)
         self._momentum.gather(gradients_of(parameters), parameters, groups)
         if not names:
+            self._count_not_finite(parameters)
             self.base.step()
             return
         with self._processes.stepping():
@@ -270,6 +271,14 @@ class LLQR(Wrapping):
                 "nonfinite",
                 f"U m of {turned.left[0]!r} isn't finite or is zero, and the base's own step was taken there",
             )
+
+    def _count_not_finite(self, parameters: Mapping[str, Tensor]) -> None:
+        """Where there is no U because a refit was left out, it may be that nothing is finite from the start."""
+        if not self.stats.rejected:
+            return
+        if spoiled := not_finite(gradients_of(parameters)):
+            self.stats.nonfinite += len(spoiled)
+            self._warn("nonfinite", f"the gradient of {spoiled[0]!r} isn't finite, and the base's own step was taken")
 
     def _turned(
         self,
@@ -368,16 +377,21 @@ class LLQR(Wrapping):
                 "of LLQR.paper" if isinstance(own, Mapping) and "preconditioner" in own else "not of LLQR.state_dict()"
             )
             raise LLQRError(f"what the state has under {KEY!r} is {known}: load it into an optimizer of the same kind")
-        structures = assign(self.structure, parameters)
-        blocks = self._processes.blocks(own["blocks"], parameters, structures)
+        check_count(f"'step' in the state, under {KEY!r},", own["step"])
+        if not all(isinstance(own[part], Mapping) for part in ("blocks", "averages", "stats")):
+            raise LLQRError(f"'blocks', 'averages' and 'stats' in the state, under {KEY!r}, are mappings")
+        stats = Stats.of(own["stats"])
         averages = {}
         for name, average in own["averages"].items():
-            if name not in parameters or parameters[name].shape != average.shape:
+            real = isinstance(average, Tensor) and average.is_floating_point()
+            if not real or name not in parameters or parameters[name].shape != average.shape:
                 raise LLQRError(
-                    f"the state has a momentum of {name!r}, which the model here has not, or in another shape"
+                    f"the state has a momentum of {name!r} that isn't a tensor, or that the model here has not or in another "
+                    "shape"
                 )
             averages[name] = self._processes.part(average, parameters[name])
-        return blocks, int(own["step"]), Stats.of(own["stats"]), averages
+        blocks = self._processes.blocks(own["blocks"], parameters, assign(self.structure, parameters))
+        return blocks, own["step"], stats, averages
 
     def __getstate__(self) -> dict[str, Any]:
         if self._processes.several:

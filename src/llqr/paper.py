@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ from llqr.divergences import KL, Divergence, resolve
 from llqr.errors import LLQRError, LLQRWarning, NonFiniteError, callers_level
 from llqr.loop.blocks import Blocks
 from llqr.loop.closures import Closure, checked_loss
-from llqr.loop.gradients import Stepped, gradients_of, replaced, stepped_parameters
+from llqr.loop.gradients import Stepped, gradients_of, not_finite, replaced, stepped_parameters
 from llqr.loop.inputs import InputHook
 from llqr.loop.options import check_base, checked_batch, checked_ema
 from llqr.loop.refit import Batch, Refit, Source
@@ -251,6 +251,8 @@ class PaperLLQR(Together):
         self, parameters: Mapping[str, Tensor], gradients: dict[str, Tensor]
     ) -> Mapping[str, Tensor | None]:
         if self.preconditioner is None:
+            spoiled = not_finite(gradients) if self.stats.rejected else []
+            self._count_not_finite(spoiled)
             return {}
         team = self._team if self._division is not None and self._team is not None and self._team.shard else None
         with torch.no_grad(), no_autocast(gradients), nullcontext() if team is None else self._together():
@@ -262,10 +264,13 @@ class PaperLLQR(Together):
         if steered.turned:
             self.stats.turned += len(steered.turned)
             self._warn("turned", f"U would have turned the gradient of {steered.turned[0]!r} around")
-        if steered.nonfinite:
-            self.stats.nonfinite += len(steered.nonfinite)
-            self._warn("nonfinite", f"the gradient of {steered.nonfinite[0]!r} is not finite")
+        self._count_not_finite(steered.nonfinite)
         return steered.gradients
+
+    def _count_not_finite(self, names: Sequence[str]) -> None:
+        if names:
+            self.stats.nonfinite += len(names)
+            self._warn("nonfinite", f"the gradient of {names[0]!r} is not finite")
 
     def _reject(self, why: str) -> bool:
         self.stats.rejected += 1
@@ -354,7 +359,7 @@ class PaperLLQR(Together):
 
     def __repr__(self) -> str:
         own = [
-            f"every={self._schedule.every!r}, ema={self.ema}, warm_start={self.warm_start}",
+            f"every={self._schedule.every!r}, ema={self.ema:g}, warm_start={self.warm_start}",
             *self._refit.described(),
         ]
         done = f"at step {self._schedule.step}: {self.stats.in_words()}"

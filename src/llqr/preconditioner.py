@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from llqr.checks import check_tensors
 from llqr.errors import LLQRError, unknown
 from llqr.steering import Steered, Steering
 from llqr.structures.assign import StructureSpec
@@ -207,6 +208,10 @@ def _blocks_of(state: object) -> Mapping[str, Mapping[str, Tensor]]:
         raise _no_state()
     if not all(isinstance(tensor, Tensor) for block in blocks.values() for tensor in block.values()):
         raise _no_state()
+    if not all(isinstance(value, float) for value in state["history"]):
+        raise LLQRError("the 'history' of the state isn't a list of numbers")
+    for key, block in blocks.items():
+        check_tensors(f"the state's block for {key!r}", block)
     return blocks
 
 

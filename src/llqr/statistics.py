@@ -7,7 +7,6 @@ in `llqr.structures`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from llqr.checks import check_amount, check_count, check_tensors
 from llqr.errors import LLQRError, NonFiniteError, unknown
 from llqr.linear_maps import LinearMap, Sides
 from llqr.precision import at_least_single, raised
@@ -141,14 +141,16 @@ def _are_apart(maps: list[LinearMap]) -> bool:
 
 @dataclass(eq=False)
 class Block:
-    """One linear map: its curvature, averaged over refits, and its block of U."""
+    """One linear map: its curvature, averaged over refits, and its block of U. `optimizer.blocks` has them by name."""
 
     map: LinearMap
+    """Which parameters it is of."""
     structure: Structure
     moments: Moments = field(default_factory=dict)
+    """Second moments of its inputs and of the gradients at its outputs: for K-FAC, "columns" and "rows"."""
     refits: int = 0
     inverse: Mapping[str, Tensor] = field(default_factory=dict)
-    """The tensors of U."""
+    """The tensors of U, as its structure has them; empty on a rank that doesn't hold them."""
     diagonal: float = 0.0
     """What the divergence itself puts on H's diagonal, as L2 does."""
     stack: Stack | None = field(default=None, init=False)
@@ -156,10 +158,7 @@ class Block:
 
     def fits(self, parameters: Mapping[str, Tensor]) -> bool:
         """Whether they have the shapes that they had when it was made."""
-        count = math.prod(self.map.shape)
-        if self.map.places is not None:
-            return int(self.map.places.max()) < parameters[self.map.weight].numel()
-        return parameters[self.map.weight].numel() == count
+        return self.map.lies_in(parameters)
 
     def takes(self, map_: LinearMap, moments: Moments) -> bool:
         """Whether the second moments of this map can be averaged in; made so where it is without its bias this time."""
@@ -196,6 +195,19 @@ class Block:
         side = 0 if self.map.inputs_on_rows else 1
         self.inverse = inverse if units is None else self.structure.scale_side(inverse, side, units)
 
+    def dense(self) -> Tensor:
+        """U as one matrix over the numbers of W, row by row, each row with its bias at the end; a stack of them for groups.
+
+        It has the square of so many numbers: to look at small layers.
+        """
+        if not self.inverse:
+            raise LLQRError(f"U of {self.map.key!r} is on another rank")
+        g, r, c = self.map.joined
+        dtype, device = next((t.dtype, t.device) for t in self.inverse.values())
+        units = torch.eye(r * c, dtype=dtype, device=device).reshape(-1, 1, r, c).expand(-1, g, -1, -1)
+        columns = [_applied(self, self.inverse, unit.contiguous()).reshape(g, -1) for unit in units]
+        return torch.stack(columns, 2).squeeze(0)
+
     @property
     def _inputs(self) -> str:
         """The moment of the inputs."""
@@ -228,8 +240,7 @@ class Stack:
     def __init__(self, blocks: Sequence[Block]) -> None:
         self.blocks = list(blocks)
         first = blocks[0]
-        self._structure, self._map, self._kernel = first.structure, first.map, KERNEL in first.moments
-        self._inverse = first.inverse
+        self._map, self._inverse = first.map, first.inverse
         if len(blocks) > 1:
             self._inverse = {name: torch.cat([block.inverse[name] for block in blocks]) for name in first.inverse}
             for number, block in enumerate(blocks):  # which hold it from now on: once is enough
@@ -245,8 +256,13 @@ class Stack:
 
     def apply(self, x: Tensor) -> Tensor:
         """U x."""
-        folded = x.reshape(*x.shape[:2], -1, self._map.kernel) if self._kernel else x
-        return self._structure.apply(self._inverse, folded).reshape(x.shape)
+        return _applied(self.blocks[0], self._inverse, x)
+
+
+def _applied(like: Block, inverse: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    """U x, for the U of blocks that are like this one."""
+    folded = x.reshape(*x.shape[:2], -1, like.map.kernel) if KERNEL in like.moments else x
+    return like.structure.apply(inverse, folded).reshape(x.shape)
 
 
 def stacked(blocks: Iterable[Block]) -> list[Stack]:
@@ -279,25 +295,62 @@ def block_state(block: Block) -> dict[str, Any]:
     }
 
 
-def map_from_state(state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> LinearMap:
-    """The map of a block's state; an error where its parameters aren't here."""
-    map_ = LinearMap(**{**state["map"], "shape": tuple(state["map"]["shape"])})
+def map_from_state(key: str, state: Any, parameters: Mapping[str, Tensor]) -> LinearMap:
+    """The map of a block's state; an error where anything in it isn't as `block_state` makes it, or not of these parameters."""
+    what = f"the state's block for {key!r}"
+    if not isinstance(state, Mapping) or not {"map", "refits", "moments", "diagonal"} <= state.keys():
+        raise LLQRError(f"{what} has no 'map', 'refits', 'moments' and 'diagonal'")
+    check_count(f"'refits' in {what}", state["refits"], 1)
+    check_amount(f"'diagonal' in {what}", state["diagonal"])
+    check_tensors(f"'moments' in {what}", state["moments"])
+    try:
+        parts = {f.name: state["map"][f.name] for f in fields(LinearMap)}
+        map_ = LinearMap(**{**parts, "shape": tuple(parts["shape"])})
+        whole = _is_map(map_) and map_.key == key
+    except (TypeError, KeyError) as error:
+        raise LLQRError(f"{what} has a 'map' that isn't one: {error}") from error
+    if not whole:
+        raise LLQRError(f"{what} has a 'map' that isn't one")
     for name in map_.members:
         if name not in parameters:
             raise unknown("parameter in the state", name, parameters)
+    if not map_.lies_in(parameters):
+        raise LLQRError(
+            f"the state has a matrix of {map_.shape} for {key!r}, which has shape "
+            f"{tuple(parameters[map_.weight].shape)} here"
+        )
     return map_
+
+
+def _is_map(map_: LinearMap) -> bool:
+    """Whether each of its fields is of the type and size that it should be."""
+    counts, places = (*map_.shape, map_.kernel, map_.first + 1), map_.places
+    return (
+        all(isinstance(name, str) for name in map_.members)
+        and len(map_.shape) == 3
+        and all(type(count) is int and count > 0 for count in counts)
+        and map_.shape[2] % map_.kernel == 0
+        and type(map_.inputs_on_rows) is type(map_.reads_data) is bool
+        and (map_.first == 0 if places is None else _are_places(places, map_))
+    )
+
+
+def _are_places(places: object, map_: LinearMap) -> bool:
+    return (
+        isinstance(places, Tensor)
+        and places.dtype == torch.int64
+        and tuple(places.shape) == map_.shape
+        and int(places.min()) == map_.first
+        and len(set(places.reshape(-1).tolist())) == places.numel()
+    )
 
 
 def block_from_state(
     key: str, state: Mapping[str, Any], parameters: Mapping[str, Tensor], structures: Mapping[str, Structure]
 ) -> Block:
     """The block of a state, for the parameters that are here; an error where they don't fit."""
-    map_ = map_from_state(state, parameters)
+    map_ = map_from_state(key, state, parameters)
     weight, structure = parameters[map_.weight], structures[map_.weight]
-    if map_.places is None and math.prod(map_.shape) != weight.numel():
-        raise LLQRError(
-            f"the state has a matrix of {map_.shape} for {key!r}, which has shape {tuple(weight.shape)} here"
-        )
     _, r, c = map_.joined
     like = torch.empty(0, dtype=at_least_single(weight.dtype), device="meta")
     probe = structure.second_moments(
@@ -310,6 +363,6 @@ def block_from_state(
     moments = {
         name: m.to(weight.device, at_least_single(weight.dtype), copy=True) for name, m in state["moments"].items()
     }
-    block = Block(map_, structure, moments, int(state["refits"]), diagonal=float(state["diagonal"]))
+    block = Block(map_, structure, moments, state["refits"], diagonal=float(state["diagonal"]))
     block.invert()
     return block

@@ -108,11 +108,11 @@ def compare(
     seed: Seed = 0,
     data: Data = None,
     output: Annotated[Path | None, typer.Option(help="The JSON file; else results/compare_NETWORK_BASE.json.")] = None,
-    figure: Annotated[Path | None, typer.Option(help="The figure; else docs/figures/compare_NETWORK_BASE.png.")] = None,
+    figure: Annotated[Path | None, typer.Option(help="The figure; else results/compare_NETWORK_BASE.png.")] = None,
 ) -> None:
     """What optimizers would do at several moments of a training, held against the exact step."""
     output = writable_file(output or Path(f"results/compare_{network}_{base}.json"))
-    figure = writable_picture(figure or Path(f"docs/figures/compare_{network}_{base}.png"))
+    figure = writable_picture(figure or Path(f"results/compare_{network}_{base}.png"))
     rate = positive_number(lr) if lr is not None else {"sgdm": 0.05, "adamw": 1e-3}[base]
     from llqr_lab.compare.command import main
     from llqr_lab.compare.look import Settings
@@ -147,10 +147,10 @@ def rosenbrock(
         "results/rosenbrock.json"
     ),
     loss_figure: Annotated[Path, typer.Option(callback=writable_picture, help="The figure of losses to write.")] = Path(
-        "docs/figures/rosenbrock_loss.png"
+        "results/rosenbrock_loss.png"
     ),
     paths_figure: Annotated[Path, typer.Option(callback=writable_picture, help="The figure of paths to write.")] = Path(
-        "docs/figures/rosenbrock_paths.png"
+        "results/rosenbrock_paths.png"
     ),
     quick: Annotated[bool, typer.Option("--quick", help="A few iterations of each, to see that it works.")] = False,
 ) -> None:
@@ -164,6 +164,7 @@ def rosenbrock(
 
 @app.command()
 def train(
+    context: typer.Context,
     target: Annotated[
         str, typer.Argument(metavar="TASK", help="A preset (llqr train --list), or a configuration in TOML.")
     ] = "",
@@ -201,7 +202,7 @@ def train(
         return
     with experiments.told():
         config = experiments.configuration(target, scale, method, seed, changes or [])
-        experiments.train(config, runs, data, resume, device, workers, threads, checkpoint_seconds)
+        experiments.train(config, runs, data, resume, device, workers, threads, checkpoint_seconds, context)
 
 
 @app.command()

@@ -17,6 +17,7 @@ from llqr_lab.figures.curves import draw
 from llqr_lab.progress import bar
 from llqr_lab.race.run import Curve, train
 from llqr_lab.race.tasks import TASKS, Task
+from llqr_lab.tables import show_table
 
 SGDM_RATE, ADAMW_RATE = 0.1, 0.01
 """The best of 0.03, 0.1, 0.3 and of 0.001, 0.003, 0.01 for each of the two alone."""
@@ -52,10 +53,11 @@ def show(output: Path, seed: int, steps: int) -> None:
     console.print(
         f"{len(data.train_targets)} digits to train on, {len(data.test_targets)} to test on; a convolutional network of "
         f"{size:,} parameters, batches of {task.batch}, seed {seed}. SGDM has learning rate {SGDM_RATE:g} and AdamW "
-        f"{ADAMW_RATE:g}, with LLQR around them and without: nothing else is set.",
+        f"{ADAMW_RATE:g}, with LLQR around them and without: nothing else is set. "
+        "Seconds are processor time of the training steps, on one thread.",
         highlight=False,
     )
-    console.print(table(curves, task, steps))
+    show_table(console, table(curves, task, steps))
     draw(curves, task.target, output)
     console.print(f"Wrote {output}", highlight=False, soft_wrap=True)
 

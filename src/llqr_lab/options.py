@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -49,9 +50,16 @@ def step_numbers(text: str) -> str:
     return ",".join(map(str, numbers))
 
 
+RESULTS = Path("results")
+"""Where a command writes that isn't told where, in the folder that one is in; it is made if it isn't there."""
+
+
 def writable_file(path: Path) -> Path:
     """A file that can be written: its folder is there, and nothing in the way."""
     folder = path.parent
+    if folder == RESULTS:
+        with suppress(OSError):
+            folder.mkdir(exist_ok=True)
     if not folder.exists():
         raise typer.BadParameter(f"the folder '{folder}' doesn't exist; make it first, or name another")
     if not folder.is_dir():

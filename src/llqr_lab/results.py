@@ -23,6 +23,15 @@ def provenance(command: str, seed: int) -> dict[str, Any]:
     }
 
 
+def read_json(text: str | bytes) -> Any:
+    """JSON of a run, or of anyone: whole numbers beyond all counts become floats, which can be shown."""
+    return json.loads(text, parse_int=_whole_number)
+
+
+def _whole_number(digits: str) -> int | float:
+    return int(digits) if len(digits) < 19 else float(digits)
+
+
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write strict JSON (no NaN), whole or not at all."""
     write_text(path, json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False) + "\n")

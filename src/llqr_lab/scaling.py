@@ -17,6 +17,7 @@ from rich.table import Table
 
 from llqr.distributed.division import deal
 from llqr.structures import Diagonal, EigenKronecker, Kronecker, Structure
+from llqr_lab.tables import show_table
 
 Shapes = Mapping[str, tuple[int, ...]]
 Way = Literal["ddp", "ddp, shard", "fsdp"]
@@ -135,7 +136,7 @@ def show(ranks: Sequence[int], machine: Machine, every: int, steps: int) -> None
                 figures += [f"{sending[0]:.3f} s", gigabytes(found.refit), f"{sending[1]:.0f} s", f"{work:.0f} s"]
                 figures.append(f"{100 * overhead:.0f}%")
                 table.add_row(str(size), name, way, *figures)
-    Console(width=140).print(table)
+    show_table(Console(), table)
 
 
 def gigabytes(count: int) -> str:

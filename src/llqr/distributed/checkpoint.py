@@ -1,4 +1,4 @@
-"""Checkpoints by torch.distributed.checkpoint: every rank writes what it holds, and any number of ranks can go on from it.
+"""Checkpoints of `LLQR.paper` by torch.distributed.checkpoint: every rank writes what it holds, any number of them can go on.
 
     from llqr.distributed import checkpoint
 
@@ -6,6 +6,8 @@
     checkpoint.load("checkpoints/step-500", optimizer)   # on every rank, with a model and an optimizer that are made as before
 
 In the folder are the model's parameters and buffers, the base's state and U. It appears under its name when it is complete.
+Nothing in a folder is run when it is loaded. The default `LLQR` is saved by its `state_dict()`, which has the whole U on every
+rank and loads on any number of them.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -28,6 +30,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from llqr.distributed.reading import METADATA, Planner, Reader, read_metadata
 from llqr.errors import LLQRError
 from llqr.loop.gradients import stepped_parameters
 from llqr.loop.state import State
@@ -38,7 +41,7 @@ BLOCK, WORDS = "u", "words"
 
 
 def save(folder: str | Path, optimizer: PaperLLQR) -> None:
-    """Write a checkpoint of an optimizer and its model; every rank has to take part."""
+    """Write a checkpoint of an `LLQR.paper` and its model; every rank has to take part."""
     _check(optimizer)
     folder = Path(folder)
     optimizer._meet(stepped_parameters(optimizer.base, optimizer.model))
@@ -56,16 +59,20 @@ def save(folder: str | Path, optimizer: PaperLLQR) -> None:
 
 
 def load(folder: str | Path, optimizer: PaperLLQR) -> None:
-    """Go on from a checkpoint, whatever the number of ranks that wrote it; every rank has to take part."""
+    """Go on from a checkpoint, whatever the number of ranks that wrote it; every rank has to take part.
+
+    Only tensors and builtins are read, so a folder from elsewhere can't run anything; one that holds more is refused.
+    """
     _check(optimizer)
     parameters = stepped_parameters(optimizer.base, optimizer.model)
     optimizer._meet(parameters, loads=True)
     folder, group = Path(folder), _group(optimizer)
     with optimizer._together():
-        if not (folder / ".metadata").is_file():
+        if not (folder / METADATA).is_file():
             raise LLQRError(f"there is no complete checkpoint in {str(folder)!r}")
-        stored = FileSystemReader(folder).read_metadata().state_dict_metadata
-        tensors = {name: kind.size for name, kind in stored.items() if isinstance(kind, TensorStorageMetadata)}
+        stored = read_metadata(folder)
+        kinds = stored.state_dict_metadata
+        tensors = {name: kind.size for name, kind in kinds.items() if isinstance(kind, TensorStorageMetadata)}
         sizes = {name.partition(".")[2]: size for name, size in tensors.items() if name.startswith(f"{BLOCK}.")}
         if WORDS not in tensors:
             raise LLQRError(f"what is in {str(folder)!r} wasn't written by llqr.distributed.checkpoint.save")
@@ -79,7 +86,12 @@ def load(folder: str | Path, optimizer: PaperLLQR) -> None:
                     f"the checkpoint's block for {block!r} has no tensor {part!r} of shape {tuple(tensor.shape)}: was it "
                     "written with another structure?"
                 )
-    state_dict_loader.load(state, checkpoint_id=folder, process_group=group, no_dist=group is None)
+    try:
+        state_dict_loader.load(
+            state, storage_reader=Reader(folder, stored), planner=Planner(), process_group=group, no_dist=group is None
+        )
+    except CheckpointException as error:
+        raise LLQRError(f"the checkpoint in {str(folder)!r} can't be loaded: {error}") from error
     told = json.loads(bytes(state[WORDS].tolist()))
     set_model_state_dict(optimizer.model, state["model"])
     set_optimizer_state_dict(optimizer.model, optimizer.base, state["base"])

@@ -112,12 +112,12 @@ class Shards(Replicas):
     def blocks(
         self, states: Mapping[str, Any], parameters: Mapping[str, Tensor], structures: Mapping[str, Structure]
     ) -> Blocks:
-        maps = {key: map_from_state(state, parameters) for key, state in states.items()}
+        maps = {key: map_from_state(key, state, parameters) for key, state in states.items()}
         self._dealt = self._deal({key: (maps[key].weight, cost(s["moments"])) for key, s in states.items()}, {})
         return {
             key: block_from_state(key, state, parameters, structures)
             if self._dealt[maps[key].weight] == self.rank
-            else Block(maps[key], structures[maps[key].weight], refits=int(state["refits"]))
+            else Block(maps[key], structures[maps[key].weight], refits=state["refits"])
             for key, state in states.items()
         }
 

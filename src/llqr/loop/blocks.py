@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from llqr.distributed.division import Division
+from llqr.errors import unknown
 from llqr.preconditioner import Preconditioner
 from llqr.structures.assign import StructureSpec, assign
 from llqr.structures.base import Structure
@@ -58,9 +59,14 @@ class Blocks:
     ) -> tuple[Preconditioner, Division | None]:
         """U = I for the blocks of these names, to be filled: those that this rank is to hold."""
         covered = [name for name, p in parameters.items() if p.requires_grad or name in keys]
+        layout = self.layout(parameters, covered)
+        known = [key for group in layout for key in group.keys]
+        for key in keys:
+            if key not in known:
+                raise unknown("block in the state", key, known)
         if team is None:
             return self.identity(parameters, covered).restricted(keys), None
-        groups = [group.only(keys) for group in self.layout(parameters, covered)]
+        groups = [group.only(keys) for group in layout]
         division = Division.of(team.ranks, team.shard, [group for group in groups if group is not None])
         return self.identity(parameters, division.held()), division
 

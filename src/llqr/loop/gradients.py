@@ -106,3 +106,9 @@ def replaced(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor | 
     finally:
         for parameter, before in kept:
             parameter.grad = before
+
+
+def not_finite(gradients: Mapping[str, Tensor]) -> list[str]:
+    """The names of those that hold a NaN or an infinity; of shards, in the part that is here."""
+    here = {name: getattr(gradient, "to_local", lambda g=gradient: g)() for name, gradient in gradients.items()}
+    return [name for name, gradient in here.items() if not bool(gradient.isfinite().all())]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from llqr.checks import check_count
 from llqr.errors import LLQRError
 from llqr.loop.stats import Stats
 from llqr.preconditioner import Preconditioner
@@ -33,13 +34,15 @@ class State:
     @classmethod
     def from_dict(cls, own: Any) -> State:
         parts: Mapping[str, Any] = own if isinstance(own, Mapping) else {}
-        step, u, stats = parts.get("step"), parts.get("preconditioner"), parts.get("stats")
+        step: Any = parts.get("step")
+        u, stats = parts.get("preconditioner"), parts.get("stats")
         whole = u is None or (isinstance(u, Mapping) and isinstance(u.get("blocks"), Mapping))
-        if not isinstance(step, int) or not isinstance(stats, Mapping) or not whole:
+        if not {"step", "preconditioner"} <= parts.keys() or not isinstance(stats, Mapping) or not whole:
             raise LLQRError(
                 f"what the state has under {KEY!r} isn't what LLQR.state_dict() puts there: a 'step', a 'preconditioner' and "
                 "'stats'"
             )
+        check_count(f"'step' in the state, under {KEY!r},", step)
         return cls(step, u, Stats.of(stats))
 
 
@@ -50,4 +53,9 @@ def checked_state_dict(state: Any) -> dict[str, Any]:
             "this isn't the state_dict() of an optimizer, which has 'state' and 'param_groups'; was it that of the model, or a "
             "whole checkpoint?"
         )
+    groups = state["param_groups"]
+    if not isinstance(state["state"], Mapping) or not isinstance(groups, (list, tuple)):
+        raise LLQRError("the state of an optimizer has a mapping under 'state', and a list under 'param_groups'")
+    if not all(isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple)) for group in groups):
+        raise LLQRError("the 'param_groups' of the state aren't those of an optimizer: each is a mapping with 'params'")
     return dict(state)

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from llqr.checks import check_amount, check_count
+from llqr.errors import LLQRError
+
 
 @dataclass
 class Stats:
@@ -18,7 +21,8 @@ class Stats:
     turned: int = 0
     """Blocks that would have turned the gradient around, summed over the steps; such a block was the identity for the step."""
     nonfinite: int = 0
-    """Blocks whose step the base took as it would have alone, because something wasn't finite, summed over the steps."""
+    """Blocks, or parameters where there is no U yet, whose step the base took as it would have alone, because something wasn't
+    finite; summed over the steps."""
     objective_before: float | None = None
     """J of the last fit at its start, and"""
     objective_after: float | None = None
@@ -30,8 +34,18 @@ class Stats:
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> Stats:
-        """From a state, which may be of another version."""
-        return cls(**{f.name: saved[f.name] for f in fields(cls) if f.name in saved})
+        """From a state, which may be of another version; an error where it has something else than numbers."""
+        found = {f.name: saved[f.name] for f in fields(cls) if f.name in saved}
+        for name, value in found.items():
+            what = f"{name!r} in the state's 'stats'"
+            if name.startswith("objective"):  # of a fit that failed it may be anything
+                if value is not None and not isinstance(value, float):
+                    raise LLQRError(f"{what} isn't a number or None")
+            elif name == "seconds":
+                check_amount(what, value)
+            else:
+                check_count(what, value)
+        return cls(**found)
 
     def in_words(self) -> str:
         turned = f", {self.turned} blocks turned" if self.turned else ""

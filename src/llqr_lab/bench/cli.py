@@ -62,7 +62,7 @@ def bench_exact(
         "results/exact.json"
     ),
     figure: Annotated[Path, typer.Option(callback=writable_picture, help="The figure to write.")] = Path(
-        "docs/figures/bench_exact.png"
+        "results/exact.png"
     ),
     seed: Seed = 0,
     repeats: Annotated[int, typer.Option(min=1, help="Timed repetitions of each size; medians are reported.")] = 7,
@@ -80,7 +80,7 @@ def bench_engine(
         "results/engine.json"
     ),
     figure: Annotated[Path, typer.Option(callback=writable_picture, help="The figure to write.")] = Path(
-        "docs/figures/bench_engine.png"
+        "results/engine.png"
     ),
     seed: Seed = 0,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds; medians are reported.")] = 9,
@@ -140,7 +140,7 @@ def bench_race(
         "results/race.json"
     ),
     figure: Annotated[Path, typer.Option(callback=writable_picture, help="The figure to write.")] = Path(
-        "docs/figures/race.png"
+        "results/race.png"
     ),
     page: Page = None,
     untuned: Annotated[

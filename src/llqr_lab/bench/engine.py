@@ -24,6 +24,7 @@ from llqr_lab.bench.refits import Bench, Size, prepare_memory
 from llqr_lab.figures.engine import draw
 from llqr_lab.progress import bar
 from llqr_lab.results import provenance, write_json
+from llqr_lab.tables import show_table
 
 Row = dict[str, Any]
 Done = Callable[[], None]
@@ -191,13 +192,13 @@ def report(result: dict[str, Any], console: Console) -> None:
     for row in result["products"]:
         ratios = [f"{row['ratios'][name]:.2f}" for name in ("kl", "newton", "record kl", "record newton")]
         table.add_row(row["model"], f"{1000 * row['train_seconds']:.1f}", *ratios)
-    console.print(table)
+    show_table(console, table)
     fits = Table(title=f"A refit of the {result['fits']['model']}", title_justify="left", box=box.SIMPLE_HEAD)
     for header in ("fit", "training steps", "objective J"):
         fits.add_column(header, justify="right", no_wrap=True)
     for name, value in result["fits"]["ratios"].items():
         fits.add_row(name, f"{value:.1f}", f"{result['fits']['objective'][name]:.6g}")
-    console.print(fits)
+    show_table(console, fits)
     memory = Table(title="Peak memory of a refit over a training step's", title_justify="left", box=box.SIMPLE_HEAD)
     for header in ("network", "train (MiB)", "refit", "in eighths of the batch"):
         memory.add_column(header, justify="right", no_wrap=True)
@@ -206,7 +207,7 @@ def report(result: dict[str, Any], console: Console) -> None:
         if peaks["train"]:
             parts = [f"{peaks[kind] / peaks['train']:.2f}" for kind in ("refit", "chunked")]
             memory.add_row(row["model"], f"{peaks['train'] / 2**20:.1f}", *parts)
-    console.print(memory)
+    show_table(console, memory)
     for name, found in result["growth"].items():
         if found["exponent_fit"] is not None:
             console.print(

@@ -25,6 +25,7 @@ from llqr_lab.experiments.paper import RESULTS
 from llqr_lab.experiments.presets import resolve
 from llqr_lab.progress import bar
 from llqr_lab.results import provenance, write_json
+from llqr_lab.tables import show_table
 from llqr_lab.tasks.base import Task
 from llqr_lab.tasks.named import task_of
 
@@ -79,7 +80,7 @@ def main(
     write_json(output, {**provenance(where, seed), **content})
     console = Console()
     console.print(f"{preset} at --scale {scale}, {torch.get_num_threads()} threads", highlight=False)
-    console.print(table(rows))
+    show_table(console, table(rows))
     console.print(f"Wrote {output}", highlight=False, soft_wrap=True)
 
 

@@ -20,6 +20,7 @@ from llqr_lab.bench.measure import growth_exponent, interleaved, median, one_thr
 from llqr_lab.figures.exact import draw
 from llqr_lab.progress import bar
 from llqr_lab.results import provenance, write_json
+from llqr_lab.tables import show_table
 
 Row = dict[str, Any]
 Sweeps = Mapping[str, Sequence[Size]]
@@ -134,7 +135,7 @@ def _growth(sweep: str, rows: list[Row]) -> dict[str, Any]:
 def report(result: dict[str, Any], console: Console) -> None:
     """A table for each sweep, and the exponents."""
     for sweep in result["growth"]:
-        console.print(_table(sweep, [row for row in result["rows"] if row["sweep"] == sweep]))
+        show_table(console, _table(sweep, [row for row in result["rows"] if row["sweep"] == sweep]))
     for sweep, quantities in result["growth"].items():
         for quantity, name in (("seconds", "seconds"), ("peak_bytes", "peak memory")):
             parts = [

@@ -31,6 +31,7 @@ from llqr_lab.models.resnet import ResNet18
 from llqr_lab.models.small import mlp, picture_net
 from llqr_lab.progress import bar
 from llqr_lab.results import provenance, write_json
+from llqr_lab.tables import show_table
 
 FIRST, LATER = 300, 100
 """Steps of a training from its start, and steps after that."""
@@ -99,7 +100,7 @@ def main(names: Sequence[str], output: Path, seed: int, repeats: int, steps: int
     content = {"threads": 1, "clock": "processor", "repeats": repeats, "first": FIRST, "later": LATER, "rows": rows}
     write_json(output, {**provenance(command + (f" --steps {steps}" if steps else ""), seed), **content})
     console = Console()
-    console.print(table(rows))
+    show_table(console, table(rows))
     console.print(f"Wrote {output}", highlight=False, soft_wrap=True)
 
 

@@ -34,6 +34,7 @@ from llqr_lab.race.entries import BEYOND, COURSES, WIDEN, WIDEST, Course, Entry
 from llqr_lab.race.page import COMMAND, THE_END, Row, blow_ups, body, ratio, reached, shown
 from llqr_lab.race.timing import TIMED, TURN, seconds_to, step_seconds
 from llqr_lab.results import provenance, write_json
+from llqr_lab.tables import show_table
 
 Grids = dict[str, tuple[float | None, list[Result]]]
 """Of each optimizer: its rate with the best end, and the runs that say so."""
@@ -397,7 +398,7 @@ def report_untuned(rows: list[Row], console: Console) -> None:
         ratios = [ratio(row, what) for what in ("steps", "seconds")]
         losses = [shown(row[side]["train_loss"], "{:.4g}") for side in ("alone", "llqr")]
         table.add_row(row["task"], row["base"], f"{row['lr']:g}", *ratios, *losses)
-    console.print(table)
+    show_table(console, table)
 
 
 def report(rows: list[Row], console: Console) -> None:
@@ -413,7 +414,7 @@ def report(rows: list[Row], console: Console) -> None:
         times = [reached(row["targets"][label], row["seeds"]) for label in labels]
         cells = [shown(row["lr"], "{:g}"), *times, shown(row["train_loss"], "{:.4g}"), shown(row["score"], "{:.4g}")]
         table.add_row(row["optimizer"], *cells, shown(row["peak_bytes"] and row["peak_bytes"] / 1e6, "{:.0f}"))
-    console.print(table)
+    show_table(console, table)
     for row in rows:
         if row["unmoved"]:
             console.print(f"{row['optimizer']} never moved {', '.join(row['unmoved'])}", style="red")

@@ -26,6 +26,7 @@ from llqr import LLQR
 from llqr.paper import PaperLLQR
 from llqr_lab.bench.measure import interleaved, median, ratio
 from llqr_lab.results import provenance, write_json
+from llqr_lab.tables import show_table
 
 STRUCTURES = ("diagonal", "kfac", "ekfac")
 WAYS = ("base", "ddp", "ddp, shard", "fsdp")
@@ -141,4 +142,4 @@ def report(rows: Sequence[dict[str, Any]], console: Console) -> None:
     for row in rows:
         cells = [f"{way['step']:.1f}, {way['held_bytes'] / 2**20:.1f} MiB" for way in row["ways"].values()]
         table.add_row(str(row["ranks"]), row["structure"], *cells)
-    console.print(table)
+    show_table(console, table)

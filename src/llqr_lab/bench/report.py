@@ -75,6 +75,7 @@ def _made_up(source: Path, number: int, points: int, seed: int) -> None:
         "shakespeare-gpt-sgdm", "cpu", "base", own_seed, {"base.lr": 0.01 * (setting + 1), "steps": points}
     )
     folder = RunFolder(source / f"run-{number}")
+    folder.path.mkdir(parents=True)
     folder.begin(config)
     draw = np.random.default_rng((seed, number))
     step = np.arange(1, points + 1)

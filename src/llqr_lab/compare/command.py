@@ -17,6 +17,7 @@ from llqr_lab.compare.subjects import subject
 from llqr_lab.figures.compare import draw
 from llqr_lab.progress import bar
 from llqr_lab.results import provenance, write_json
+from llqr_lab.tables import show_table
 
 
 def main(
@@ -84,7 +85,7 @@ def report(look: dict[str, Any], result: dict[str, Any], console: Console) -> No
             _cell(numbers["predicted"], ".2g"),
             _cell(numbers["actual"], ".2g"),
         )
-    console.print(table)
+    show_table(console, table)
 
 
 def _cell(value: float | None, form: str) -> str:

@@ -5,10 +5,11 @@ Whoever asks, in whichever process and order, batch number k of a seed is the sa
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -48,6 +49,12 @@ def own_randomness(*parts: int | str) -> Iterator[None]:
         yield
 
 
+def _ignore_signals(worker: int) -> None:
+    """What asks a run to stop often reaches the processes that make batches too, and the run needs them until it has saved."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def stream(batches: Batches, start: int, stop: int, workers: int = 0) -> Iterator[Batch]:
     """Batches number start to stop - 1, made ahead of time by so many processes."""
     steps = range(start, stop)
@@ -55,5 +62,6 @@ def stream(batches: Batches, start: int, stop: int, workers: int = 0) -> Iterato
         return (batches[step] for step in steps)
     # a generator of its own: the loader would draw a seed from the global one, which a resumed run would feel
     own = torch.Generator()
-    loader = DataLoader(batches, batch_size=None, sampler=steps, num_workers=workers, generator=own)  # type: ignore[arg-type, var-annotated]
+    how: dict[str, Any] = {"num_workers": workers, "generator": own, "worker_init_fn": _ignore_signals}
+    loader = DataLoader(batches, batch_size=None, sampler=steps, **how)  # type: ignore[arg-type, var-annotated]
     return (Batch(*batch) for batch in loader)

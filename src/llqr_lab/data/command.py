@@ -12,6 +12,7 @@ from rich.table import Table
 from llqr.errors import LLQRError
 from llqr_lab.data.catalogue import data_set, rows
 from llqr_lab.data.folder import VARIABLE, data_folder
+from llqr_lab.tables import show_table
 
 COLOURS = {"found": "green", "missing": "yellow", "broken": "red"}
 
@@ -25,7 +26,7 @@ def show(folder: Path | None) -> None:
     found = rows(folder)
     for row in found:
         table.add_row(row.name, row.what, row.size, row.licence, f"[{COLOURS[row.state]}]{row.state}[/]")
-    console.print(table)
+    show_table(console, table)
     where = f"in '{chosen}'" if chosen else f"nowhere: name a data folder by --data FOLDER or {VARIABLE}"
     console.print(f"Looked for {where}.", highlight=False, markup=False, soft_wrap=True)
     for row in found:

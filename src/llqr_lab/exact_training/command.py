@@ -25,6 +25,7 @@ from llqr_lab.exact_training.loops import START, Run, descend, exact_descend
 from llqr_lab.figures.curves import draw
 from llqr_lab.progress import bar
 from llqr_lab.race.run import Curve
+from llqr_lab.tables import show_table
 
 TRAIN, WIDTH = 100, 8
 RATES = (0.3, 1.0, 3.0, 10.0)
@@ -48,7 +49,7 @@ def show(output: Path, seed: int, steps: int) -> None:
         f"reach the target.",
         highlight=False,
     )
-    console.print(table(runs, steps))
+    show_table(console, table(runs, steps))
     refused = ", ".join(f"{name}: {run.refused}" for name, run in runs.items() if run.refused)
     if refused:
         console.print(f"Steps refused, which raised the damping: {refused}.", highlight=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from llqr_lab.experiments.config import Config, ConfigError, read
 from llqr_lab.experiments.folder import RunError
 from llqr_lab.experiments.presets import PRESETS, SCALES, known_preset, resolve
 from llqr_lab.suggest import suggestion
+from llqr_lab.tables import show_table
 
 
 @contextmanager
@@ -40,7 +42,7 @@ def list_presets() -> None:
         table.add_column(header, overflow="fold")
     for name, preset in PRESETS.items():
         table.add_row(name, preset.summary, ", ".join(preset.methods))
-    Console().print(table)
+    show_table(Console(), table)
 
 
 def configuration(target: str, scale: str | None, method: str | None, seed: int | None, changes: list[str]) -> Config:
@@ -82,11 +84,31 @@ def train(
     workers: int,
     threads: int | None,
     checkpoint_seconds: float,
+    context: typer.Context,
 ) -> None:
     from llqr_lab.experiments.command import describe, run
+    from llqr_lab.experiments.stopping import StoppedError
 
-    result = run(config, runs, data, resume, device, workers, threads, checkpoint_seconds)
+    try:
+        result = run(config, runs, data, resume, device, workers, threads, checkpoint_seconds)
+    except StoppedError as stopped:
+        typer.echo(f"The run was {stopped}. To go on:\n  {_again(context)}", err=True)
+        raise typer.Exit(128 + stopped.number) from None
     typer.echo(describe(result))
+
+
+def _again(context: typer.Context) -> str:
+    """The command that was given, with --resume."""
+    words = ["llqr", str(context.info_name)]
+    for parameter in context.command.params:
+        name = str(parameter.name)
+        source = context.get_parameter_source(name)
+        if source is None or source.name != "COMMANDLINE" or name == "resume":
+            continue
+        value = context.params[name]
+        for each in value if isinstance(value, list | tuple) else [value]:
+            words += [str(each)] if parameter.param_type_name == "argument" else [parameter.opts[0], str(each)]
+    return shlex.join([*words, "--resume"])
 
 
 def sweep(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import tomllib
 from collections.abc import Iterable
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llqr_lab.experiments.folder import RunError, RunFolder
-from llqr_lab.results import write_json
+from llqr_lab.results import read_json, write_json
 
 POINTS = 200
 """Of a curve that is kept."""
@@ -24,7 +23,7 @@ def collected(source: Path) -> list[Result]:
     """The finished runs under a folder, or in a file that `save` wrote."""
     if source.is_file():
         try:
-            return [checked(each) for each in json.loads(source.read_text(encoding="utf-8"))["runs"]]
+            return [checked(each) for each in read_json(source.read_text(encoding="utf-8"))["runs"]]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RunError(
                 f"'{source}' isn't a file of results ({error!r}): name one that `llqr table --save` wrote"
@@ -36,7 +35,13 @@ def collected(source: Path) -> list[Result]:
     for folder in folders:
         try:
             settings = tomllib.loads(folder.config.read_text(encoding="utf-8")) if folder.begun else {}
-            found.append(checked({**folder.read_result(), "settings": settings, "curve": curve(folder.read_metrics())}))
+            result = folder.read_result()
+            if edited := folder.edited(result):
+                raise RunError(
+                    f"{' and '.join(edited)} of the run in '{folder.path}' isn't what the run wrote: it has been edited, or "
+                    "damaged. Remove the run, and make it again"
+                )
+            found.append(checked({**result, "settings": settings, "curve": curve(folder.read_metrics())}))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RunError(
                 f"the run in '{folder.path}' has a result that isn't whole ({error!r}): remove its result.json, and resume it"
@@ -78,7 +83,10 @@ def checked(result: Any) -> Result:
 
 
 def save(results: list[Result], path: Path) -> None:
-    write_json(path, {"runs": results})
+    try:
+        write_json(path, {"runs": results})
+    except ValueError as error:
+        raise RunError(f"the results can't be kept ({error}): a run has numbers that aren't finite") from None
 
 
 def curve(lines: list[dict[str, Any]]) -> dict[str, list[float | None]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -16,6 +17,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from llqr_lab.experiments.config import Config, ConfigError
 from llqr_lab.experiments.folder import RunFolder
 from llqr_lab.experiments.loop import CHECKPOINT_SECONDS, Report, train
+
+LINE_SECONDS = 20.0
+"""Between lines of progress, where there is no terminal."""
 
 
 def folder_of(runs: Path, config: Config) -> RunFolder:
@@ -51,9 +55,13 @@ def run(
     torch.set_flush_denormal(True)
     folder.check(config, resume)
     if folder.done:
-        console.print(f"The run in '{folder.path}' is done.", highlight=False, markup=False, soft_wrap=True)
+        _say(console, f"The run in '{folder.path}' is done.")
         return folder.read_result()
-    with progress(console, f"{config.preset} {config.label}") as report:
+    _say(
+        console,
+        f"{config.preset} at scale {config.scale}, method {config.label}: {trained_by(config)}. In '{folder.path}'.",
+    )
+    with progress(console, f"{config.preset} {config.label}", resume) as report:
         return train(
             config,
             folder,
@@ -62,8 +70,22 @@ def run(
             workers,
             checkpoint_seconds,
             report,
-            lambda message: console.print(message, style="yellow", markup=False, highlight=False, soft_wrap=True),
+            lambda message: _say(console, message, "yellow"),
         )
+
+
+def _say(console: Console, message: str, style: str | None = None) -> None:
+    console.print(message, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+def trained_by(config: Config) -> str:
+    """The optimizer of a run, in words."""
+    base = config.base.name
+    if config.default_llqr:
+        return f"LLQR around {base}, nothing set"
+    if config.llqr is not None:
+        return f"the paper's LLQR around {base}"
+    return f"{base} alone, without LLQR (--method default is with it)"
 
 
 def device_of(name: str) -> torch.device:
@@ -78,8 +100,8 @@ def device_of(name: str) -> torch.device:
 
 
 @contextmanager
-def progress(console: Console, title: str) -> Iterator[Report]:
-    """A bar with the loss, the score, the refits and the time left."""
+def progress(console: Console, title: str, resume: bool = False) -> Iterator[Report]:
+    """A bar with the loss, the score, the refits and the time left; a line now and then where nobody watches."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -88,11 +110,22 @@ def progress(console: Console, title: str) -> Iterator[Report]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
+    said: float | None = None
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(title, total=None, shown="")
 
         def report(step: int, steps: int, metrics: Mapping[str, Any]) -> None:
+            nonlocal said
+            if said is None:
+                said = time.monotonic()
+                if step:
+                    _say(console, f"Going on after step {step:,} of {steps:,}.")
+                elif resume:
+                    _say(console, f"There is no checkpoint to go on from: beginning at step 0 of {steps:,}.")
             bar.update(task, completed=step, total=steps, shown=shown(metrics))
+            if not console.is_terminal and time.monotonic() - said >= LINE_SECONDS:
+                said = time.monotonic()
+                _say(console, f"{title}: step {step:,} of {steps:,}, {shown(metrics)}")
 
         yield report
 

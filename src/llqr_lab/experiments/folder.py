@@ -10,7 +10,8 @@ run.log           what the run said, where a sweep started it
 events.out.…      for TensorBoard
 
 Files that are replaced are written beside themselves and renamed. A checkpoint knows how long the .jsonl files were when it was
-written; a run that goes on cuts off what came later, and writes it again.
+written, and their checksums; a run that goes on cuts off what came later, and writes it again. A result knows them too, so that
+a file that was edited, or lost a part, is noticed.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import pickle
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,7 +31,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from llqr_lab.experiments.config import Config, ConfigError, differences, read
-from llqr_lab.results import write_json
+from llqr_lab.results import read_json, write_json
 
 UNUSABLE = (
     RuntimeError,
@@ -113,17 +115,18 @@ class RunFolder:
             )
 
     def begin(self, config: Config) -> None:
-        """Make the folder, if it isn't there."""
+        """Write the settings, if they aren't there; with the lock, so that they are those of the process that trains."""
         if self.begun:
+            self.check(config, resume=True)
             return
-        with _disk(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
         with replacing(self.config, self.path) as file:
             file.write(config.to_toml().encode())
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """One process at a time."""
+        """One process at a time; the folder is made if it isn't there."""
+        with _disk(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
         lock = FileLock(self.path / ".lock")
         try:
             lock.acquire(timeout=LOCK_SECONDS)
@@ -135,8 +138,9 @@ class RunFolder:
             lock.release()
 
     def save(self, state: dict[str, Any]) -> None:
-        """A checkpoint, with the lengths of the files that go with it."""
-        state = {**state, "lengths": [_length(path) for path in self._logs]}
+        """A checkpoint, with the lengths and checksums of the files that go with it."""
+        lengths = [_length(path) for path in self._logs]
+        state = {**state, "lengths": lengths, "checksums": list(map(_checksum, self._logs, lengths))}
         newest, previous = self.checkpoints
         with replacing(newest, self.path, keep=previous) as file:
             torch.save(state, file)
@@ -153,6 +157,10 @@ class RunFolder:
                     for log, length in zip(self._logs, lengths, strict=False):
                         if _length(log) < length:
                             raise ValueError(f"{log.name} is shorter than when it was written")
+                    # a checkpoint from before there were checksums has none
+                    for log, length, checksum in zip(self._logs, lengths, state.get("checksums", ()), strict=False):
+                        if _checksum(log, length) != checksum:
+                            raise ValueError(f"{log.name} isn't what it was: it has been edited, or damaged")
                     restore(state)
                     break
                 except UNUSABLE as error:
@@ -183,15 +191,22 @@ class RunFolder:
     def finish(self, state: dict[str, Any], result: dict[str, Any]) -> None:
         """The result, beside the trained model in a last checkpoint."""
         self.save(state)
+        checksums = {path.name: _checksum(path) for path in self._logs}
         with _disk(self.path):
-            write_json(self.result, result)
+            write_json(self.result, {**result, "checksums": checksums})
         self.checkpoints[1].unlink(missing_ok=True)
 
     def read_result(self) -> dict[str, Any]:
         try:
-            return dict(json.loads(self.result.read_text(encoding="utf-8")))
+            return dict(read_json(self.result.read_text(encoding="utf-8")))
         except (ValueError, TypeError) as error:
             raise RunError(f"'{self.result}' isn't a result ({error}): remove it, and resume the run") from None
+
+    def edited(self, result: dict[str, Any]) -> list[str]:
+        """The files that aren't what they were when the result was written; an old result has no checksums."""
+        known = result.get("checksums")
+        known = known if isinstance(known, dict) else {}
+        return [path.name for path in self._logs if known.get(path.name, _checksum(path)) != _checksum(path)]
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """What was measured so far, with its seconds; a last line that is half written isn't there yet."""
@@ -249,6 +264,12 @@ def _read_checkpoint(path: Path) -> dict[str, Any]:
     return dict(torch.load(path, weights_only=True, map_location="cpu"))
 
 
+def _checksum(path: Path, length: int | None = None) -> str:
+    """Of the first bytes of a file; of all of them without a length."""
+    content = path.read_bytes() if path.exists() else b""
+    return blake2b(content[:length], digest_size=16).hexdigest()
+
+
 def _length(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
@@ -258,6 +279,6 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         return []
     whole, _, _ = path.read_bytes().rpartition(b"\n")
     try:
-        return [dict(json.loads(line)) for line in whole.splitlines()]
+        return [dict(read_json(line)) for line in whole.splitlines()]
     except (ValueError, TypeError) as error:
         raise RunError(f"'{path}' has a line that can't be read ({error}): remove the run, and make it again") from None

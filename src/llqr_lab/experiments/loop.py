@@ -25,6 +25,7 @@ from llqr_lab.data.batches import Batch, mixed, own_randomness, stream
 from llqr_lab.experiments.config import Config, ConfigError
 from llqr_lab.experiments.folder import RunFolder
 from llqr_lab.experiments.optimizers import fits, optimizer, scheduler
+from llqr_lab.experiments.stopping import StoppedError, listening
 from llqr_lab.results import provenance
 from llqr_lab.tasks.base import Task, to_device
 from llqr_lab.tasks.named import task_of
@@ -41,7 +42,7 @@ SPENT = ("refit_step_seconds", "evaluation_seconds", "batch_seconds", "checkpoin
 """Where time goes, by the run's clock: the steps that refit (within `seconds`), and three things beside the steps."""
 
 Report = Callable[[int, int, Mapping[str, Any]], None]
-"""Called after each step with its number, how many there are, and what was measured last."""
+"""Called at the beginning and after each step with the steps so far, how many there are, and what was measured last."""
 
 
 def train(
@@ -54,15 +55,19 @@ def train(
     report: Report = lambda step, steps, metrics: None,
     warn: Callable[[str], None] = lambda message: None,
 ) -> dict[str, Any]:
-    """Train to the end and write the result; begin at the newest checkpoint, if there is one."""
+    """Train to the end and write the result; begin at the newest checkpoint, if there is one.
+
+    On Ctrl-C, or where the process is asked to end, a checkpoint is written after the step, and `StoppedError` raised.
+    """
     task = task_of(config, data)
     run = Run(config, task, device)
-    folder.begin(config)  # only now: what can't be trained leaves nothing behind
-    with folder.locked():
+    with folder.locked(), listening() as asked_to_stop:  # only now: what can't be trained leaves nothing behind
+        folder.begin(config)
         for trouble in folder.load(run.load_state_dict):
             warn(f"{trouble}; going on from the one before")
         if run.threads_changed:
             warn("the run began with another number of threads: its numbers may differ in their last digits")
+        report(run.step, run.steps, run.shown())
         with Board(folder.path, run.step) as board:
             saved = time.monotonic()
             monitor = run.monitor(board.writer, folder.note)
@@ -81,10 +86,13 @@ def train(
                 report(run.step, run.steps, run.shown())
                 if run.over:
                     break
-                if time.monotonic() - saved >= checkpoint_seconds:
+                signal = asked_to_stop()
+                if signal or time.monotonic() - saved >= checkpoint_seconds:
                     with run.timed("checkpoint_seconds"):
                         folder.save(run.state_dict())
                     saved = time.monotonic()
+                if signal:
+                    raise StoppedError(run.step, run.steps, signal)
         result = _result(config, run, folder, device)
         folder.finish(run.state_dict(), result)
     return result

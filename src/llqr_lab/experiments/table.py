@@ -12,6 +12,7 @@ from rich.table import Table
 from llqr_lab.experiments.collect import Result, Summary, summary, value
 from llqr_lab.experiments.paper import RESULTS
 from llqr_lab.experiments.presets import PRESETS
+from llqr_lab.tables import show_table
 
 UNITS = {"test_accuracy": 100.0}
 """Accuracies are shown in percent, as the paper's."""
@@ -35,7 +36,7 @@ def show(results: list[Result], console: Console) -> None:
             made.add_column(header, justify="right" if number else "left", no_wrap=not number)
         for row in rows:
             made.add_row(*map(escape, row))
-        console.print(made)
+        show_table(console, made)
         console.print(verdict(group), highlight=False, markup=False, soft_wrap=True)
         console.print()
 

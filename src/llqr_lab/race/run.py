@@ -39,7 +39,7 @@ def train(
     steps: int,
     done: Callable[[], None] = lambda: None,
 ) -> Curve:
-    """Train by the optimizer that is made for the network."""
+    """Train by the optimizer that is made for the network. Seconds are the processor's: of one thread, what it takes alone."""
     model = task.start(seed)
     optimizer, draw, curve, spent = make(model), batches(data, task.batch, seed), Curve(), 0.0
     torch.manual_seed(seed)  # dropout
@@ -49,11 +49,11 @@ def train(
             if not math.isfinite(curve.losses[-1]):
                 break
         inputs, targets = draw()
-        begun = time.perf_counter()
+        begun = time.process_time()
         optimizer.zero_grad()
         cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        spent += time.perf_counter() - begun
+        spent += time.process_time() - begun
         done()
     else:
         _look(curve, model, data, task, steps, spent)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -11,6 +10,8 @@ from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from llqr_lab.results import read_json
 
 Floats = NDArray[np.float64]
 Row = Mapping[str, Any]
@@ -38,7 +39,7 @@ def _whole(file: IO[bytes]) -> list[bytes]:
 def _parsed(lines: list[bytes]) -> list[Row | None]:
     """All at once, which is faster; one by one where something is wrong."""
     try:
-        rows = json.loads(b"[" + b",".join(lines) + b"]")
+        rows = read_json(b"[" + b",".join(lines) + b"]")
         if len(rows) == len(lines) and all(type(row) is dict for row in rows):
             return list(rows)
     except (ValueError, RecursionError):
@@ -48,7 +49,7 @@ def _parsed(lines: list[bytes]) -> list[Row | None]:
 
 def _object(line: bytes) -> Row | None:
     try:
-        found = json.loads(line)
+        found = read_json(line)
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None

@@ -166,7 +166,10 @@ def _result(folder: RunFolder, notes: list[str]) -> Result | None:
     if not folder.done:
         return None
     try:
-        return checked({**folder.read_result(), "curve": {}})
+        result = checked({**folder.read_result(), "curve": {}})
+        if edited := folder.edited(result):
+            notes.append(f"{' and '.join(edited)} isn't what the run wrote: edited, or damaged")
+        return result
     except (RunError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         notes.append(f"result.json isn't whole ({error}): remove it, and resume the run")
         return None

@@ -15,6 +15,7 @@ from llqr_lab.progress import bar
 from llqr_lab.results import provenance, write_json
 from llqr_lab.rosenbrock.experiment import CONVERGED, FULL, PAPER, QUICK, RATES, Outcome, Plan, Setting, run
 from llqr_lab.rosenbrock.follow import Run
+from llqr_lab.tables import show_table
 
 POINTS = 40
 """How many iterations of a run are kept in the results."""
@@ -70,14 +71,14 @@ def report(plan: Plan, outcome: Outcome, console: Console) -> None:
     }
     for name, heading in headings.items():
         setting: Setting = getattr(plan, name)
-        console.print(_table(heading, setting, getattr(outcome, name)))
+        show_table(console, _table(heading, setting, getattr(outcome, name)))
     console.print(
         f"Newton and Riccati iterates differ by at most {outcome.disagreement:.1e}; cosine: with Newton's step at the "
         "same point, mean over the path; indefinite: share of the path where the Hessian is",
         highlight=False,
     )
-    console.print(_scan(plan, outcome))
-    console.print(_fits(outcome))
+    show_table(console, _scan(plan, outcome))
+    show_table(console, _fits(outcome))
 
 
 def _table(heading: str, setting: Setting, runs: dict[str, Run]) -> Table:
