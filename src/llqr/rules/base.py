@@ -54,7 +54,8 @@ class _Recorded(torch.autograd.Function):
     def forward(ctx: Any, rule: Rule, *inputs: Maybe) -> Tensor:
         ctx.rule = rule
         rule.needed = ctx.needs_input_grad[1:]
-        return rule.forward()
+        y = rule.forward()
+        return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y  # a view couldn't be changed in place
 
     @staticmethod
     def backward(ctx: Any, u: Tensor) -> tuple[Maybe, ...]:
