@@ -143,6 +143,8 @@ class Together(nn.Module):
             with torch.no_grad():
                 y.mul_(2)
         normal = self.norm(y)
+        if self.way == "watched later" and y.requires_grad:
+            y.register_hook(lambda g: 2 * g)
         if self.way == "read":
             normal = normal + 0.3 * y
         if self.way == "in place":
@@ -150,7 +152,11 @@ class Together(nn.Module):
         z = self.linear(normal.flatten(1))
         if self.way == "changed":
             z.cos_()
+        if self.way == "watched at the node" and z.grad_fn is not None:
+            z.grad_fn.register_prehook(lambda of_output: (2 * of_output[0],))
         active = nn.functional.gelu(z)
+        if self.way == "watched later" and z.requires_grad:
+            z.register_hook(lambda g: 3 * g)
         return self.out(active + 0.2 * z if self.way == "read" else active)  # type: ignore[no-any-return]
 
 
@@ -314,20 +320,26 @@ class Complex(nn.Module):
 
 
 class Overwritten(nn.Module):
-    """What a frozen layer has read is changed in place: no derivative needs it."""
+    """What a frozen layer has read is changed in place, before an activation: no derivative needs it."""
 
-    def __init__(self) -> None:
+    def __init__(self, activation: Any) -> None:
         super().__init__()
+        self.activation = activation
         self.first, self.frozen = nn.Conv2d(2, 4, 1), nn.Linear(4, 4).requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x).sin()
         seen = self.frozen(hidden)
-        return (seen + hidden.mul_(2)).sin().flatten(1)  # type: ignore[no-any-return]
+        hidden.mul_(2)
+        return (self.activation(seen) + hidden).sin().flatten(1)  # type: ignore[no-any-return]
 
 
 UNUSUAL: dict[str, Any] = {
-    "read and overwritten": Overwritten,
+    "read and overwritten": lambda: Overwritten(torch.sin),
+    "read and overwritten, gelu": lambda: Overwritten(nn.functional.gelu),
+    "read and overwritten, silu": lambda: Overwritten(nn.functional.silu),
+    "read and overwritten, mish": lambda: Overwritten(nn.functional.mish),
+    "read and overwritten, softplus": lambda: Overwritten(nn.functional.softplus),
     "inner gradient, linear": lambda: Penalised(nn.Flatten(), nn.Linear(32, 5), nn.SiLU(), nn.Linear(5, 2)),
     "inner gradient, convolution": lambda: Penalised(
         nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.GELU(), nn.Flatten(), nn.Linear(12, 1)
@@ -336,6 +348,8 @@ UNUSUAL: dict[str, Any] = {
     "inference mode": Backbone,
     "complex": Complex,
     "watched": lambda: Together("watched"),
+    "watched later": lambda: Together("watched later"),
+    "watched at the node": lambda: Together("watched at the node"),
     "written to, unrecorded": lambda: Together("written"),
 }
 

@@ -29,7 +29,7 @@ from llqr.errors import LLQRError, NotTwiceDifferentiableError
 from llqr.exact.derivatives import graph_nodes, refuse_once_differentiable
 from llqr.precision import in_double
 from llqr.recorder import Parameters, Recorder
-from llqr.rules import InnerGradientError, embedding_rules, hessian_rules, linear_rules, plain_rules
+from llqr.rules import BeyondRulesError, embedding_rules, hessian_rules, linear_rules, plain_rules
 
 
 class Recording:
@@ -45,7 +45,7 @@ class Recording:
         try:
             with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), rules:  # fused attention has no second derivative
                 self._outputs = self._recorder.run(dict(zip(self._names, self._leaves, strict=True)), self._inputs)
-        except InnerGradientError:  # as gradient penalties and physics-informed networks do
+        except BeyondRulesError:  # as gradient penalties, physics-informed networks and hooks do
             self._record(plain_rules())
             return
         self.values = [output.detach() for output in self._outputs]
