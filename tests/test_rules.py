@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from llqr.divergences import KL, GaussNewton, Newton
+from llqr.errors import NotTwiceDifferentiableError
 from llqr.quadratic import QuadraticModel
 
 CHECKPOINTED = [
@@ -439,6 +440,61 @@ def test_single_examples_and_bags_that_are_changed_in_place(divergence: Newton |
     truth = QuadraticModel.build(plain, words, torch.zeros(3, 2).double(), nn.functional.mse_loss, divergence)
     for name, product in truth.curvature(q.gradient).items():
         torch.testing.assert_close(q.curvature(q.gradient)[name], product, rtol=1e-9, atol=1e-12)
+
+
+class Normed(nn.Module):
+    """w = g v/‖v‖, with the norms over all dimensions but one, written out."""
+
+    def __init__(self, layer: nn.Conv1d, dim: int | None) -> None:
+        super().__init__()
+        self.dims = [d for d in range(3) if d != dim]
+        self.v, self.bias = nn.Parameter(layer.weight.detach()), layer.bias
+        self.g = nn.Parameter(self._norm().detach())
+
+    def _norm(self) -> Tensor:
+        return self.v.square().sum(self.dims, keepdim=True).sqrt()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.conv1d(x, self.v * (self.g / self._norm()), self.bias)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+@pytest.mark.parametrize("divergence", [Newton(), GaussNewton()], ids=repr)
+@pytest.mark.parametrize("dim", [0, 1, 2, None])
+@pytest.mark.parametrize("old", [True, False], ids=["old", "new"])
+def test_weight_norm(old: bool, dim: int | None, divergence: Newton | GaussNewton) -> None:
+    """Torch's second derivative of its own kernel isn't the derivative of its gradient."""
+    torch.manual_seed(0)
+    layer, x, target = nn.Conv1d(3, 4, 2).double(), torch.randn(5, 3, 4).double(), torch.randn(5, 4, 3).double()
+    plain = nn.Sequential(Normed(layer, dim), nn.Tanh())
+    normed = nn.utils.weight_norm if old else nn.utils.parametrizations.weight_norm
+    model = nn.Sequential(normed(layer, dim=dim), nn.Tanh())
+    ends = {"0.bias": "bias", "0.g": "_g" if old else "original0", "0.v": "_v" if old else "original1"}
+    names = {ours: next(n for n, _ in model.named_parameters() if n.endswith(end)) for ours, end in ends.items()}
+    q = QuadraticModel.build(model, x, target, nn.functional.mse_loss, divergence)
+    truth = QuadraticModel.build(plain, x, target, nn.functional.mse_loss, divergence)
+    v = {name: torch.randn_like(g) for name, g in truth.gradient.items()}
+    found = q.curvature({theirs: v[ours].reshape(q.gradient[theirs].shape) for ours, theirs in names.items()})
+    for name, product in truth.curvature(v).items():
+        torch.testing.assert_close(found[names[name]].reshape(product.shape), product, rtol=1e-9, atol=1e-12)
+
+
+def test_weight_norm_in_a_checkpointed_block_is_refused() -> None:
+    """Which runs again in the backward pass, where nothing is replaced."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    arguments = (Block().double(), torch.randn(5, 3).double(), torch.zeros(5, 2).double(), nn.functional.mse_loss)
+    with pytest.raises(NotTwiceDifferentiableError, match=r"weight_norm.*checkpoint.*GaussNewton"):
+        QuadraticModel.build(*arguments, Newton())
+    q = QuadraticModel.build(*arguments, GaussNewton())
+    q.curvature(q.gradient)
 
 
 def test_products_in_two_threads() -> None:

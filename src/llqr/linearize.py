@@ -26,10 +26,10 @@ from torch.utils.checkpoint import CheckpointError
 from llqr import hidden
 from llqr.checks import Inputs
 from llqr.errors import LLQRError, NotTwiceDifferentiableError
-from llqr.exact.derivatives import graph_nodes, refuse_once_differentiable
+from llqr.exact.derivatives import graph_nodes, refuse_once_differentiable, refuse_wrong_formulas
 from llqr.precision import in_double
 from llqr.recorder import Parameters, Recorder
-from llqr.rules import BeyondRulesError, embedding_rules, hessian_rules, linear_rules, plain_rules
+from llqr.rules import BeyondRulesError, hessian_rules, linear_rules, plain_rules, twice_rules
 
 
 class Recording:
@@ -126,7 +126,7 @@ class Linearization(Recording):
     def _push_forward(self, tangents: Sequence[Tensor]) -> list[Tensor]:
         points = {name: leaf.detach() for name, leaf in zip(self._names, self._leaves, strict=True)}
         directions = dict(zip(self._names, tangents, strict=True))
-        with sdpa_kernel(SDPBackend.MATH), embedding_rules():
+        with sdpa_kernel(SDPBackend.MATH), twice_rules():
             try:
                 pushed = torch.func.jvp(lambda p: self._recorder.run(p, self._inputs), (points,), (directions,))[1]
                 return list(pushed)
@@ -147,6 +147,7 @@ class SecondDerivative(Recording):
     def of(self, scalar: Callable[[Tensor], Tensor]) -> list[Tensor]:
         """Record the gradient of scalar(x_N), and return it."""
         try:
+            refuse_wrong_formulas(self._outputs)
             with torch.enable_grad():
                 value = scalar(self._outputs[0])
                 slopes = torch.autograd.grad(value, self._leaves, create_graph=True, materialize_grads=True)

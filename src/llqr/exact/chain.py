@@ -10,7 +10,7 @@ from torch.func import functional_call
 
 from llqr.checks import Inputs, as_arguments, check_finite, check_inputs, check_parameter, frozen_rng, refuse_wrapped
 from llqr.errors import ChainError, LLQRError
-from llqr.rules import embedding_rules
+from llqr.rules import twice_rules
 from llqr.rules.embeddings import constants
 
 
@@ -47,7 +47,7 @@ class Chain:
         """f_i(x_i, θ_i), without touching what the module holds: buffers and inputs are copies."""
         try:
             module = self.modules[stage]
-            with embedding_rules():
+            with twice_rules():
                 output = functional_call(module, {**parameters, **constants(module)}, *as_arguments(state))
         except LLQRError:
             raise

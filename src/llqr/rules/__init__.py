@@ -9,6 +9,6 @@ second order (`hessian_rules`), and where neither will do, plain operations (`pl
 """
 
 from llqr.rules.base import BeyondRulesError
-from llqr.rules.modes import embedding_rules, hessian_rules, linear_rules, plain_rules
+from llqr.rules.modes import hessian_rules, linear_rules, plain_rules, twice_rules
 
-__all__ = ["BeyondRulesError", "embedding_rules", "hessian_rules", "linear_rules", "plain_rules"]
+__all__ = ["BeyondRulesError", "hessian_rules", "linear_rules", "plain_rules", "twice_rules"]

@@ -202,16 +202,25 @@ def _tuple(value: Any, length: int) -> list[int]:
     return values * length if len(values) == 1 else values
 
 
-class embedding_rules(_Replacing):  # noqa: N801  (used as `with embedding_rules():`)
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """As torch has it where it has no kernel; its kernel's second derivative is wrong."""
+    return v * (g / torch.norm_except_dim(v, 2, dim))
+
+
+class twice_rules(_Replacing):  # noqa: N801  (used as `with twice_rules():`)
     """What torch can't differentiate twice, by plain operations that it can."""
 
-    replacements = {functional.embedding: embedding, functional.embedding_bag: embedding_bag}  # noqa: RUF012
+    replacements = {  # noqa: RUF012
+        functional.embedding: embedding,
+        functional.embedding_bag: embedding_bag,
+        torch._weight_norm: _weight_norm,
+    }
 
 
 class plain_rules(_Replacing):  # noqa: N801
     """Replacements by plain operations, right to every order."""
 
-    replacements = {**embedding_rules.replacements, functional.batch_norm: _batch_norm()}  # noqa: RUF012
+    replacements = {**twice_rules.replacements, functional.batch_norm: _batch_norm()}  # noqa: RUF012
 
 
 class _Recording(_Replacing):
@@ -237,7 +246,7 @@ class hessian_rules(_Recording):  # noqa: N801
     """Right to second order, for Hessian products."""
 
     replacements = {  # noqa: RUF012
-        **embedding_rules.replacements,
+        **twice_rules.replacements,
         **_WATCHING,
         functional.batch_norm: _batch_norm(record_twice),
         **_convolutions(record_twice),
@@ -249,7 +258,7 @@ class linear_rules(_Recording):  # noqa: N801
     """Right for products with the Jacobian, and for nothing beyond."""
 
     replacements = {  # noqa: RUF012
-        **embedding_rules.replacements,
+        **twice_rules.replacements,
         **_WATCHING,
         functional.batch_norm: _batch_norm(_once),
         **_convolutions(_once),
