@@ -13,7 +13,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from llqr.divergences import KL, GaussNewton, Newton
+from llqr.divergences import KL, Divergence, GaussNewton, Newton
 from llqr.errors import NotTwiceDifferentiableError
 from llqr.quadratic import QuadraticModel
 
@@ -255,6 +255,29 @@ def test_activations(activation: nn.Module, divergence: Newton | GaussNewton) ->
         pushed = torch.func.jvp(lambda p: functional_call(model, p, (x,)), (points,), (v,))[1]
         (expected,) = torch.func.vjp(lambda p: functional_call(model, p, (x,)), points)[1](pushed * 2 / pushed.numel())
     for name, product in q.curvature(v).items():
+        torch.testing.assert_close(product, expected[name], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("divergence", [Newton(), GaussNewton(), KL()], ids=repr)
+def test_hard_sigmoid(divergence: Divergence, inplace: bool) -> None:
+    """Which torch's own kernel can't differentiate twice: as it is with a ReLU6. MobileNetV3 has one."""
+
+    class Plain(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.relu6(x + 3) / 6
+
+    layers = [nn.Linear(4, 5), nn.Linear(5, 3)]
+    inputs, targets = 4 * torch.randn(6, 4).double(), torch.randint(3, (6,))
+    one, other = (
+        QuadraticModel.build(
+            nn.Sequential(layers[0], middle, layers[1]).double(), inputs, targets, nn.CrossEntropyLoss(), divergence
+        )
+        for middle in (nn.Hardsigmoid(inplace), Plain())
+    )
+    v = {name: torch.randn_like(g) for name, g in one.gradient.items()}
+    expected = other.curvature(v)
+    for name, product in one.curvature(v).items():
         torch.testing.assert_close(product, expected[name], rtol=1e-9, atol=1e-12)
 
 

@@ -119,7 +119,9 @@ class Linearization(Recording):
             return list(
                 torch.autograd.grad(rows, self._cotangents, directions, retain_graph=True, materialize_grads=True)
             )
-        except NotImplementedError as error:  # a backward of torch's that has no derivative
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # a backward of torch's that has no derivative
             self.use_forward_mode(str(error))
             return self._push_forward(tangents)
 
@@ -201,5 +203,5 @@ def refuse_reentrant(outputs: Sequence[Tensor], error: Exception) -> None:
 
 def _not_twice(error: Exception) -> NotTwiceDifferentiableError:
     return NotTwiceDifferentiableError(
-        f"the model can't be differentiated twice, as Newton asks ({error}): use GaussNewton or KL"
+        f"the model can't be differentiated twice, as Newton asks ({error}): use GaussNewton or KL, or replace the operation"
     )

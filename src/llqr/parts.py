@@ -154,9 +154,9 @@ class Part:
         base, slope = self._base(run.values)
         self._seen = base
         gradient: list[Tensor] | None = None
+        self._examine(base, slope, second)
         if second is not None:
             second.of(lambda x: torch.stack([weight * term.psi(x, base) for weight, term in steep]).sum())
-        self._examine(base, slope, second)
         if slope is not None:
             cotangents = [slope * self._share, *(torch.zeros_like(value) for value in run.values[1:])]
             gradient = linear.pull_first(cotangents) if linear is not None else run.pull(cotangents)
@@ -174,6 +174,7 @@ class Part:
         for _, term in problem.terms:
             if isinstance(term, OutputTerm):
                 term.check_psi(base)
+                term.hessian_product(torch.zeros_like(base.output), base)  # raises where there is none
         if slope is None:
             return
         if any(isinstance(term, OutputTerm) and term.needs_loss for _, term in problem.terms):

@@ -184,12 +184,7 @@ def _terminal(divergence: Divergence, base: BasePoint) -> tuple[BlockDiagonal, T
         term.check(base.output)
         term.check_psi(base)
         product = partial(term.hessian_product, base=base)  # Q_N is symmetric
-        try:
-            block = materialise_transposed(product, base.output.shape, base.output.shape, base.output)
-        except RuntimeError as error:
-            raise NotTwiceDifferentiableError(
-                f"the loss can't be differentiated twice, as {term!r} asks ({error}): use KL, or a smooth loss"
-            ) from error
+        block = materialise_transposed(product, base.output.shape, base.output.shape, base.output)
         cost = cost + BlockDiagonal(block.blocks * weight)
         if not term.flat:
             gradient = weight * torch.func.grad(partial(term.psi, base=base))(base.output)

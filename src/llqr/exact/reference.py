@@ -136,7 +136,7 @@ class _Problem:
                 self.slope, list(self.parameters.values()), direction, retain_graph=True, materialize_grads=True
             )
         except RuntimeError as error:
-            raise NotTwiceDifferentiableError(f"the model can't be differentiated twice ({error})") from error
+            raise _not_twice(error) from error
         return _flat(products) + own
 
     def unflatten(self, flat: Tensor) -> Parameters:
@@ -184,8 +184,15 @@ class _Problem:
             slopes = torch.autograd.grad(value, leaves, create_graph=True, materialize_grads=True)
             refuse_once_differentiable(slopes)
         except RuntimeError as error:
-            raise NotTwiceDifferentiableError(f"the model can't be differentiated twice ({error})") from error
+            raise _not_twice(error) from error
         return _flat(slopes)
+
+
+def _not_twice(error: Exception) -> NotTwiceDifferentiableError:
+    return NotTwiceDifferentiableError(
+        f"the model or the loss can't be differentiated twice ({error}): replace that operation, or use exact_step with KL, "
+        "which doesn't ask for that"
+    )
 
 
 class _Row(nn.Sequential):

@@ -207,6 +207,12 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
+def _hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
+    """Torch's kernel has no second derivative, and rounds the first to float32, whatever the dtype."""
+    y = functional.hardtanh(input + 3, 0, 6) / 6
+    return input.copy_(y) if inplace else y
+
+
 class twice_rules(_Replacing):  # noqa: N801  (used as `with twice_rules():`)
     """What torch can't differentiate twice, by plain operations that it can."""
 
@@ -214,6 +220,7 @@ class twice_rules(_Replacing):  # noqa: N801  (used as `with twice_rules():`)
         functional.embedding: embedding,
         functional.embedding_bag: embedding_bag,
         torch._weight_norm: _weight_norm,
+        functional.hardsigmoid: _hardsigmoid,
     }
 
 
