@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from llqr import hidden
 from llqr.checks import Inputs
-from llqr.errors import LLQRError, NotTwiceDifferentiableError
+from llqr.errors import LLQRError, NotTwiceDifferentiableError, callers_level
 from llqr.exact.derivatives import graph_nodes, refuse_once_differentiable, refuse_wrong_formulas
 from llqr.precision import in_double
 from llqr.recorder import Parameters, Recorder
@@ -101,10 +101,29 @@ class Linearization(Recording):
         self._cotangents, self._transposed = variables, _edges(rows)
         return [row.detach() for row in rows]
 
+    def examine(self, rounding: float) -> None:
+        """Go over to forward mode where push isn't the transpose of pull: a backward formula in the model hides a part of
+        itself from the next derivative.
+
+        Whatever products are asked for, ⟨c, Jv⟩ is held against ⟨Jᵀc, v⟩ for v along Jᵀc, scaled so that every parameter has
+        the same part in it, 1, but for those whose part may be nothing but rounding.
+        """
+        generator = torch.Generator().manual_seed(0)
+        drawn = [torch.randn(value.shape, generator=generator).to(value) for value in self.values]
+        rows = self.pull(drawn)
+        sizes = [float(row.norm()) for row in rows]
+        floor = rounding**0.5 * max(sizes) or 1.0
+        scales = [max(size, floor) for size in sizes]
+        pushed = self.push([row / scale / scale for row, scale in zip(rows, scales, strict=True)])
+        found = sum(float((c * v).sum()) for c, v in zip(drawn, pushed, strict=True))
+        expected = sum((size / scale) ** 2 for size, scale in zip(sizes, scales, strict=True))
+        if abs(found - expected) > rounding**0.4 * expected**0.5:
+            self.use_forward_mode("a backward formula in it can't be differentiated, though nothing says so")
+
     def use_forward_mode(self, reason: str) -> None:
         """Push by running the model forward from now on, and say why."""
         self.forward_mode = True
-        warnings.warn(f"products with the Jacobian will run the model forward each time: {reason}", stacklevel=3)
+        warnings.warn(f"products with the Jacobian will run the model forward each time: {reason}", stacklevel=callers_level())
 
     def push(self, tangents: Sequence[Tensor]) -> list[Tensor]:
         """Jv: the tangents of the outputs, from one tangent a parameter."""
@@ -114,6 +133,8 @@ class Linearization(Recording):
             return self._push_forward(tangents)
         assert self._cotangents is not None
         pairs = [(row, v) for row, v in zip(self._transposed, tangents, strict=True) if row is not None]
+        if not pairs:
+            return [torch.zeros_like(value) for value in self.values]
         rows, directions = zip(*pairs, strict=True)
         try:
             return list(
