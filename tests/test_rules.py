@@ -430,6 +430,9 @@ class Changing(nn.Module):
             y += x
         elif self.way == "what attention read":
             y = nn.functional.scaled_dot_product_attention(y, x, x) + y.mul_(2)
+        elif self.way == "what was copied":  # torch has to, where a layer's input isn't contiguous
+            z = y.sin().transpose(-1, -2).contiguous().transpose(-1, -2)
+            y = self.first(z) + z.mul_(2)
         elif self.way == "heads":
             y, _ = self.heads(*[y.reshape(-1, *y.shape[-2:])] * 3)
             y += x.reshape(y.shape)
@@ -437,7 +440,7 @@ class Changing(nn.Module):
 
 
 CHANGES = ["activation", "before an activation", "residual", "mask", "places"]
-CHANGES += ["attention", "what attention read", "heads"]
+CHANGES += ["attention", "what attention read", "what was copied", "heads"]
 
 
 @pytest.mark.parametrize("divergence", [Newton(), GaussNewton()], ids=repr)

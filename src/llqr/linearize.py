@@ -29,7 +29,7 @@ from llqr.errors import LLQRError, NotTwiceDifferentiableError, callers_level
 from llqr.exact.derivatives import graph_nodes, refuse_once_differentiable, refuse_wrong_formulas
 from llqr.precision import in_double
 from llqr.recorder import Parameters, Recorder
-from llqr.rules import BeyondRulesError, hessian_rules, linear_rules, plain_rules, twice_rules
+from llqr.rules import BeyondRulesError, ChangedError, hessian_rules, linear_rules, plain_rules, twice_rules
 
 
 class Recording:
@@ -81,7 +81,7 @@ class Linearization(Recording):
                     self._outputs, self._leaves, variables, create_graph=True, materialize_grads=True
                 )
             refuse_once_differentiable(rows)
-        except CheckpointError as error:
+        except (CheckpointError, ChangedError) as error:
             if self._plain and not self._recorder.lower(error):  # nor that autocast was off, and parameters converted
                 raise
             self._plain = True
@@ -110,7 +110,7 @@ class Linearization(Recording):
         """
         generator = torch.Generator().manual_seed(0)
         drawn = [torch.randn(value.shape, generator=generator).to(value) for value in self.values]
-        rows = self.pull(drawn)
+        rows = self.pull_first(drawn) if self._cotangents is None and not self.forward_mode else self.pull(drawn)
         sizes = [float(row.norm()) for row in rows]
         floor = rounding**0.5 * max(sizes) or 1.0
         scales = [max(size, floor) for size in sizes]
@@ -123,7 +123,9 @@ class Linearization(Recording):
     def use_forward_mode(self, reason: str) -> None:
         """Push by running the model forward from now on, and say why."""
         self.forward_mode = True
-        warnings.warn(f"products with the Jacobian will run the model forward each time: {reason}", stacklevel=callers_level())
+        warnings.warn(
+            f"products with the Jacobian will run the model forward each time: {reason}", stacklevel=callers_level()
+        )
 
     def push(self, tangents: Sequence[Tensor]) -> list[Tensor]:
         """Jv: the tangents of the outputs, from one tangent a parameter."""

@@ -20,6 +20,10 @@ class BeyondRulesError(Exception):
     to one order more than they are; or it looks at autograd's graph, which has other nodes with them."""
 
 
+class ChangedError(RuntimeError):
+    """A tensor that a rule reads was changed in place since; torch's own operation may have made a copy of it."""
+
+
 class _Recording(threading.local):
     """Whether a forward pass is being recorded by rules in this thread."""
 
@@ -140,7 +144,7 @@ class Rule(ABC):
     def check(self) -> None:
         """Raise as autograd does where a tensor that it saved was changed."""
         if self.versions != _versions(self.kept):
-            raise RuntimeError("a tensor that a derivative needs was changed by an in-place operation")
+            raise ChangedError("a tensor that a derivative needs was changed by an in-place operation")
 
     def checked(self) -> Self:
         self.check()
