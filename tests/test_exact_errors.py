@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from llqr import cg_step, dense_step, exact_step
+from llqr import QuadraticModel, cg_step, dense_step, exact_step
 from llqr.divergences import KL, L2, GaussNewton, Intermediate, Newton, Renyi
 from llqr.errors import (
     ChainError,
@@ -332,6 +332,28 @@ def test_losses_that_are_no_loss() -> None:
         exact_step(model, inputs, targets, lambda output, _: 1.0, KL(), 0.1)  # type: ignore[arg-type, return-value]
     with pytest.raises(LLQRError, match="doesn't depend"):
         exact_step(model, inputs, targets, lambda output, _: output.detach().sum(), KL(), 0.1)
+
+
+class Kept(nn.Module):
+    """A stage that keeps what it returned."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen: Tensor = self.inner(x)
+        return self.seen
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("way", [exact_step, dense_step, cg_step, QuadraticModel.build], ids=lambda way: way.__name__)
+def test_losses_with_a_term_on_an_activation(way: Any, place: int) -> None:
+    """That term's gradient doesn't come through the output, and would be lost."""
+    model, (inputs, targets) = network(), data()
+    kept = model[place] = Kept(model[place])
+    with pytest.raises(LLQRError, match=r"activation.*let the model return"):
+        way(model, inputs, targets, lambda x, t: LOSS(x, t) + kept.seen.square().mean(), KL(), 0.1)
 
 
 def test_wrong_arguments() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from llqr import cg_step, dense_step, exact_step
+from llqr import QuadraticModel, cg_step, dense_step, exact_step
 from llqr.divergences import KL, L2, Gaussian, GaussNewton, Intermediate, Newton, Renyi, ReverseKL
 from llqr.errors import IndefiniteProblemError
 from networks import CLASSES, Dense, networks, relative
@@ -268,3 +268,13 @@ def test_float32_follows_float64() -> None:
     large = exact_step(model.double(), inputs.double(), targets, cross_entropy, KL(), 0.1)
     for name in large:
         assert relative(small[name].double(), large[name]) < 1e-4
+
+
+def test_weight_norm() -> None:
+    """Newton's step is that of the quadratic model, whose products are right where torch's second derivative isn't."""
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), nn.Tanh(), nn.Linear(4, 2)).double()
+    arguments = (model, torch.randn(5, 3).double(), torch.randn(5, 2).double(), nn.functional.mse_loss, Newton(), 5.0)
+    q = QuadraticModel.build(*arguments)
+    for step in (exact_step(*arguments), dense_step(*arguments), cg_step(*arguments)):
+        for name, product in q.curvature(step).items():
+            torch.testing.assert_close(product, -q.gradient[name], rtol=1e-8, atol=1e-9)

@@ -251,6 +251,64 @@ def test_every_product_knows_what_the_first_has_noticed(chunk_size: int | None) 
         assert q.bend(v) == pytest.approx(bend, rel=1e-10)
 
 
+FIRST: dict[str, dict[str, float]] = {
+    "nothing": {"0": 0.0, "2": 0.0},
+    "later layers": {"0": 0.0, "2": 1.0},
+    "hardly earlier layers": {"0": 1e-9, "2": 1.0},
+}
+
+
+@pytest.mark.filterwarnings("ignore:products with the Jacobian")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("first", FIRST)
+def test_it_doesnt_matter_what_the_first_product_is_of(first: str, dtype: torch.dtype) -> None:
+    """A first direction that doesn't come by the formula shows nothing, and everything afterwards would be trusted."""
+    torch.manual_seed(0)
+    layers, (inputs, targets) = (
+        [nn.Linear(3, 5), nn.Linear(5, 4)],
+        (torch.randn(8, 3).to(dtype), torch.randint(4, (8,))),
+    )
+
+    def model(function: Any) -> QuadraticModel:
+        network = nn.Sequential(layers[0], By(function), layers[1]).to(dtype)
+        return QuadraticModel.build(network, inputs, targets, LOSS, KL())
+
+    class Sine:
+        apply = torch.sin
+
+    truth = model(Sine)
+    v = {name: torch.randn_like(g) for name, g in truth.gradient.items()}
+    away = {name: FIRST[first][name[0]] * part for name, part in v.items()}
+    for product in (QuadraticModel.curvature, QuadraticModel.bend):
+        q = model(Shy)
+        product(q, away)
+        for direction in (v, {name: part * float(name[0] == "0") for name, part in v.items()}):
+            expected = truth.curvature(direction)
+            for name, part in q.curvature(direction).items():
+                torch.testing.assert_close(part, expected[name])
+            assert q.bend(direction) == pytest.approx(truth.bend(direction), rel=1e-5)
+        for function in (Cut, Tripled):
+            with pytest.raises(NotTwiceDifferentiableError, match="replace the operation"):
+                product(model(function), away)
+
+
+@pytest.mark.filterwarnings("ignore:products with the Jacobian")
+def test_a_model_that_is_nothing_but_a_hidden_formula() -> None:
+    q = QuadraticModel.build(
+        nn.Sequential(nn.Linear(3, 4), By(Cut)), torch.randn(8, 3), torch.randint(4, (8,)), LOSS, KL()
+    )
+    with pytest.raises(NotTwiceDifferentiableError, match="replace the operation"):
+        q.curvature(q.gradient)
+
+
+def test_parameters_whose_gradient_is_rounding_alone_are_no_sign() -> None:
+    """A bias before batch statistics, a key's bias: 1e-17 in place of 0, and it isn't linear in anything."""
+    for dtype in (torch.float32, torch.float64):
+        model = nn.Sequential(nn.Linear(3, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, 4)).to(dtype)
+        q = QuadraticModel.build(model, torch.randn(256, 3).to(dtype), torch.randint(4, (256,)), LOSS, KL())
+        q.curvature(q.gradient)  # a warning is an error
+
+
 @pytest.mark.parametrize("only", [None, ["first.weight"]])
 def test_hidden_formulas_are_noticed_where_some_parameters_stay(only: list[str] | None) -> None:
     """The look is in double precision, with parameters in it that aren't stepped and could be."""

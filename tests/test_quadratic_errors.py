@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from llqr import cg_step
+from llqr import cg_step, dense_step, exact_step
 from llqr.divergences import KL, Divergence, GaussNewton, Intermediate, Newton
 from llqr.errors import LLQRError, NonFiniteError, NotTwiceDifferentiableError
 from llqr.quadratic import QuadraticModel
@@ -185,3 +185,64 @@ def test_targets_that_are_missing() -> None:
             refuse("targets are None.*give the targets", model, inputs, None, LOSS, divergence, 0.0, size)
     with pytest.raises(LLQRError, match="targets are None"):
         cg_step(model, inputs, None, LOSS, KL(), 0.1)
+
+
+def ctc(output: Tensor, targets: Tensor) -> Tensor:
+    sizes = (torch.tensor([len(output)]), torch.tensor([1]))
+    return nn.functional.ctc_loss(output.log_softmax(-1)[:, None], torch.ones(1, 1).long(), *sizes)
+
+
+def distance(output: Tensor, targets: Tensor) -> Tensor:
+    return torch.cdist(output, torch.ones(3, 2).double()).mean()
+
+
+@pytest.mark.parametrize("loss", [ctc, distance, nn.MultiMarginLoss(), nn.functional.multi_margin_loss])
+@pytest.mark.parametrize("way", [QuadraticModel.build, exact_step, dense_step, cg_step], ids=lambda way: way.__name__)
+def test_losses_that_have_no_second_derivative(way: Any, loss: Any) -> None:
+    """Said where the problem is built. KL doesn't need it."""
+    model, (inputs, targets) = network(), data()
+    for divergence in (GaussNewton(), Newton(), 0.5 * KL() + GaussNewton()):
+        with pytest.raises(NotTwiceDifferentiableError, match=r"the loss can't be differentiated twice.*KL"):
+            way(model, inputs, targets, loss, divergence, 1.0)
+    way(model, inputs, targets, loss, KL(), 1.0)
+
+
+class Of(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:products with the Jacobian")
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.cdist(x, torch.ones(4, 4).double()),
+        lambda x: torch.segment_reduce(x, "mean", lengths=torch.ones(len(x)).long()),
+    ],
+    ids=["cdist", "segment_reduce"],
+)
+def test_operations_that_have_no_second_derivative(function: Any) -> None:
+    """Torch raises different exceptions for them, and so does forward mode."""
+    inputs, targets = data()
+    for divergence in (KL(), GaussNewton(), Newton()):
+        q = QuadraticModel.build(network(Of(function)), inputs, targets, LOSS, divergence)
+        with pytest.raises(NotTwiceDifferentiableError, match="replace the operation"):
+            q.curvature(q.gradient)
+
+
+@pytest.mark.filterwarnings("ignore:products with the Jacobian")
+def test_operations_that_have_a_forward_mode_alone() -> None:
+    """Torch raises a plain RuntimeError for the second derivative of its kernel for hard sigmoids."""
+    (inputs, targets), v = data(), {}
+    found = []
+    for function in (torch._C._nn.hardsigmoid, lambda x: (x + 3).clamp(0, 6) / 6):
+        torch.manual_seed(0)
+        q = QuadraticModel.build(network(Of(function)), inputs, targets, LOSS, KL())
+        v = v or {name: torch.randn_like(g) for name, g in q.gradient.items()}
+        found.append(q.curvature(v))
+    for name, product in found[0].items():
+        torch.testing.assert_close(product, found[1][name], rtol=1e-6, atol=1e-9)  # the kernel's 1/6 is a float32

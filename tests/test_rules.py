@@ -13,7 +13,8 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from llqr.divergences import KL, GaussNewton, Newton
+from llqr.divergences import KL, Divergence, GaussNewton, Newton
+from llqr.errors import NotTwiceDifferentiableError
 from llqr.quadratic import QuadraticModel
 
 CHECKPOINTED = [
@@ -143,6 +144,8 @@ class Together(nn.Module):
             with torch.no_grad():
                 y.mul_(2)
         normal = self.norm(y)
+        if self.way == "watched later" and y.requires_grad:
+            y.register_hook(lambda g: 2 * g)
         if self.way == "read":
             normal = normal + 0.3 * y
         if self.way == "in place":
@@ -150,7 +153,11 @@ class Together(nn.Module):
         z = self.linear(normal.flatten(1))
         if self.way == "changed":
             z.cos_()
+        if self.way == "watched at the node" and z.grad_fn is not None:
+            z.grad_fn.register_prehook(lambda of_output: (2 * of_output[0],))
         active = nn.functional.gelu(z)
+        if self.way == "watched later" and z.requires_grad:
+            z.register_hook(lambda g: 3 * g)
         return self.out(active + 0.2 * z if self.way == "read" else active)  # type: ignore[no-any-return]
 
 
@@ -251,6 +258,29 @@ def test_activations(activation: nn.Module, divergence: Newton | GaussNewton) ->
         torch.testing.assert_close(product, expected[name], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("divergence", [Newton(), GaussNewton(), KL()], ids=repr)
+def test_hard_sigmoid(divergence: Divergence, inplace: bool) -> None:
+    """Which torch's own kernel can't differentiate twice: as it is with a ReLU6. MobileNetV3 has one."""
+
+    class Plain(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.relu6(x + 3) / 6
+
+    layers = [nn.Linear(4, 5), nn.Linear(5, 3)]
+    inputs, targets = 4 * torch.randn(6, 4).double(), torch.randint(3, (6,))
+    one, other = (
+        QuadraticModel.build(
+            nn.Sequential(layers[0], middle, layers[1]).double(), inputs, targets, nn.CrossEntropyLoss(), divergence
+        )
+        for middle in (nn.Hardsigmoid(inplace), Plain())
+    )
+    v = {name: torch.randn_like(g) for name, g in one.gradient.items()}
+    expected = other.curvature(v)
+    for name, product in one.curvature(v).items():
+        torch.testing.assert_close(product, expected[name], rtol=1e-9, atol=1e-12)
+
+
 def test_our_own_rules_arent_taken_for_formulas_written_by_hand() -> None:
     """Newton looks for backward formulas that hide from the next derivative; ours don't, and the look takes several runs."""
     runs = []
@@ -314,20 +344,26 @@ class Complex(nn.Module):
 
 
 class Overwritten(nn.Module):
-    """What a frozen layer has read is changed in place: no derivative needs it."""
+    """What a frozen layer has read is changed in place, before an activation: no derivative needs it."""
 
-    def __init__(self) -> None:
+    def __init__(self, activation: Any) -> None:
         super().__init__()
+        self.activation = activation
         self.first, self.frozen = nn.Conv2d(2, 4, 1), nn.Linear(4, 4).requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x).sin()
         seen = self.frozen(hidden)
-        return (seen + hidden.mul_(2)).sin().flatten(1)  # type: ignore[no-any-return]
+        hidden.mul_(2)
+        return (self.activation(seen) + hidden).sin().flatten(1)  # type: ignore[no-any-return]
 
 
 UNUSUAL: dict[str, Any] = {
-    "read and overwritten": Overwritten,
+    "read and overwritten": lambda: Overwritten(torch.sin),
+    "read and overwritten, gelu": lambda: Overwritten(nn.functional.gelu),
+    "read and overwritten, silu": lambda: Overwritten(nn.functional.silu),
+    "read and overwritten, mish": lambda: Overwritten(nn.functional.mish),
+    "read and overwritten, softplus": lambda: Overwritten(nn.functional.softplus),
     "inner gradient, linear": lambda: Penalised(nn.Flatten(), nn.Linear(32, 5), nn.SiLU(), nn.Linear(5, 2)),
     "inner gradient, convolution": lambda: Penalised(
         nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.GELU(), nn.Flatten(), nn.Linear(12, 1)
@@ -336,30 +372,155 @@ UNUSUAL: dict[str, Any] = {
     "inference mode": Backbone,
     "complex": Complex,
     "watched": lambda: Together("watched"),
+    "watched later": lambda: Together("watched later"),
+    "watched at the node": lambda: Together("watched at the node"),
     "written to, unrecorded": lambda: Together("written"),
 }
+
+
+def compare(model: nn.Module, x: Tensor, divergence: Newton | GaussNewton) -> None:
+    """Products by plain double backward passes: J from the transpose of u ↦ Jᵀu, H from the gradient."""
+    free = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    v = {name: torch.randn_like(p) for name, p in free.items()}
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        output = model(x)
+        if isinstance(divergence, Newton):
+            expected = hessian_product(model, x, v)
+        else:
+            u = torch.zeros_like(output).requires_grad_()
+            rows = torch.autograd.grad(output, list(free.values()), u, create_graph=True)
+            (pushed,) = torch.autograd.grad(rows, u, list(v.values()))
+            pulled = torch.autograd.grad(model(x), list(free.values()), pushed * 2 / pushed.numel())
+            expected = dict(zip(free, pulled, strict=True))
+    q = QuadraticModel.build(model, x, torch.zeros_like(output), nn.functional.mse_loss, divergence)
+    for name, product in q.curvature(v).items():
+        torch.testing.assert_close(product, expected[name], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("divergence", [Newton(), GaussNewton()], ids=repr)
 @pytest.mark.parametrize("kind", UNUSUAL)
 def test_models_that_rules_must_leave_to_torch(kind: str, divergence: Newton | GaussNewton) -> None:
-    """Products by plain double backward passes: J from the transpose of u ↦ Jᵀu, H from the gradient."""
     torch.manual_seed(0)
-    model, x = UNUSUAL[kind]().double().eval(), torch.randn(3, 2, 4, 4).double()
-    free = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    v = {name: torch.randn_like(p) for name, p in free.items()}
-    output = model(x)
-    if isinstance(divergence, Newton):
-        expected = hessian_product(model, x, v)
-    else:
-        u = torch.zeros_like(output).requires_grad_()
-        rows = torch.autograd.grad(output, list(free.values()), u, create_graph=True)
-        (pushed,) = torch.autograd.grad(rows, u, list(v.values()))
-        pulled = torch.autograd.grad(model(x), list(free.values()), pushed * 2 / pushed.numel())
-        expected = dict(zip(free, pulled, strict=True))
-    q = QuadraticModel.build(model, x, torch.zeros_like(output), nn.functional.mse_loss, divergence)
-    for name, product in q.curvature(v).items():
-        torch.testing.assert_close(product, expected[name], rtol=1e-9, atol=1e-12)
+    compare(UNUSUAL[kind]().double().eval(), torch.randn(3, 2, 4, 4).double(), divergence)
+
+
+class Changing(nn.Module):
+    """What a layer returns is changed in place: an activation, a residual, a mask, some of its places."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.first, self.last = way, nn.Linear(4, 4), nn.Linear(4, 2)
+        self.heads = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        if self.way == "activation":
+            y = nn.functional.relu_(y)
+        elif self.way == "before an activation":
+            y = nn.functional.gelu(y.sin_())
+        elif self.way == "residual":
+            y += x
+        elif self.way == "mask":
+            y = y.masked_fill_(torch.ones(y.shape[-2:]).triu(1).bool(), -3.0).softmax(-1)
+        elif self.way == "places":
+            y[..., 0] = 0.0
+            y[..., 1].mul_(2)
+        elif self.way == "attention":
+            y = nn.functional.scaled_dot_product_attention(y, y, y)
+            y += x
+        elif self.way == "what attention read":
+            y = nn.functional.scaled_dot_product_attention(y, x, x) + y.mul_(2)
+        elif self.way == "what was copied":  # torch has to, where a layer's input isn't contiguous
+            z = y.sin().transpose(-1, -2).contiguous().transpose(-1, -2)
+            y = self.first(z) + z.mul_(2)
+        elif self.way == "heads":
+            y, _ = self.heads(*[y.reshape(-1, *y.shape[-2:])] * 3)
+            y += x.reshape(y.shape)
+        return self.last(y)  # type: ignore[no-any-return]
+
+
+CHANGES = ["activation", "before an activation", "residual", "mask", "places"]
+CHANGES += ["attention", "what attention read", "what was copied", "heads"]
+
+
+@pytest.mark.parametrize("divergence", [Newton(), GaussNewton()], ids=repr)
+@pytest.mark.parametrize("dimensions", [3, 4])
+@pytest.mark.parametrize("way", CHANGES)
+def test_layers_whose_output_is_changed_in_place(way: str, dimensions: int, divergence: Newton | GaussNewton) -> None:
+    """With more dimensions than two linear layers return views, and autograd forbids to change those of a rule."""
+    torch.manual_seed(0)
+    model = Changing(way).double()
+    if way != "heads":
+        del model.heads
+    compare(model, torch.randn(3, 2, 5, 4)[(0,) * (4 - dimensions)].double(), divergence)
+
+
+@pytest.mark.parametrize("divergence", [Newton(), GaussNewton()], ids=repr)
+def test_single_examples_and_bags_that_are_changed_in_place(divergence: Newton | GaussNewton) -> None:
+    torch.manual_seed(0)
+    compare(nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True)).double(), torch.randn(4).double(), divergence)
+    bags = nn.Sequential(nn.EmbeddingBag(5, 4, mode="max"), nn.ReLU(inplace=True), nn.Linear(4, 2)).double()
+    words = torch.randint(5, (3, 4))
+    q = QuadraticModel.build(bags, words, torch.zeros(3, 2).double(), nn.functional.mse_loss, divergence)
+    plain = nn.Sequential(bags[0], nn.ReLU(), bags[2])
+    truth = QuadraticModel.build(plain, words, torch.zeros(3, 2).double(), nn.functional.mse_loss, divergence)
+    for name, product in truth.curvature(q.gradient).items():
+        torch.testing.assert_close(q.curvature(q.gradient)[name], product, rtol=1e-9, atol=1e-12)
+
+
+class Normed(nn.Module):
+    """w = g v/‖v‖, with the norms over all dimensions but one, written out."""
+
+    def __init__(self, layer: nn.Conv1d, dim: int | None) -> None:
+        super().__init__()
+        self.dims = [d for d in range(3) if d != dim]
+        self.v, self.bias = nn.Parameter(layer.weight.detach()), layer.bias
+        self.g = nn.Parameter(self._norm().detach())
+
+    def _norm(self) -> Tensor:
+        return self.v.square().sum(self.dims, keepdim=True).sqrt()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.conv1d(x, self.v * (self.g / self._norm()), self.bias)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+@pytest.mark.parametrize("divergence", [Newton(), GaussNewton()], ids=repr)
+@pytest.mark.parametrize("dim", [0, 1, 2, None])
+@pytest.mark.parametrize("old", [True, False], ids=["old", "new"])
+def test_weight_norm(old: bool, dim: int | None, divergence: Newton | GaussNewton) -> None:
+    """Torch's second derivative of its own kernel isn't the derivative of its gradient."""
+    torch.manual_seed(0)
+    layer, x, target = nn.Conv1d(3, 4, 2).double(), torch.randn(5, 3, 4).double(), torch.randn(5, 4, 3).double()
+    plain = nn.Sequential(Normed(layer, dim), nn.Tanh())
+    normed = nn.utils.weight_norm if old else nn.utils.parametrizations.weight_norm
+    model = nn.Sequential(normed(layer, dim=dim), nn.Tanh())
+    ends = {"0.bias": "bias", "0.g": "_g" if old else "original0", "0.v": "_v" if old else "original1"}
+    names = {ours: next(n for n, _ in model.named_parameters() if n.endswith(end)) for ours, end in ends.items()}
+    q = QuadraticModel.build(model, x, target, nn.functional.mse_loss, divergence)
+    truth = QuadraticModel.build(plain, x, target, nn.functional.mse_loss, divergence)
+    v = {name: torch.randn_like(g) for name, g in truth.gradient.items()}
+    found = q.curvature({theirs: v[ours].reshape(q.gradient[theirs].shape) for ours, theirs in names.items()})
+    for name, product in truth.curvature(v).items():
+        torch.testing.assert_close(found[names[name]].reshape(product.shape), product, rtol=1e-9, atol=1e-12)
+
+
+def test_weight_norm_in_a_checkpointed_block_is_refused() -> None:
+    """Which runs again in the backward pass, where nothing is replaced."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    arguments = (Block().double(), torch.randn(5, 3).double(), torch.zeros(5, 2).double(), nn.functional.mse_loss)
+    with pytest.raises(NotTwiceDifferentiableError, match=r"weight_norm.*checkpoint.*GaussNewton"):
+        QuadraticModel.build(*arguments, Newton())
+    q = QuadraticModel.build(*arguments, GaussNewton())
+    q.curvature(q.gradient)
 
 
 def test_products_in_two_threads() -> None:

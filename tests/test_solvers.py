@@ -248,6 +248,15 @@ def test_line_search_of_conjugate_gradient_is_exact(structure: Structure) -> Non
     assert model.products == products[degree]
 
 
+@pytest.mark.parametrize("structure", STRUCTURES, ids=repr)
+@pytest.mark.parametrize("gradient", [1e-150, 1e-100, 1e-60, 1e60, 1e150])
+def test_line_search_of_conjugate_gradient_at_the_ends_of_the_range(structure: Structure, gradient: float) -> None:
+    """The longest step is as long as ∇J is short, and its powers aren't numbers any more."""
+    u = fit(random_model(damping=0.1).scaled(gradient, 1.0), structure, ConjugateGradient(), steps=6)
+    assert u.is_finite()
+    assert all(after <= before for before, after in pairwise(u.history))
+
+
 @pytest.mark.parametrize("solver", [ConjugateGradient(), ScaleFree()], ids=repr)
 def test_line_searches_stop_when_nothing_is_left(solver: Solver) -> None:
     """One parameter, one scalar: exact at once, and not a hundred products."""

@@ -217,8 +217,9 @@ def loss_gradient(loss_fn: Loss, output: Tensor, targets: Any) -> tuple[Callable
             raise LLQRError("the loss doesn't depend on the output: nothing to descend (was it detached?)")
         if loss_fn(output.detach(), targets).requires_grad:
             raise LLQRError(
-                "the loss depends on parameters other than through the output (weight decay inside it?), and that part would "
-                "be lost: leave it to the optimizer"
+                "the loss depends on parameters other than through the output (weight decay inside it, a term on an "
+                "activation?), and that part would be lost: leave decay to the optimizer, and let the model return what the "
+                "loss is about"
             )
     check_finite(gradient, "the gradient of the loss")
     return loss, gradient

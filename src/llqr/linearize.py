@@ -25,11 +25,11 @@ from torch.utils.checkpoint import CheckpointError
 
 from llqr import hidden
 from llqr.checks import Inputs
-from llqr.errors import LLQRError, NotTwiceDifferentiableError
-from llqr.exact.derivatives import graph_nodes, refuse_once_differentiable
+from llqr.errors import LLQRError, NotTwiceDifferentiableError, callers_level
+from llqr.exact.derivatives import graph_nodes, refuse_once_differentiable, refuse_wrong_formulas
 from llqr.precision import in_double
 from llqr.recorder import Parameters, Recorder
-from llqr.rules import InnerGradientError, embedding_rules, hessian_rules, linear_rules, plain_rules
+from llqr.rules import BeyondRulesError, ChangedError, hessian_rules, linear_rules, plain_rules, twice_rules
 
 
 class Recording:
@@ -45,7 +45,7 @@ class Recording:
         try:
             with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), rules:  # fused attention has no second derivative
                 self._outputs = self._recorder.run(dict(zip(self._names, self._leaves, strict=True)), self._inputs)
-        except InnerGradientError:  # as gradient penalties and physics-informed networks do
+        except BeyondRulesError:  # as gradient penalties, physics-informed networks and hooks do
             self._record(plain_rules())
             return
         self.values = [output.detach() for output in self._outputs]
@@ -81,7 +81,7 @@ class Linearization(Recording):
                     self._outputs, self._leaves, variables, create_graph=True, materialize_grads=True
                 )
             refuse_once_differentiable(rows)
-        except CheckpointError as error:
+        except (CheckpointError, ChangedError) as error:
             if self._plain and not self._recorder.lower(error):  # nor that autocast was off, and parameters converted
                 raise
             self._plain = True
@@ -101,10 +101,31 @@ class Linearization(Recording):
         self._cotangents, self._transposed = variables, _edges(rows)
         return [row.detach() for row in rows]
 
+    def examine(self, rounding: float) -> None:
+        """Go over to forward mode where push isn't the transpose of pull: a backward formula in the model hides a part of
+        itself from the next derivative.
+
+        Whatever products are asked for, ⟨c, Jv⟩ is held against ⟨Jᵀc, v⟩ for v along Jᵀc, scaled so that every parameter has
+        the same part in it, 1, but for those whose part may be nothing but rounding.
+        """
+        generator = torch.Generator().manual_seed(0)
+        drawn = [torch.randn(value.shape, generator=generator).to(value) for value in self.values]
+        rows = self.pull_first(drawn) if self._cotangents is None and not self.forward_mode else self.pull(drawn)
+        sizes = [float(row.norm()) for row in rows]
+        floor = rounding**0.5 * max(sizes) or 1.0
+        scales = [max(size, floor) for size in sizes]
+        pushed = self.push([row / scale / scale for row, scale in zip(rows, scales, strict=True)])
+        found = sum(float((c * v).sum()) for c, v in zip(drawn, pushed, strict=True))
+        expected = sum((size / scale) ** 2 for size, scale in zip(sizes, scales, strict=True))
+        if abs(found - expected) > rounding**0.4 * expected**0.5:
+            self.use_forward_mode("a backward formula in it can't be differentiated, though nothing says so")
+
     def use_forward_mode(self, reason: str) -> None:
         """Push by running the model forward from now on, and say why."""
         self.forward_mode = True
-        warnings.warn(f"products with the Jacobian will run the model forward each time: {reason}", stacklevel=3)
+        warnings.warn(
+            f"products with the Jacobian will run the model forward each time: {reason}", stacklevel=callers_level()
+        )
 
     def push(self, tangents: Sequence[Tensor]) -> list[Tensor]:
         """Jv: the tangents of the outputs, from one tangent a parameter."""
@@ -114,19 +135,23 @@ class Linearization(Recording):
             return self._push_forward(tangents)
         assert self._cotangents is not None
         pairs = [(row, v) for row, v in zip(self._transposed, tangents, strict=True) if row is not None]
+        if not pairs:
+            return [torch.zeros_like(value) for value in self.values]
         rows, directions = zip(*pairs, strict=True)
         try:
             return list(
                 torch.autograd.grad(rows, self._cotangents, directions, retain_graph=True, materialize_grads=True)
             )
-        except NotImplementedError as error:  # a backward of torch's that has no derivative
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # a backward of torch's that has no derivative
             self.use_forward_mode(str(error))
             return self._push_forward(tangents)
 
     def _push_forward(self, tangents: Sequence[Tensor]) -> list[Tensor]:
         points = {name: leaf.detach() for name, leaf in zip(self._names, self._leaves, strict=True)}
         directions = dict(zip(self._names, tangents, strict=True))
-        with sdpa_kernel(SDPBackend.MATH), embedding_rules():
+        with sdpa_kernel(SDPBackend.MATH), twice_rules():
             try:
                 pushed = torch.func.jvp(lambda p: self._recorder.run(p, self._inputs), (points,), (directions,))[1]
                 return list(pushed)
@@ -147,6 +172,7 @@ class SecondDerivative(Recording):
     def of(self, scalar: Callable[[Tensor], Tensor]) -> list[Tensor]:
         """Record the gradient of scalar(x_N), and return it."""
         try:
+            refuse_wrong_formulas(self._outputs)
             with torch.enable_grad():
                 value = scalar(self._outputs[0])
                 slopes = torch.autograd.grad(value, self._leaves, create_graph=True, materialize_grads=True)
@@ -200,5 +226,5 @@ def refuse_reentrant(outputs: Sequence[Tensor], error: Exception) -> None:
 
 def _not_twice(error: Exception) -> NotTwiceDifferentiableError:
     return NotTwiceDifferentiableError(
-        f"the model can't be differentiated twice, as Newton asks ({error}): use GaussNewton or KL"
+        f"the model can't be differentiated twice, as Newton asks ({error}): use GaussNewton or KL, or replace the operation"
     )

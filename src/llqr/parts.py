@@ -83,44 +83,30 @@ class Part:
         tangents = [direction[name].detach() for name in problem.parameters]
         product: list[Tensor] | None = None
         if recorded.linear is not None:
-            product = self._linear_product(recorded, recorded.linear, tangents)
+            product = recorded.linear.pull(self._curve(recorded, self._push(recorded.linear, tangents)))
         if recorded.second is not None:
             steep = recorded.second.product(tangents)
             product = steep if product is None else [a + b for a, b in zip(product, steep, strict=True)]
         return self._named([torch.zeros_like(v) for v in tangents] if product is None else product)
 
     def bend(self, direction: Mapping[str, Tensor]) -> float:
-        """v·Hv: Jv·WJv for the flat terms, once products here are known to be right."""
+        """v·Hv: Jv·WJv for the flat terms."""
         recorded = self._record()
-        if recorded.linear is None or recorded.second is not None or not self._trusted:
+        if recorded.linear is None or recorded.second is not None:
             product = self.curvature(direction)
             return _dot([direction[name] for name in product], list(product.values()))
         pushed = self._push(recorded.linear, [direction[name].detach() for name in self._problem.parameters])
         return _dot(pushed, self._curve(recorded, pushed))
 
     def _push(self, linear: Linearization, tangents: list[Tensor]) -> list[Tensor]:
-        """Jv; a chunk that has to be run forward is so when it is recorded again, too."""
+        """Jv, of a J that was looked at; a chunk that has to be run forward is so when it is recorded again, too."""
+        if not self._trusted:
+            self._trusted = True
+            dtypes = {*(value.dtype for value in linear.values), *self._problem.recorder.coarse}
+            linear.examine(max(torch.finfo(dtype).eps for dtype in dtypes))
         pushed = linear.push(tangents)
         self._forward = linear.forward_mode
         return pushed
-
-    def _linear_product(self, recorded: _Recorded, linear: Linearization, tangents: list[Tensor]) -> list[Tensor]:
-        """JᵀWJv; the first is held against ⟨v, JᵀWJv⟩ = ⟨Jv, WJv⟩.
-
-        They differ where a backward formula in the model hides a part of itself from the next derivative.
-        """
-        pushed = self._push(linear, tangents)
-        curved = self._curve(recorded, pushed)
-        product = linear.pull(curved)
-        if not self._trusted:
-            self._trusted = True
-            outside, inside = _dot(tangents, product), _dot(pushed, curved)
-            dtypes = {*(tensor.dtype for tensor in pushed), *self._problem.recorder.coarse}
-            tolerance = max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.4
-            if abs(outside - inside) > tolerance * max(abs(outside), abs(inside)):
-                linear.use_forward_mode("a backward formula in it can't be differentiated, though nothing says so")
-                return self._linear_product(recorded, linear, tangents)
-        return product
 
     def _curve(self, recorded: _Recorded, tangents: list[Tensor]) -> list[Tensor]:
         """W J v: the output-space products of the flat terms."""
@@ -154,9 +140,9 @@ class Part:
         base, slope = self._base(run.values)
         self._seen = base
         gradient: list[Tensor] | None = None
+        self._examine(base, slope, second)
         if second is not None:
             second.of(lambda x: torch.stack([weight * term.psi(x, base) for weight, term in steep]).sum())
-        self._examine(base, slope, second)
         if slope is not None:
             cotangents = [slope * self._share, *(torch.zeros_like(value) for value in run.values[1:])]
             gradient = linear.pull_first(cotangents) if linear is not None else run.pull(cotangents)
@@ -174,6 +160,7 @@ class Part:
         for _, term in problem.terms:
             if isinstance(term, OutputTerm):
                 term.check_psi(base)
+                term.hessian_product(torch.zeros_like(base.output), base)  # raises where there is none
         if slope is None:
             return
         if any(isinstance(term, OutputTerm) and term.needs_loss for _, term in problem.terms):

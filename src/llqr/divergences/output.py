@@ -12,7 +12,7 @@ from torch import Tensor
 
 from llqr.divergences.base import BasePoint, Divergence, Reduction, check_reduction
 from llqr.divergences.places import L2
-from llqr.errors import LLQRError
+from llqr.errors import LLQRError, NotTwiceDifferentiableError
 from llqr.families import Categorical, Family, resolve_family, standard_normal
 
 if TYPE_CHECKING:
@@ -40,7 +40,8 @@ class OutputTerm(Divergence):
 
     def hessian_product(self, tangent: Tensor, base: BasePoint) -> Tensor:
         """∇²ψ_N(x_N^k) v: `state_cost` Q_N times a vector. By differentiating ψ_N twice, unless there is a closed form."""
-        return _hessian_product(lambda output: self.psi(output, base), base.output, tangent)
+        what = "the loss" if self.needs_loss else f"psi() of {self!r}"
+        return _hessian_product(lambda output: self.psi(output, base), base.output, tangent, what)
 
     def draw(self, base: BasePoint, generator: torch.Generator) -> Tensor:
         """A random slope at the output, Q_N^½ ε, whose second moment is Q_N = ∇²ψ_N(x_N^k), example by example.
@@ -162,7 +163,7 @@ class GaussNewton(OutputTerm):
 
     def hessian_product(self, tangent: Tensor, base: BasePoint) -> Tensor:
         if self.residual is None:
-            return _hessian_product(base.loss, base.output, tangent)
+            return _hessian_product(base.loss, base.output, tangent, "the loss")
         pushed: Tensor = torch.func.jvp(self.residual, (base.output,), (tangent,))[1]
         product: Tensor = torch.func.vjp(self.residual, base.output)[1](pushed)[0]
         return product
@@ -275,12 +276,19 @@ def _slope(function: Callable[[Tensor], Tensor], point: Tensor) -> Tensor:
     return torch.zeros_like(point) if slope is None else slope
 
 
-def _hessian_product(function: Callable[[Tensor], Tensor], point: Tensor, tangent: Tensor) -> Tensor:
+def _hessian_product(function: Callable[[Tensor], Tensor], point: Tensor, tangent: Tensor, what: str) -> Tensor:
     """∇²f(point) · tangent for scalar f, by differentiating twice; differentiable in the tangent."""
     with torch.enable_grad():
         leaf = point.detach().clone().requires_grad_()
         (slope,) = torch.autograd.grad(function(leaf), leaf, create_graph=True)
         if not slope.requires_grad:
             return torch.zeros_like(tangent)
-        product = torch.autograd.grad(slope, leaf, tangent, create_graph=tangent.requires_grad, allow_unused=True)[0]
+        try:
+            product = torch.autograd.grad(slope, leaf, tangent, create_graph=tangent.requires_grad, allow_unused=True)[
+                0
+            ]
+        except RuntimeError as error:
+            raise NotTwiceDifferentiableError(
+                f"{what} can't be differentiated twice ({error}): use KL, which doesn't ask for that, or other operations"
+            ) from error
     return torch.zeros_like(tangent) if product is None else product

@@ -23,7 +23,7 @@ from llqr.divergences import L2, ActivationTerm, BasePoint, Divergence, OutputTe
 from llqr.errors import ChainError, LLQRError, NotTwiceDifferentiableError, unknown
 from llqr.exact.blockdiagonal import BlockDiagonal, materialise_transposed
 from llqr.exact.chain import Chain
-from llqr.exact.derivatives import jacobian, puller, refuse_once_differentiable
+from llqr.exact.derivatives import jacobian, puller, refuse_once_differentiable, refuse_wrong_formulas
 from llqr.naming import PerLayer, per_parameter
 
 
@@ -184,12 +184,7 @@ def _terminal(divergence: Divergence, base: BasePoint) -> tuple[BlockDiagonal, T
         term.check(base.output)
         term.check_psi(base)
         product = partial(term.hessian_product, base=base)  # Q_N is symmetric
-        try:
-            block = materialise_transposed(product, base.output.shape, base.output.shape, base.output)
-        except RuntimeError as error:
-            raise NotTwiceDifferentiableError(
-                f"the loss can't be differentiated twice, as {term!r} asks ({error}): use KL, or a smooth loss"
-            ) from error
+        block = materialise_transposed(product, base.output.shape, base.output.shape, base.output)
         cost = cost + BlockDiagonal(block.blocks * weight)
         if not term.flat:
             gradient = weight * torch.func.grad(partial(term.psi, base=base))(base.output)
@@ -269,6 +264,7 @@ def _second_derivatives(
     if not wanted:
         return None, None, None
     # The adjoint is a variable here because only then torch marks the gradients of once-differentiable functions.
+    refuse_wrong_formulas([output])
     hamiltonian = (adjoint.detach().requires_grad_() * output).sum()
     first = torch.autograd.grad(hamiltonian, wanted, create_graph=True, materialize_grads=True)
     refuse_once_differentiable(first)

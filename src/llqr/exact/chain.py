@@ -10,7 +10,7 @@ from torch.func import functional_call
 
 from llqr.checks import Inputs, as_arguments, check_finite, check_inputs, check_parameter, frozen_rng, refuse_wrapped
 from llqr.errors import ChainError, LLQRError
-from llqr.rules import embedding_rules
+from llqr.rules import twice_rules
 from llqr.rules.embeddings import constants
 
 
@@ -47,7 +47,7 @@ class Chain:
         """f_i(x_i, θ_i), without touching what the module holds: buffers and inputs are copies."""
         try:
             module = self.modules[stage]
-            with embedding_rules():
+            with twice_rules():
                 output = functional_call(module, {**parameters, **constants(module)}, *as_arguments(state))
         except LLQRError:
             raise
@@ -61,20 +61,24 @@ class Chain:
         return output
 
     def run(self, inputs: Inputs) -> list[Tensor]:
-        """The states x_1 … x_N at θ_k, checked."""
+        """The states x_1 … x_N at θ_k, checked.
+
+        With a record, so that a loss can be seen to depend on what a stage keeps.
+        """
         check_inputs(inputs, self.modules[0])
         states: list[Tensor] = []
         state: Inputs = inputs
-        with torch.no_grad(), frozen_rng():
+        with torch.enable_grad(), frozen_rng():
             for stage, parameters in enumerate(self.parameters):
                 before = torch.get_rng_state()
-                output = self.apply(stage, state, parameters)
+                leaves = {name: p.clone().requires_grad_() for name, p in parameters.items()}
+                output = self.apply(stage, state, leaves)
                 if not torch.equal(before, torch.get_rng_state()):
                     raise ChainError(f"{self.label(stage)} draws random numbers (dropout?): call .eval() on it first")
                 if not output.is_floating_point():
                     raise ChainError(f"{self.label(stage)} returned {output.dtype}, which has no derivatives")
                 check_finite(output, f"the output of {self.label(stage)}")
-                states.append(output)
+                states.append(output.detach())
                 state = output
         return states
 

@@ -48,6 +48,15 @@ def refuse_once_differentiable(gradients: Sequence[Tensor]) -> None:
         raise RuntimeError("a function in it is marked as once differentiable")
 
 
+def refuse_wrong_formulas(outputs: Sequence[Tensor]) -> None:
+    """Raise for torch's kernel of weight_norm: its second derivative is wrong. Rules replace it, but not in blocks that are
+    checkpointed."""
+    if any(node.name() == "WeightNormInterfaceBackward0" for node in graph_nodes(outputs)):
+        raise RuntimeError(
+            "torch's second derivative of weight_norm is wrong, and inside of a checkpoint nothing replaces it"
+        )
+
+
 def graph_nodes(tensors: Sequence[Tensor]) -> Iterator[Any]:
     """The nodes of the graph that autograd recorded behind some tensors, each once."""
     seen: set[Any] = set()

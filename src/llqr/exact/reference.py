@@ -33,10 +33,10 @@ from llqr.errors import ChainError, NotTwiceDifferentiableError, unknown
 from llqr.exact.chain import named_stages
 from llqr.exact.conjugate import conjugate_gradients
 from llqr.exact.definite import cholesky, least_norm
-from llqr.exact.derivatives import apply_to_each, refuse_once_differentiable
+from llqr.exact.derivatives import apply_to_each, refuse_once_differentiable, refuse_wrong_formulas
 from llqr.exact.step import Degenerate
 from llqr.naming import PerLayer
-from llqr.rules import embedding_rules
+from llqr.rules import twice_rules
 from llqr.rules.embeddings import constants
 
 Parameters = dict[str, Tensor]
@@ -136,7 +136,7 @@ class _Problem:
                 self.slope, list(self.parameters.values()), direction, retain_graph=True, materialize_grads=True
             )
         except RuntimeError as error:
-            raise NotTwiceDifferentiableError(f"the model can't be differentiated twice ({error})") from error
+            raise _not_twice(error) from error
         return _flat(products) + own
 
     def unflatten(self, flat: Tensor) -> Parameters:
@@ -149,7 +149,7 @@ class _Problem:
         catching = sites.catching(self.model, list(self.places.values()))
         with (
             catching as caught,
-            embedding_rules(),
+            twice_rules(),
             sdpa_kernel(SDPBackend.MATH),
         ):  # fused attention has no second derivative
             given = {**self.parameters, **constants(self.model)}
@@ -180,11 +180,19 @@ class _Problem:
         if not value.requires_grad:
             return torch.zeros_like(self.gradient)
         try:
+            refuse_wrong_formulas([value])
             slopes = torch.autograd.grad(value, leaves, create_graph=True, materialize_grads=True)
             refuse_once_differentiable(slopes)
         except RuntimeError as error:
-            raise NotTwiceDifferentiableError(f"the model can't be differentiated twice ({error})") from error
+            raise _not_twice(error) from error
         return _flat(slopes)
+
+
+def _not_twice(error: Exception) -> NotTwiceDifferentiableError:
+    return NotTwiceDifferentiableError(
+        f"the model or the loss can't be differentiated twice ({error}): replace that operation, or use exact_step with KL, "
+        "which doesn't ask for that"
+    )
 
 
 class _Row(nn.Sequential):

@@ -21,9 +21,11 @@ class Attention(Rule):
         self.shapes = [tensor.shape for tensor in (q, k, v)]
         self.q, self.k, self.v = (_stacked(tensor.detach()) for tensor in (q, k, v))
         self.scale, self.mask = scale, mask
-        self.keep(self.q, self.k, self.v)
 
     def forward(self) -> Tensor:
+        of_q, of_k, _ = self.needed
+        read = ((self.q, of_k), (self.k, of_q), (self.v, of_q or of_k))
+        self.keep(*(tensor for tensor, wanted in read if wanted))
         scores = torch.bmm(self.q, self.k.mT).mul_(self.scale).reshape(*self.shapes[0][:-1], self.shapes[1][-2])
         if self.mask is not None:
             scores = scores.masked_fill(~self.mask, -math.inf) if self.mask.dtype == torch.bool else scores + self.mask

@@ -15,8 +15,13 @@ from torch.autograd.function import once_differentiable
 Maybe = Tensor | None
 
 
-class InnerGradientError(Exception):
-    """A model takes a gradient in its forward pass: then rules would have to be right to one order more than they are."""
+class BeyondRulesError(Exception):
+    """A model does what rules aren't made for: it takes a gradient in its forward pass, for which they would have to be right
+    to one order more than they are; or it looks at autograd's graph, which has other nodes with them."""
+
+
+class ChangedError(RuntimeError):
+    """A tensor that a rule reads was changed in place since; torch's own operation may have made a copy of it."""
 
 
 class _Recording(threading.local):
@@ -30,7 +35,7 @@ recording = _Recording()
 
 def check_outside() -> None:
     if recording.now:
-        raise InnerGradientError("the model takes a gradient in its forward pass")
+        raise BeyondRulesError("the model takes a gradient in its forward pass")
 
 
 class _Transposed(torch.autograd.Function):
@@ -53,8 +58,9 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rule: Rule, *inputs: Maybe) -> Tensor:
         ctx.rule = rule
-        rule.needed = ctx.needs_input_grad[1:]
-        return rule.forward()
+        rule.needed, rule.born = ctx.needs_input_grad[1:], _versions(rule.inputs)
+        y = rule.forward()
+        return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y  # a view couldn't be changed in place
 
     @staticmethod
     def backward(ctx: Any, u: Tensor) -> tuple[Maybe, ...]:
@@ -118,19 +124,27 @@ class Room:
 class Rule(ABC):
     """One operation at one point: its value, Jᵀu and Jv."""
 
+    inputs: tuple[Maybe, ...] = ()
+    """As they are in the graph, where what follows can be recorded together with this."""
+    born: tuple[int, ...] = ()
+    """The inputs' versions when y was computed."""
     needed: Sequence[bool]
     """Which inputs a derivative is asked for."""
     kept: Sequence[Tensor] = ()
     """What the products read: nobody may change it meanwhile."""
-    versions: Sequence[int] = ()
+    versions: tuple[int, ...] = ()
 
     def keep(self, *tensors: Tensor) -> None:
-        self.kept, self.versions = tensors, [tensor._version for tensor in tensors]
+        self.kept, self.versions = tensors, _versions(tensors)
+
+    def current(self) -> bool:
+        """Whether the inputs are what y was computed from still."""
+        return self.born == _versions(self.inputs)
 
     def check(self) -> None:
         """Raise as autograd does where a tensor that it saved was changed."""
-        if any(tensor._version != version for tensor, version in zip(self.kept, self.versions, strict=True)):
-            raise RuntimeError("a tensor that a derivative needs was changed by an in-place operation")
+        if self.versions != _versions(self.kept):
+            raise ChangedError("a tensor that a derivative needs was changed by an in-place operation")
 
     def checked(self) -> Self:
         self.check()
@@ -152,12 +166,13 @@ class Rule(ABC):
 class Bilinear(Rule):
     """One that is linear in each of its inputs, but for a last one that is only added."""
 
-    inputs: tuple[Maybe, ...]
-    """As they are in the graph."""
-
     @abstractmethod
     def turn(self, u: Tensor, v: Sequence[Maybe], needed: Sequence[bool]) -> tuple[Maybe, ...]:
         """The gradient of ⟨v, Jᵀu⟩ by the inputs that J depends on: Jᵀu with v in the place of the inputs."""
+
+
+def _versions(tensors: Sequence[Maybe]) -> tuple[int, ...]:
+    return tuple(tensor._version for tensor in tensors if tensor is not None and not tensor.is_inference())
 
 
 def record(rule: Rule, *inputs: Maybe) -> Tensor:

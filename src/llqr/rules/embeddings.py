@@ -68,7 +68,8 @@ def embedding_bag(
         rows = rows * scales
     empty = rows.new_zeros(count, rows.shape[1])
     if mode == "max":
-        return empty.scatter_reduce(0, bags[:, None].expand_as(rows), rows, "amax", include_self=False)
+        top = empty.scatter_reduce(0, bags[:, None].expand_as(rows), rows, "amax", include_self=False)
+        return top.clone()  # its derivative reads it, and what follows may change it in place
     total = empty.index_add(0, bags, rows)
     return total if mode == "sum" else total / torch.bincount(bags, minlength=count).clamp(min=1)[:, None]
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from llqr.rules.attention import Attention
-from llqr.rules.base import Maybe, Room, record, record_twice, recording
+from llqr.rules.base import BeyondRulesError, Maybe, Room, Rule, record, record_twice, recording
 from llqr.rules.embeddings import embedding, embedding_bag
 from llqr.rules.layers import Activated, Affine, BatchNorm, Convolution, LayerNorm, Pointwise
 from llqr.rules.second import Map, Smooth
@@ -45,10 +45,17 @@ def _saved_elsewhere() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-def _rule_of(tensor: Tensor) -> object:
-    """The rule that gave this tensor, if nobody has changed it since, or asked to see its gradient: what follows can be
+def _rule_of(tensor: Tensor) -> Rule | None:
+    """The rule that gave this tensor, if nobody has changed it or what it was computed from since: what follows can be
     recorded together with it."""
-    return None if tensor._version or tensor._backward_hooks else getattr(tensor.grad_fn, "rule", None)
+    rule = getattr(tensor.grad_fn, "rule", None)
+    return rule if isinstance(rule, Rule) and not tensor._version and rule.current() else None
+
+
+def _watched(tensor: Tensor, *hook: Any) -> None:
+    """Hooks, on a tensor or on its node of the graph, would be passed by where layers are recorded together."""
+    if isinstance(getattr(tensor.grad_fn, "rule", None), Rule):
+        raise BeyondRulesError("the model asks for the gradients, or the node in the graph, of a layer that has a rule")
 
 
 def _convolve(spatial: int, recorded: Callable[[Convolution], Tensor]) -> Callable[..., Maybe]:
@@ -195,16 +202,32 @@ def _tuple(value: Any, length: int) -> list[int]:
     return values * length if len(values) == 1 else values
 
 
-class embedding_rules(_Replacing):  # noqa: N801  (used as `with embedding_rules():`)
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """As torch has it where it has no kernel; its kernel's second derivative is wrong."""
+    return v * (g / torch.norm_except_dim(v, 2, dim))
+
+
+def _hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
+    """Torch's kernel has no second derivative, and rounds the first to float32, whatever the dtype."""
+    y = functional.hardtanh(input + 3, 0, 6) / 6
+    return input.copy_(y) if inplace else y
+
+
+class twice_rules(_Replacing):  # noqa: N801  (used as `with twice_rules():`)
     """What torch can't differentiate twice, by plain operations that it can."""
 
-    replacements = {functional.embedding: embedding, functional.embedding_bag: embedding_bag}  # noqa: RUF012
+    replacements = {  # noqa: RUF012
+        functional.embedding: embedding,
+        functional.embedding_bag: embedding_bag,
+        torch._weight_norm: _weight_norm,
+        functional.hardsigmoid: _hardsigmoid,
+    }
 
 
 class plain_rules(_Replacing):  # noqa: N801
     """Replacements by plain operations, right to every order."""
 
-    replacements = {**embedding_rules.replacements, functional.batch_norm: _batch_norm()}  # noqa: RUF012
+    replacements = {**twice_rules.replacements, functional.batch_norm: _batch_norm()}  # noqa: RUF012
 
 
 class _Recording(_Replacing):
@@ -220,11 +243,18 @@ class _Recording(_Replacing):
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
 
+_WATCHING: dict[Callable[..., Any], Callable[..., Maybe]] = {
+    Tensor.register_hook: _watched,
+    Tensor.grad_fn.__get__: _watched,  # type: ignore[union-attr]
+}
+
+
 class hessian_rules(_Recording):  # noqa: N801
     """Right to second order, for Hessian products."""
 
     replacements = {  # noqa: RUF012
-        **embedding_rules.replacements,
+        **twice_rules.replacements,
+        **_WATCHING,
         functional.batch_norm: _batch_norm(record_twice),
         **_convolutions(record_twice),
         **{function: _pointwise(function, _smooth) for function in SMOOTH},
@@ -235,7 +265,8 @@ class linear_rules(_Recording):  # noqa: N801
     """Right for products with the Jacobian, and for nothing beyond."""
 
     replacements = {  # noqa: RUF012
-        **embedding_rules.replacements,
+        **twice_rules.replacements,
+        **_WATCHING,
         functional.batch_norm: _batch_norm(_once),
         **_convolutions(_once),
         functional.linear: _linear,

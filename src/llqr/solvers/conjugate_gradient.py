@@ -55,14 +55,16 @@ class ConjugateGradient(Solver):
             new_product = add(product, first_product, length)
             if degree > 1:
                 trial = problem.at(u.moved(direction, length)).step
-                second = [(t - s - length * f) / length**2 for t, s, f in zip(trial, point.step, first, strict=True)]
+                second = [
+                    (t - s - length * f) / (length * length) for t, s, f in zip(trial, point.step, first, strict=True)
+                ]
                 second_product = problem.curvature(second)
                 square, cubic, quartic = problem.dots(
                     (slope, second), (first, second_product), (second, second_product)
                 )
                 coefficients = [decline, bend / 2 + square, cubic, quartic / 2]
                 length = _minimum(coefficients, length, limit)
-                new_product = add(add(product, first_product, length), second_product, length**2)
+                new_product = add(add(product, first_product, length), second_product, length * length)
             new = problem.at(u.moved(direction, length))
             if degree > 2:
                 new_product = problem.curvature(new.step)
@@ -79,17 +81,23 @@ class ConjugateGradient(Solver):
 
 def _minimum(coefficients: list[float], start: float, limit: float) -> float:
     """The length in (0, limit] with the least a₁t + a₂t² + a₃t³ + a₄t⁴, among its stationary points, `start` and `limit`."""
-    a1, a2, a3, a4 = coefficients
-    top = max(abs(4 * a4 * start**3), abs(3 * a3 * start**2), abs(2 * a2 * start), abs(a1))
-    scaled = [a1 / top, 2 * a2 * start / top, 3 * a3 * start**2 / top, 4 * a4 * start**3 / top]
-    while len(scaled) > 1 and abs(scaled[-1]) < 1e-14:
-        scaled.pop()
-    candidates = [start, limit]
-    if len(scaled) > 1:
-        companion = torch.zeros(len(scaled) - 1, len(scaled) - 1, dtype=torch.float64)
+    scaled, power = [], start  # in units of start, so that powers don't overflow
+    for coefficient in coefficients:
+        scaled.append(coefficient * power)
+        power *= start
+    top = max(map(abs, scaled))
+    if not 0 < top < math.inf or not all(map(math.isfinite, scaled)):
+        return start
+    a1, a2, a3, a4 = (coefficient / top for coefficient in scaled)
+    slope = [a1, 2 * a2, 3 * a3, 4 * a4]
+    while len(slope) > 1 and abs(slope[-1]) < 1e-14:
+        slope.pop()
+    candidates = [1.0, limit / start]
+    if len(slope) > 1:
+        companion = torch.zeros(len(slope) - 1, len(slope) - 1, dtype=torch.float64)
         companion.diagonal(-1).fill_(1)
-        companion[:, -1] = -torch.tensor(scaled[:-1], dtype=torch.float64) / scaled[-1]
+        companion[:, -1] = -torch.tensor(slope[:-1], dtype=torch.float64) / slope[-1]
         roots = torch.linalg.eigvals(companion)
-        candidates += [start * float(root.real) for root in roots if abs(float(root.imag)) < 1e-6 * abs(complex(root))]
-    inside = [t for t in candidates if 0 < t <= limit]
-    return min(inside, key=lambda t: a1 * t + a2 * t**2 + a3 * t**3 + a4 * t**4)
+        candidates += [float(root.real) for root in roots if abs(float(root.imag)) < 1e-6 * abs(complex(root))]
+    values = {t: t * (a1 + t * (a2 + t * (a3 + t * a4))) for t in candidates if 0 < t <= limit / start}
+    return start * min((t for t in values if math.isfinite(values[t])), key=values.__getitem__, default=1.0)
