@@ -34,7 +34,7 @@ class StoppedError(Exception):
     """A run that is stopped."""
 
 
-def run(name: str, path: Path, looked: bool, stop_at: int = 0) -> RunFolder:
+def run(name: str, path: Path, looked: bool, stop_at: int = -1) -> RunFolder:
     """A whole run, or one that is stopped right after this step, with a checkpoint after every step."""
     setting = SETTINGS[name]
     config = resolve(setting["preset"], "smoke", setting["method"], 0, setting["changes"] | (LOOKED if looked else {}))
