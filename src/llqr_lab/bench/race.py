@@ -268,7 +268,7 @@ def untuned_rows(
     seeds: int,
     times: Times,
 ) -> list[Row]:
-    """A row a base: with each seed, its steps, and those after which LLQR at the same rate was at the base's last training loss.
+    """A row a base: with each seed, its steps, and those after which LLQR at its rate was at the base's last training loss.
 
     A ratio is the median of the seeds'; one that LLQR doesn't get there with is infinite, which is None. Seeds that the base
     doesn't get there with, or that one of the two wasn't run with, don't count.
