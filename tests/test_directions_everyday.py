@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from llqr import LLQR
 from llqr.errors import LLQRError, LLQRWarning
-from llqr.structures import EigenKronecker, Kronecker
+from llqr.structures import EigenKronecker, Kronecker, Scalar
 from loops import (
     CLASSES,
     SIZE,
@@ -356,8 +356,13 @@ def test_bfloat16_parameters(structure: str, divergence: str | None) -> None:
 
 @pytest.mark.parametrize("form", ["channels last", "transposed"])
 @pytest.mark.parametrize("divergence", [None, "ngd"])
-def test_parameters_in_another_memory_format(form: str, divergence: str | None) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_parameters_in_another_memory_format(form: str, divergence: str | None, fused: bool) -> None:
     """The same steps as with contiguous ones, and the format stays."""
+
+    def base(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=0.01, fused=fused)
+
     plain = convolutional() if form == "channels last" else network()
     model = copy.deepcopy(plain)
     if form == "channels last":
@@ -366,7 +371,7 @@ def test_parameters_in_another_memory_format(form: str, divergence: str | None) 
         for p in model.parameters():
             p.data = p.data.t().contiguous().t()
     strides = {name: p.stride() for name, p in model.named_parameters()}
-    first, second = LLQR(sgd(plain), plain, divergence), LLQR(sgd(model), model, divergence)
+    first, second = (LLQR(base(each.parameters()), each, divergence) for each in (plain, model))
     for number in range(3):
         x, y = batch(number)
         x = torch.cat((x, x.sin()), 1).reshape(-1, 2, 2, 2) if form == "channels last" else x
@@ -388,6 +393,47 @@ def test_parts_of_a_weight_in_another_memory_format() -> None:
         train(each, LLQR(sgd(each), each), range(3))
     for name, p in plain.named_parameters():
         torch.testing.assert_close(model.get_parameter(name), p, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_base_that_keeps_its_gradients(momentum: float) -> None:
+    """What it was given is as it was, and so is its momentum: also around a structure that returns what it is given."""
+
+    class Returning(Scalar):
+        def apply(self, tensors: Any, x: Tensor) -> Tensor:
+            return x
+
+    model = nn.Sequential(nn.Linear(SIZE, CLASSES, bias=False)).double()
+    for structure in (Returning(), "kfac", "scalar"):
+        base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+        kept: list[tuple[Tensor, Tensor]] = []
+
+        def keep(base: Any, *_: Any, kept: list[tuple[Tensor, Tensor]] = kept) -> None:
+            held = [p.grad for p in model.parameters()] + [state["momentum_buffer"] for state in base.state.values()]
+            kept += [(tensor, tensor.clone()) for tensor in held if tensor is not None]
+
+        base.register_step_post_hook(keep)
+        optimizer = LLQR(base, model, structure=structure)
+        for number in range(3):
+            kept.clear()
+            backward(model, batch(number))
+            optimizer.step()
+            assert kept
+            assert all(torch.equal(held, then) for held, then in kept)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("size", [1.0, 1e9, 1e-9])
+def test_float16_parameters(structure: str, size: float) -> None:
+    """Steps are finite wherever the base's are, however large U is."""
+    model = network(dtype=torch.float16)
+    optimizer = LLQR(sgd(model), model, structure=structure, every=10)
+    for number in range(4):
+        backward(model, batch(number, dtype=torch.float16))
+        optimizer.step()
+        for block in optimizer.blocks.values() if number == 0 else ():
+            list(block.inverse.values())[-1].mul_(size)
+    assert all(p.dtype == torch.float16 and p.isfinite().all() for p in model.parameters())
 
 
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=str)

@@ -258,13 +258,16 @@ class PaperLLQR(Together):
             if team is not None and self._division is not None:
                 steered = team.steer(self._division, self.preconditioner, parameters, gradients)
             else:
-                steered = self.preconditioner.steer(gradients, reuse=True)
+                steered = self.preconditioner.steer(gradients)
         if steered.turned:
             self.stats.turned += len(steered.turned)
             self._warn("turned", f"U would have turned the gradient of {steered.turned[0]!r} around")
         if steered.nonfinite:
             self.stats.nonfinite += len(steered.nonfinite)
-            self._warn("nonfinite", f"the gradient of {steered.nonfinite[0]!r} is not finite")
+            name = steered.nonfinite[0]
+            self._warn(
+                "nonfinite", f"the gradient of {name!r} is not finite, or not U times it: the base gets it as it is"
+            )
         return steered.gradients
 
     def _reject(self, why: str) -> bool:

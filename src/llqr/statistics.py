@@ -244,9 +244,10 @@ class Stack:
         return matrices[0] if len(matrices) == 1 else torch.cat(matrices)
 
     def apply(self, x: Tensor) -> Tensor:
-        """U x."""
+        """U x, in memory of its own, also by a structure that returns what it was given."""
         folded = x.reshape(*x.shape[:2], -1, self._map.kernel) if self._kernel else x
-        return self._structure.apply(self._inverse, folded).reshape(x.shape)
+        applied = self._structure.apply(self._inverse, folded).reshape(x.shape)
+        return applied.clone() if applied.data_ptr() == x.data_ptr() else applied
 
 
 def stacked(blocks: Iterable[Block]) -> list[Stack]:
