@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -124,17 +125,29 @@ class Linearization(Recording):
             return self._push_forward(tangents)
 
     def _push_forward(self, tangents: Sequence[Tensor]) -> list[Tensor]:
-        points = {name: leaf.detach() for name, leaf in zip(self._names, self._leaves, strict=True)}
-        directions = dict(zip(self._names, tangents, strict=True))
-        with sdpa_kernel(SDPBackend.MATH), embedding_rules():
+        with sdpa_kernel(SDPBackend.MATH), embedding_rules(), dual_level():  # torch.func.jvp draws other dropout masks
+            points = [make_dual(p.detach(), v) for p, v in zip(self._leaves, tangents, strict=True)]  # type: ignore[no-untyped-call]
             try:
-                pushed = torch.func.jvp(lambda p: self._recorder.run(p, self._inputs), (points,), (directions,))[1]
-                return list(pushed)
+                outputs = self._recorder.run(dict(zip(self._names, points, strict=True)), self._inputs)
             except RuntimeError as error:
                 raise NotTwiceDifferentiableError(
                     "the model has an operation that can be differentiated neither twice nor in forward mode, so there are no "
                     f"products with its Jacobian: replace the operation ({error})"
                 ) from error
+            pairs = [unpack_dual(output) for output in outputs]  # type: ignore[no-untyped-call]
+        self._check_again([primal for primal, _ in pairs])
+        return [torch.zeros_like(primal) if tangent is None else tangent for primal, tangent in pairs]
+
+    def _check_again(self, values: Sequence[Tensor]) -> None:
+        """Raise where the model, run forward, isn't the one that was recorded."""
+        for value, before in zip(values, self.values, strict=True):
+            rounding = max(torch.finfo(dtype).eps for dtype in {value.dtype, *self._recorder.coarse})
+            if (value - before).norm() > rounding**0.5 * before.norm():
+                raise LLQRError(
+                    "products with the model's Jacobian run it forward each time, and its output is another one then: does it "
+                    "draw from a random generator of its own? Give training=False, or replace the operation that can't be "
+                    "differentiated twice"
+                )
 
 
 class SecondDerivative(Recording):

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from llqr.checks import Inputs, as_arguments, frozen_rng, tensors_in
+from llqr.checks import Inputs, as_arguments, tensors_in
 from llqr.errors import LLQRError, LLQRWarning, callers_level
 from llqr.precision import LOWEST, AutocastOff, at_least_single, in_double, is_low, raised
 from llqr.rules.embeddings import constants, renormalised
 from llqr.sites import catching
+from llqr.streams import Streams
 
 Parameters = dict[str, Tensor]
 Selector = Callable[[Any], Tensor]
@@ -27,7 +28,7 @@ class Recorder:
     """How to run a model as a function of its parameters, leaving everything that it holds as it was.
 
     `places` are modules whose outputs are returned beside the model's own; `training` overrides the modules' modes for the
-    time of a run (None: as they are now). Modes, buffers and the random stream are those of now in every run. `whole=False`
+    time of a run (None: as they are now). Modes, buffers and random streams are those of now in every run. `whole=False`
     refuses random models, which would draw otherwise for a part of the batch. `call` is run in place of the model itself.
 
     A model that has half-precision numbers or enters autocast runs in float32 all the same, unless it can't, or its frozen
@@ -55,7 +56,7 @@ class Recorder:
         self._full = not own_precision and not any(is_low(p) and not p.requires_grad for p in named.values())
         self._low = any(map(is_low, [*named.values(), *self._constants.values()]))
         self._double, self._settled = False, own_precision
-        self._random = torch.get_rng_state()  # every run of one recorder draws the same dropout masks
+        self._streams = Streams(model)  # every run of one recorder draws the same dropout masks
 
     def in_double(self) -> Recorder:
         """The same model in double precision, if its parameters and inputs come so."""
@@ -118,10 +119,9 @@ class Recorder:
     def _run(self, parameters: Parameters, inputs: Inputs, constants: Parameters) -> list[Tensor]:
         fixed = {name: tensor.clone() for name, tensor in constants.items()}
         copies = {name: parameters[name].clone() for name in self._renormalised if name in parameters}
-        with catching(self.model, self.places) as caught, _mode(self._modes), frozen_rng(), _eager():
-            torch.set_rng_state(self._random)
+        with catching(self.model, self.places) as caught, _mode(self._modes), self._streams.again(), _eager():
             output = self._output({**parameters, **copies, **fixed}, inputs)
-            if not self._whole and not torch.equal(torch.get_rng_state(), self._random):
+            if not self._whole and self._streams.drawn():
                 raise LLQRError(
                     "the model draws random numbers (dropout?), other ones in chunks than in the whole batch: give the batch "
                     "whole, or training=False"

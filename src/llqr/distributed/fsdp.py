@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -106,7 +106,7 @@ def whole_parameters(model: nn.Module, ranks: Ranks) -> Iterator[None]:
             held.update({**before, **later})
 
 
-def _gathered(parameters: list[DTensor], ranks: Ranks) -> dict[int, nn.Parameter]:
+def _gathered(parameters: Sequence[DTensor], ranks: Ranks) -> dict[int, nn.Parameter]:
     """Whole parameters, by the ids of the sharded ones."""
     held: dict[int, list[Tensor]] = {rank: [] for rank in range(ranks.size)}
     found: dict[int, nn.Parameter] = {}
