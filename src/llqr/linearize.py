@@ -22,12 +22,11 @@ from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointError
 
 from llqr import hidden
 from llqr.checks import Inputs
 from llqr.errors import LLQRError, NotTwiceDifferentiableError
-from llqr.exact.derivatives import graph_nodes, refuse_once_differentiable
+from llqr.exact.derivatives import refuse_once_differentiable
 from llqr.precision import in_double
 from llqr.recorder import Parameters, Recorder
 from llqr.rules import InnerGradientError, embedding_rules, hessian_rules, linear_rules, plain_rules
@@ -55,13 +54,9 @@ class Recording:
 
     def pull(self, cotangents: Sequence[Tensor]) -> list[Tensor]:
         """Jᵀc: one gradient a parameter, from one cotangent an output."""
-        try:
-            return list(
-                torch.autograd.grad(self._outputs, self._leaves, cotangents, retain_graph=True, materialize_grads=True)
-            )
-        except RuntimeError as error:
-            refuse_reentrant(self._outputs, error)
-            raise
+        return list(
+            torch.autograd.grad(self._outputs, self._leaves, cotangents, retain_graph=True, materialize_grads=True)
+        )
 
 
 class Linearization(Recording):
@@ -71,7 +66,7 @@ class Linearization(Recording):
         super().__init__(recorder, parameters, inputs, linear_rules())
         self._cotangents: list[Tensor] | None = None
         self._transposed: list[GradientEdge | None] = []
-        self.forward_mode, self._plain = forward_mode, False
+        self.forward_mode = forward_mode
 
     def pull_first(self, cotangents: Sequence[Tensor]) -> list[Tensor]:
         """Jᵀc, recorded on the way: u ↦ Jᵀu is linear, so its graph at u = c serves every later push."""
@@ -82,17 +77,12 @@ class Linearization(Recording):
                     self._outputs, self._leaves, variables, create_graph=True, materialize_grads=True
                 )
             refuse_once_differentiable(rows)
-        except CheckpointError as error:
-            if self._plain and not self._recorder.lower(error):  # nor that autocast was off, and parameters converted
-                raise
-            self._plain = True
-            self._record(plain_rules())  # recomputed blocks don't see the linear rules
-            return self.pull_first(cotangents)
         except RuntimeError as error:
-            refuse_reentrant(self._outputs, error)
             try:
                 pulled = self.pull(cotangents)
-            except RuntimeError:  # not even once differentiable: a recomputed block again, of another dtype
+            except (
+                RuntimeError
+            ):  # not even once differentiable: a formula that is written for the model's own precision
                 if not self._recorder.lower(error):
                     raise
                 self._record(plain_rules())
@@ -165,8 +155,7 @@ class SecondDerivative(Recording):
                 slopes = torch.autograd.grad(value, self._leaves, create_graph=True, materialize_grads=True)
             refuse_once_differentiable(slopes)
         except RuntimeError as error:
-            refuse_reentrant(self._outputs, error)
-            if self._recorder.lower(error):  # as recomputed blocks ask for
+            if self._recorder.lower(error):
                 self._record(plain_rules())
                 return self.of(scalar)
             raise _not_twice(error) from error
@@ -200,15 +189,6 @@ class SecondDerivative(Recording):
 def _edges(tensors: Sequence[Tensor]) -> list[GradientEdge | None]:
     """Where a backward pass from them begins, without their values, which are as large as the parameters and of no use."""
     return [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in tensors]
-
-
-def refuse_reentrant(outputs: Sequence[Tensor], error: Exception) -> None:
-    """Raise where a derivative failed at a checkpoint that can't be asked for derivatives by something."""
-    if any(type(node).__name__ == "CheckpointFunctionBackward" for node in graph_nodes(outputs)):
-        raise LLQRError(
-            "the model uses torch.utils.checkpoint in its reentrant form, which works with loss.backward() alone: call "
-            "checkpoint(..., use_reentrant=False)"
-        ) from error
 
 
 def _not_twice(error: Exception) -> NotTwiceDifferentiableError:

@@ -122,7 +122,7 @@ class LLQR(Wrapping):
         runs_again = self.divergence is not None or self._processes.sharded
         self._collector = Collector(self._schedule, runs_again)
         self._look_up()
-        self._unhook = weakref.finalize(self, self._collector.attach(self._called).remove)
+        self._unhook = weakref.finalize(self, self._collector.attach(self._called))
 
     def _look_up(self) -> dict[str, Tensor]:
         """The parameters that the base steps, as they are now."""
