@@ -329,3 +329,33 @@ def test_compiled_models(backend: str) -> None:
         assert not called
     named = QuadraticModel.build(compiled, inputs, targets, LOSS, KL(), {prefix + "0": 0.1})
     same(QuadraticModel.build(plain, inputs, targets, LOSS, KL(), {"0": 0.1}), named, prefix)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_are_unfused(kind: Any) -> None:
+    """cuDNN gives no derivative of them in eval mode, nor a second one; nor has the one node of oneDNN in float32."""
+    seen = []
+
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = kind(3, 4, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append((torch.backends.cudnn.enabled, torch._C._get_mkldnn_enabled()))
+            return self.layer(x)[0][:, -1]  # type: ignore[no-any-return]
+
+    model, inputs, targets = Network(), torch.randn(5, 3, 3), torch.randint(4, (5,))
+    before = torch.backends.cudnn.enabled, torch._C._get_mkldnn_enabled()
+    for divergence in DIVERGENCES:
+        q = QuadraticModel.build(model, inputs, targets, LOSS, divergence, training=False)
+        exact = QuadraticModel.build(
+            copy.deepcopy(model).double(), inputs.double(), targets, LOSS, divergence, training=False
+        )
+        v = {name: torch.randn_like(g) for name, g in exact.gradient.items()}
+        product = q.curvature({name: direction.float() for name, direction in v.items()})
+        for name, expected in exact.curvature(v).items():
+            torch.testing.assert_close(product[name].double(), expected, rtol=1e-3, atol=1e-5)
+    assert seen
+    assert set(seen) == {(False, False)}
+    assert (torch.backends.cudnn.enabled, torch._C._get_mkldnn_enabled()) == before

@@ -13,7 +13,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from llqr.divergences import KL, GaussNewton, Newton
+from llqr.divergences import KL, Divergence, GaussNewton, Newton
 from llqr.quadratic import QuadraticModel
 
 CHECKPOINTED = [
@@ -374,3 +374,41 @@ def test_products_in_two_threads() -> None:
         found = list(pool.map(lambda i: q.curvature(directions[i % 2]), range(24)))
     for i, product in enumerate(found):
         torch.testing.assert_close(product, expected[i % 2])
+
+
+class Force(nn.Module):
+    """Its output is a gradient of its own, as in physics-informed networks; taken in another thread, as a GPU's are."""
+
+    def __init__(self, elsewhere: bool) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(3, 4), nn.GELU(), nn.LayerNorm(4), nn.Linear(4, 2)).double()
+        self.elsewhere = elsewhere
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        energy = self.inner(x)
+
+        def slope() -> Tensor:
+            with torch.enable_grad():
+                return torch.autograd.grad(energy.square().sum(), x, create_graph=True)[0]
+
+        if not self.elsewhere:
+            return energy + slope()[:, :2]
+        with ThreadPoolExecutor() as pool:
+            return energy + pool.submit(slope).result()[:, :2]
+
+
+@pytest.mark.parametrize("divergence", [KL(), Newton()], ids=repr)
+def test_a_gradient_in_the_forward_pass(divergence: Divergence) -> None:
+    """Noticed in whatever thread it is taken."""
+    torch.manual_seed(0)
+    here, elsewhere = Force(False), Force(True)
+    elsewhere.load_state_dict(here.state_dict())
+    inputs, targets = torch.randn(5, 3).double(), torch.randint(2, (5,))
+    v = {name: torch.randn_like(p) for name, p in here.named_parameters()}
+    expected, found = (
+        QuadraticModel.build(model, inputs, targets, nn.CrossEntropyLoss(), divergence).curvature(v)
+        for model in (here, elsewhere)
+    )
+    for name, part in expected.items():
+        torch.testing.assert_close(found[name], part, rtol=1e-9, atol=1e-11)
