@@ -860,6 +860,23 @@ def test_checkpoints_and_what_they_hold(reentrant: bool, divergence: str | None)
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_and_accumulation(reentrant: bool) -> None:
+    """All micro-batches count, and none of those that were thrown away."""
+    plain, model = Checkpointed(None), Checkpointed(reentrant)
+    for each in (plain, model):
+        optimizer = LLQR(sgd(each), each)
+        for numbers in ((0, 1), (2, 3)):
+            for thrown_away in (True, False):
+                optimizer.zero_grad(set_to_none=numbers[0] == 0)
+                for number in (4,) if thrown_away else numbers:
+                    x, y = batch(number)
+                    functional.cross_entropy(each(x.requires_grad_()), y).backward()
+            optimizer.step()
+    for name, p in plain.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name), p, rtol=1e-8, atol=1e-10)
+
+
 # --- no trace ---
 
 

@@ -65,8 +65,8 @@ class Collector:
         self.sums: dict[LinearMap, Sums] = {}
         self.others: Mapping[str, str] = {}
         """Parameters that aren't in linear maps alone, by what else uses them."""
-        self.call: Call | None = None
-        """The last one that a gradient came back to."""
+        self.calls: list[Call] = []
+        """Those that a gradient came back to, as of micro-batches."""
         self._step, self._mark = 0, object()
         self._streams: Streams | None = None
         self.heard = False
@@ -102,7 +102,7 @@ class Collector:
 
     def forget(self) -> None:
         """What comes back from now on belongs to another step. Graphs that live on hold no inputs for it."""
-        self.sums, self.call, self.heard, self._streams = {}, None, False, None
+        self.sums, self.calls, self.heard, self._streams = {}, [], False, None
         self._step, self._mark = self._step + 1, object()
         for awaited in self._awaited:
             awaited.sides = None
@@ -111,7 +111,7 @@ class Collector:
     def gradients_are_cleared(self) -> None:
         """As before a step, or in place of one that a GradScaler left out: so is what has come back with them."""
         if self._schedule is not None:
-            self.sums = {}
+            self.sums, self.calls = {}, []
 
     def hear(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         outputs = [tensor for tensor in returned(output) if tensor.requires_grad]
@@ -120,7 +120,7 @@ class Collector:
         if not self.heard:
             self.heard, self.others = True, {}
         if all(parameter.grad is None for parameter in self.of.values()):
-            self.sums = {}  # what has come back was thrown away
+            self.sums, self.calls = {}, []  # what has come back was thrown away
         if not any(parameter.requires_grad for parameter in self.of.values()):
             return  # a gradient goes through the model, to something else, as in a GAN
         holds = self.runs_again
@@ -150,7 +150,7 @@ class Collector:
     def _hold(self, step: int, call: Call, place: int, gradient: Tensor) -> None:
         if step == self._step:
             call.gradients[place] = gradient.detach().clone()
-            self.call = call
+            self.calls = [*(other for other in self.calls if other is not call), call]
 
     def _come_back(self, awaited: _Awaited, gradients: Sequence[Any]) -> None:
         """A gradient has come back, in a pass that adds to the weight's: not in one that only asks for others."""
