@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from llqr import QuadraticModel
-from llqr.divergences import KL, Intermediate, Newton
+from llqr import QuadraticModel, streams
+from llqr.divergences import KL, BasePoint, Divergence, GaussNewton, Intermediate, Newton, OutputTerm
 from llqr.errors import LLQRError
 
 LOSS = nn.CrossEntropyLoss()
@@ -175,3 +179,206 @@ def test_shared_names() -> None:
     for given, shared, match in wrong:
         with pytest.raises(LLQRError, match=match):
             QuadraticModel.build(model, given, targets, LOSS, KL(), 0.0, 2, shared=shared)
+
+
+# --- what a chunk counts ---
+
+SEVEN = 7
+IGNORED = torch.tensor([1, 2, -100, 0, -100, -100, 2])
+"""In chunks of two, one has ignored targets alone."""
+
+
+def predictor() -> nn.Sequential:
+    """As at initialisation: all losses are about log 3, whatever the targets."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    model[2].weight.data.mul_(1e-3)
+    return model
+
+
+class Squares(OutputTerm):
+    """Of a user: it adds the examples up, and doesn't say so."""
+
+    needs_loss = False
+
+    def psi(self, output: Tensor, base: BasePoint) -> Tensor:
+        return (output - base.output).square().sum()
+
+
+LOSSES: dict[str, tuple[Any, Tensor]] = {
+    "ignored targets": (nn.CrossEntropyLoss(), IGNORED),
+    "class weights": (nn.CrossEntropyLoss(torch.tensor([1.0, 5.0, 0.1]).double()), IGNORED.clamp_min(0)),
+    "both": (nn.CrossEntropyLoss(torch.tensor([1.0, 5.0, 0.0]).double()), IGNORED),
+    "a perfect fit": (nn.MSELoss(), torch.zeros(SEVEN, 3).double()),
+    "Gaussians": (lambda output, y: (output - y).square().mean() + 3, torch.ones(SEVEN, 3).double()),
+}
+
+
+@pytest.mark.parametrize("case", LOSSES)
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+@pytest.mark.parametrize(
+    "divergence",
+    [KL(), GaussNewton(), Newton(), KL() + 0.5 * Newton(), Squares(), GaussNewton(residual=torch.tanh)],
+    ids=lambda divergence: type(divergence).__name__,
+)
+def test_losses_that_count_examples_as_they_like(case: str, size: int, divergence: Divergence) -> None:
+    model, (loss, targets) = predictor(), LOSSES[case]
+    if case == "a perfect fit":
+        model[2].weight.data.zero_()
+        model[2].bias.data.zero_()
+    inputs = torch.randn(SEVEN, 4).double()
+    whole = QuadraticModel.build(model, inputs, targets, loss, divergence, 0.1)
+    same(whole, QuadraticModel.build(model, inputs, targets, loss, divergence, 0.1, size))
+
+
+@pytest.mark.parametrize("divergence", [KL(), GaussNewton(), Newton()], ids=repr)
+def test_losses_that_compare_examples(divergence: Divergence) -> None:
+    model, inputs, targets = predictor(), torch.randn(SEVEN, 4).double(), IGNORED.clamp_min(0)
+
+    def contrast(output: Tensor, targets: Tensor) -> Tensor:
+        return (output @ output.mT).logsumexp(1).mean()
+
+    def bound(output: Tensor, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(output, IGNORED.clamp_min(0))
+
+    def hardest(output: Tensor, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(output, targets, reduction="none").exp().mean().log()
+
+    for loss, match in (
+        (contrast, "compares examples"),
+        (bound, "can't be taken of a part"),
+        (hardest, "isn't linear"),
+    ):
+        if loss is hardest and isinstance(divergence, KL):  # its gradient can be cut, and KL asks for nothing else
+            continue
+        for size in (2, 6):
+            with pytest.raises(LLQRError, match=match):
+                QuadraticModel.build(model, inputs, targets, loss, divergence, 0.1, size)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int32, torch.uint8, torch.bfloat16, torch.float16])
+def test_weights_of_any_dtype(dtype: torch.dtype) -> None:
+    """Their sums are those of the same numbers in double precision; a chunk of padding counts nothing."""
+    model, inputs = predictor(), torch.randn(SEVEN, 4).double()
+    weights = torch.tensor([0.1, 0.7, 0.0, 0.0, 1e-3, 3.3, 1.0]).mul(1 if dtype.is_floating_point else 10).to(dtype)
+    gradient = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+    expected = QuadraticModel.build(model, inputs, None, None, KL(), 0.1, gradient=gradient, weights=weights.double())
+    for size in (None, 2, 3):
+        found = QuadraticModel.build(model, inputs, None, None, KL(), 0.1, size, gradient=gradient, weights=weights)
+        v = {name: torch.randn_like(g) for name, g in gradient.items()}
+        for name, product in expected.curvature(v).items():
+            torch.testing.assert_close(found.curvature(v)[name], product, rtol=1e-12, atol=1e-14)
+
+
+# --- models that aren't the same in chunks ---
+
+
+class Branching(nn.Module):
+    def __init__(self, condition: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.head, self.condition = nn.Linear(3, 4).double(), nn.Linear(4, 2).double(), condition
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.inner(x)
+        return self.head(inner.tanh() if self.condition(x) else inner)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+def test_a_branch_that_the_batch_takes(size: int) -> None:
+    """By one example in the middle, which no chunk but its own sees."""
+    inputs, targets = torch.ones(7, 3).double(), torch.randint(2, (7,))
+    inputs[3] = 100.0
+    for condition in (lambda x: x.amax() > 50, lambda x: x.mean() > 5):
+        with pytest.raises(LLQRError, match="depends on the other examples"):
+            QuadraticModel.build(Branching(condition), inputs, targets, LOSS, KL(), 0.0, size)
+    same(*(QuadraticModel.build(network, inputs, targets, LOSS, KL(), 0.0, s)
+           for network in [Branching(lambda x: x.amax() > 0)] for s in (None, size)))  # fmt: skip
+
+
+class Drawing(nn.Module):
+    """Scales what it has by a number that it draws somewhere; the same number for all examples."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.inner, self.head, self.where = nn.Linear(3, 4).double(), nn.Linear(4, 2).double(), where
+        self.torchs = torch.Generator().manual_seed(0)
+        self.pythons, self.numpys, self.old = random.Random(0), np.random.default_rng(0), np.random.RandomState(0)
+
+    def draw(self) -> float:
+        return {
+            "torch": lambda: float(torch.rand(())),
+            "Python": random.random,
+            "numpy": np.random.rand,
+            "a generator": lambda: float(torch.rand((), generator=self.torchs)),
+            "a Random": self.pythons.random,
+            "numpy's generator": self.numpys.random,
+            "numpy's old one": self.old.rand,
+        }[self.where]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((self.inner(x) * (self.draw() > 0.5)).tanh())  # type: ignore[no-any-return]
+
+
+PLACES = ["torch", "Python", "numpy", "a generator", "a Random", "numpy's generator", "numpy's old one"]
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_models_that_draw(where: str) -> None:
+    """Whatever from: the whole batch has the same numbers each time, streams stay where they are, and chunks are refused."""
+    model, inputs, targets = Drawing(where), torch.randn(7, 3).double(), torch.randint(2, (7,))
+    before = copy.deepcopy(model)
+    random.seed(0)
+    np.random.seed(0)
+    first = (random.getstate(), np.random.get_state()[2], torch.get_rng_state())
+    one, other = (QuadraticModel.build(model, inputs, targets, LOSS, Newton(), 0.1) for _ in range(2))
+    with pytest.raises(LLQRError, match="draws random numbers"):
+        QuadraticModel.build(model, inputs, targets, LOSS, KL(), 0.0, 6)
+    assert (random.getstate(), np.random.get_state()[2]) == first[:2]
+    assert torch.equal(torch.get_rng_state(), first[2])
+    same(one, other)
+    if where not in ("torch", "Python", "numpy"):
+        assert model.draw() == before.draw()
+
+
+def test_models_that_draw_on_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As dropout does on a GPU, from the GPU's generator; here it is one of our own."""
+    stream = torch.Generator().manual_seed(0)
+
+    class Device:
+        @staticmethod
+        def get_rng_state(device: Any) -> Tensor:
+            return stream.get_state()
+
+        @staticmethod
+        def set_rng_state(state: Tensor, device: Any) -> None:
+            stream.set_state(state)
+
+    class Dropping(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            out = super().forward(x)
+            return out * (torch.rand(out.shape, generator=stream) > 0.5)
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Device)
+    monkeypatch.setattr(streams, "accelerators", lambda model: {torch.device("cuda", 0)})
+    model, inputs, targets = Dropping(3, 4).double(), torch.randn(7, 3).double(), torch.randint(4, (7,))
+    before = stream.get_state()
+    same(*(QuadraticModel.build(model, inputs, targets, LOSS, Newton(), 0.1) for _ in range(2)))
+    with pytest.raises(LLQRError, match="draws random numbers"):
+        QuadraticModel.build(model, inputs, targets, LOSS, KL(), 0.0, 2)
+    assert torch.equal(stream.get_state(), before)
+
+
+def test_a_model_that_counts_its_calls() -> None:
+    """Chunks are run again for every product: they have to be the same then."""
+
+    class Counting(nn.Linear):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            Counting.calls += 1
+            return super().forward(x) * (1 if Counting.calls < 6 else 2)
+
+    model, inputs, targets = Counting(3, 4).double(), torch.randn(4, 3).double(), torch.randint(4, (4,))
+    q = QuadraticModel.build(model, inputs, targets, LOSS, KL(), 0.0, 2)
+    with pytest.raises(LLQRError, match="another output each time"):
+        q.curvature(q.gradient)

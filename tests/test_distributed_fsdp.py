@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn import functional
 
 from llqr import LLQR
 from llqr.errors import LLQRError
-from loops import STRUCTURES, network, parameters_of, sgd
+from loops import STRUCTURES, batch, network, parameters_of, sgd
 from ranks import on_ranks
 from ranks_training import Case, build, everything, step, trained, trained_on_ranks
 
@@ -31,7 +33,7 @@ CASES: dict[str, Case] = {
 
 
 def together(cases: dict[str, Case]) -> dict[str, Any]:
-    return {**trained_on_ranks(cases), "left": left_as_it_was(), "refused": refusals()}
+    return {**trained_on_ranks(cases), "left": left_as_it_was(), "refused": refusals(), "closures": closures()}
 
 
 def left_as_it_was() -> dict[str, Any]:
@@ -52,6 +54,40 @@ def left_as_it_was() -> dict[str, Any]:
         "hooks": hooks == [(dict(m._forward_pre_hooks), dict(m._forward_hooks)) for m in model.modules()],
         "gradients": all(p.grad is gradients[name] for name, p in model.named_parameters()),
     }
+
+
+def closures() -> dict[str, bool]:
+    """A closure clears gradients, also where a refit evaluates it: those of the step are there after it, and it was taken."""
+    found = {}
+    for kind, divergence, to_none in product((LLQR, LLQR.paper), ("newton", "gauss-newton"), (True, False)):
+        model = network()
+        fully_shard(model)
+        own, others = sgd(model[0]), sgd(model[2])  # of two optimizers, one is LLQR's base
+        optimizer = kind(own, model, divergence, "diagonal", every=1)
+        x, y = batch(dist.get_rank())
+
+        def closure(
+            bases: Any = (own, others), model: Any = model, none: bool = to_none, x: Any = x, y: Any = y
+        ) -> Any:
+            for base in bases:
+                base.zero_grad(none)
+            loss = functional.cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        closure()
+        gradients = {name: p.grad.to_local().clone() for name, p in model.named_parameters()}
+        before = [p.full_tensor() for p in model[0].parameters()]
+        optimizer.step(closure)
+        kept = [
+            torch.equal(p.grad.to_local(), gradients[name])
+            for name, p in model.named_parameters()
+            if p.grad is not None
+        ]
+        moved = [not torch.equal(p.full_tensor(), old) for p, old in zip(model[0].parameters(), before, strict=True)]
+        done = optimizer.stats.refits + optimizer.stats.rejected == 1
+        found[f"{kind.__name__} {divergence} {to_none}"] = done and len(kept) == 4 and all([*kept, *moved])
+    return found
 
 
 def refusals() -> dict[str, str]:
@@ -100,6 +136,7 @@ def test_sharded_parameters(size: int, tmp_path: Path) -> None:
         assert sum(rank[name]["bytes"] for rank in found) == expected["bytes"], name
     for rank in found:
         assert all(rank["left"].values()), rank["left"]
+        assert all(rank["closures"].values()), rank["closures"]
         assert "hybrid sharding" in rank["refused"]["hybrid"]
         assert "tensor parallelism" in rank["refused"]["tensor parallel"]
         assert "call fully_shard on the whole model" in rank["refused"]["in part"]

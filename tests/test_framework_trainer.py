@@ -133,3 +133,17 @@ def test_newton_is_of_the_mean_over_what_the_model_saw(page: Any, tmp_path: Path
         found.append(blocks_of(optimizer))
     for key, block in found[0].items():
         torch.testing.assert_close(found[1][key], block, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing(page: Any, tmp_path: Path, reentrant: bool) -> None:
+    """The same steps with it as without, dropout included."""
+    kept = trained(page, tmp_path / "kept")
+    again = trained(
+        page,
+        tmp_path / "again",
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": reentrant},
+    )
+    for name, p in parameters_of(kept.model).items():
+        torch.testing.assert_close(parameters_of(again.model)[name], p, rtol=1e-4, atol=1e-6)

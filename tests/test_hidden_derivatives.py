@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from llqr import QuadraticModel
 from llqr.divergences import KL, Divergence, GaussNewton, Newton
-from llqr.errors import NotTwiceDifferentiableError
+from llqr.errors import LLQRError, NotTwiceDifferentiableError
 
 LOSS = nn.CrossEntropyLoss()
 
@@ -320,3 +320,33 @@ def test_hidden_formulas_are_noticed_where_some_parameters_stay(only: list[str] 
     inputs, targets = torch.randn(8, 3), torch.randint(4, (8,))
     with pytest.raises(NotTwiceDifferentiableError):
         QuadraticModel.build(net, inputs, targets, LOSS, Newton(), only=only)
+
+
+@pytest.mark.filterwarnings("ignore:products with the Jacobian")
+def test_a_model_that_is_run_forward_draws_what_it_drew() -> None:
+    """Dropout of a tensor that is permuted in memory; and a generator that nobody knows of, which is an error."""
+    torch.manual_seed(0)
+    hidden = torch.Generator().manual_seed(0)
+
+    class Network(nn.Module):
+        def __init__(self, wave: Any, draws: bool = False) -> None:
+            super().__init__()
+            self.first, self.wave, self.last = nn.Linear(3, 6).double(), wave, nn.Linear(6, 4).double()
+            self.drop, self.draws = nn.Dropout(0.5), draws
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.drop(self.first(x).unflatten(1, (2, 3)).permute(2, 0, 1)).permute(1, 2, 0).flatten(1)
+            if self.draws:
+                x = x * torch.rand(6, generator=hidden).double()
+            return self.last(self.wave(x))  # type: ignore[no-any-return]
+
+    one, other, third = Network(Shy.apply), Network(torch.sin), Network(Shy.apply, draws=True)
+    other.load_state_dict(one.state_dict())
+    inputs, targets = torch.randn(8, 3).double(), torch.randint(4, (8,))
+    v = {name: torch.randn_like(p) for name, p in one.named_parameters()}
+    found, expected = (QuadraticModel.build(model, inputs, targets, LOSS, KL()).curvature(v) for model in (one, other))
+    for name, part in expected.items():
+        torch.testing.assert_close(found[name], part, rtol=1e-10, atol=1e-12)
+    q = QuadraticModel.build(third, inputs, targets, LOSS, KL())
+    with pytest.raises(LLQRError, match="random generator of its own"):
+        q.curvature(v)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from llqr import linear_maps
 from llqr.linear_maps import Found, LinearMap, Sides, find_uses, some_places
-from llqr.second_run import unfused
+from llqr.plainly import unfused
 from llqr.statistics import Sums, merged
 from llqr.structures import Dense, Kronecker
 

@@ -1,4 +1,5 @@
-"""Promise: with U = I, LLQR is its base bit for bit, whatever the base, the scheduler and the loop."""
+"""Promise: with U = I, LLQR is its base bit for bit, whatever the base, the scheduler and the loop; with any U, bases take U g
+as they would take g."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from torch.optim import Optimizer, lr_scheduler
 
 from llqr import LLQR
 from llqr.paper import PaperLLQR
-from loops import assert_same, batch, closure_of, never, parameters_of
+from loops import STRUCTURES, assert_same, batch, closure_of, network, never, parameters_of, train
 
 STEPS = 50
 Base = Callable[[list[dict[str, Any]]], Optimizer]
@@ -165,3 +166,44 @@ def test_a_custom_optimizer_that_knows_nothing_of_llqr() -> None:
 
     for loop in (plain, with_closures):
         assert_same(run(Signs, False, loop), run(Signs, True, loop))
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("base", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+def test_fused_bases_and_parameters_in_another_memory_format(base: Any, structure: str) -> None:
+    """Fused kernels read memory in its order: U g has the strides of the parameter."""
+
+    def trained(laid_out: bool) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 3, 2, padding=1), nn.Flatten(), nn.Linear(27, 3))
+        model.double()
+        if laid_out:
+            model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            model[3].weight.data = model[3].weight.data.t().contiguous().t()
+        optimizer = LLQR.paper(
+            base(model.parameters(), lr=0.1, fused=True), model, structure=structure, every=2, steps=2
+        )
+        train(model, optimizer, range(3))
+        return parameters_of(model)
+
+    plain, other = trained(False), trained(True)
+    for name, p in plain.items():
+        torch.testing.assert_close(other[name], p, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_base_that_keeps_its_gradients(structure: str) -> None:
+    """What it was given at one step is the same after the next."""
+
+    class Keeping(torch.optim.SGD):
+        kept: list[tuple[Tensor, Tensor]] = []  # noqa: RUF012
+
+        def step(self, closure: Any = None) -> Any:
+            self.kept += [(p.grad, p.grad.clone()) for group in self.param_groups for p in group["params"]]
+            return super().step(closure)
+
+    model = network()
+    base = Keeping(model.parameters(), lr=0.1)
+    train(model, LLQR.paper(base, model, structure=structure, every=10, steps=2), range(4))
+    assert len(base.kept) == 4 * 4
+    assert all(torch.equal(held, then) for held, then in base.kept)

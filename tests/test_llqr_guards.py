@@ -16,6 +16,7 @@ from llqr import LLQR
 from llqr.divergences import KL
 from llqr.errors import LLQRWarning
 from llqr.paper import PaperLLQR
+from llqr.preconditioner import Preconditioner
 from llqr.solvers import SGDM, ScaleFree
 from llqr.structures import Dense
 from loops import (
@@ -26,6 +27,7 @@ from loops import (
     blocks_of,
     gradients_of,
     network,
+    never,
     parameters_of,
     sgd,
     spoil,
@@ -139,6 +141,25 @@ def test_a_gradient_that_is_not_finite_goes_to_the_base_as_it_is(base: Any, valu
     (message,) = messages(caught)
     assert "the gradient of '0.weight' is not finite" in message
     assert (optimizer.stats.nonfinite, optimizer.stats.turned) == (2, 0)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_u_g_that_leaves_the_range_of_the_parameters(dtype: torch.dtype, structure: str) -> None:
+    """U g is computed in float32, and the base gets it in the dtype of the parameter, where it has to be finite too."""
+    model = network(dtype=dtype)
+    optimizer = LLQR.paper(torch.optim.SGD(model.parameters(), lr=1e-3), model, structure=structure, every=never)
+    identity = Preconditioner.identity(dict(model.named_parameters()), structure)
+    optimizer.preconditioner = identity.scaled(torch.finfo(dtype).max)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for size in (2.0, 0.1):
+            for name, p in model.named_parameters():
+                p.grad = torch.full_like(p, size if name.startswith("0") else 0.1)
+            optimizer.step()
+    assert len(messages(caught)) == 1
+    assert optimizer.stats.nonfinite == 2
+    assert all(p.isfinite().all() for p in model.parameters())
 
 
 def test_a_gradient_that_is_not_finite_where_u_is_refitted() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -222,20 +223,78 @@ def test_parallel_models() -> None:
 
 
 class Again(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, inner: nn.Module, reentrant: bool) -> None:
         super().__init__()
-        self.inner = nn.Linear(4, 4)
+        self.inner, self.reentrant = inner, reentrant
 
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x, use_reentrant=True)  # type: ignore[no-any-return]
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)  # type: ignore[no-any-return]
+
+
+class Sine(torch.autograd.Function):
+    """Written by hand, and right."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * ctx.saved_tensors[0].cos()
+
+
+class Waves(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return Sine.apply(super().forward(x))  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Recurrent(nn.LSTM):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x)[0]
+
+
+def _last(output: Tensor) -> Tensor:
+    return output[:, -1]
+
+
+CHECKPOINTED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...] | None]] = {
+    "a block": (lambda: nn.Sequential(nn.Linear(3, 4), nn.GELU(), nn.LayerNorm(4)), (5, 3)),
+    "a transformer's layer": (lambda: nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True), (5, 3, 4)),
+    "with dropout": (lambda: nn.TransformerEncoderLayer(4, 2, 8, 0.5, batch_first=True), (5, 3, 4)),
+    "batch norm": (lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh()), (5, 3)),
+    "spectral norm": (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(3, 4)), (5, 3)),
+    "a limited embedding": (lambda: nn.Embedding(5, 4, max_norm=0.5), None),
+    "a formula written by hand": (lambda: Waves(3, 4), (5, 3)),
+    "an LSTM": (lambda: Recurrent(3, 4, batch_first=True), (5, 3, 3)),
+}
 
 
 @pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_reentrant_checkpoints(divergence: Divergence) -> None:
-    model = nn.Sequential(nn.Linear(3, 4), Again(), nn.Linear(4, 2))
-    inputs, targets = torch.randn(5, 3), torch.randint(2, (5,))
-    with pytest.raises(LLQRError, match="use_reentrant=False"):
-        QuadraticModel.build(model, inputs, targets, LOSS, divergence)
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("training", [None, False])
+@pytest.mark.parametrize("kind", CHECKPOINTED)
+def test_checkpoints(divergence: Divergence, reentrant: bool, training: bool | None, kind: str) -> None:
+    """As without them, and nothing that the model holds is changed."""
+    torch.manual_seed(0)
+    inner, shape = CHECKPOINTED[kind]
+    plain = nn.Sequential(inner(), nn.Linear(4, 2)).double()
+    model = nn.Sequential(Again(copy.deepcopy(plain[0]), reentrant), copy.deepcopy(plain[1]))
+    inputs = torch.randint(5, (5, 3)) if shape is None else torch.randn(shape).double().requires_grad_()
+    targets = torch.randint(2, (5,) if shape is None or len(shape) == 2 else shape[:1])
+    before = copy.deepcopy(model.state_dict())
+    output = _last if shape is None or len(shape) == 3 else None
+    expected, found = (
+        QuadraticModel.build(m, inputs, targets, LOSS, divergence, output=output, training=training)
+        for m in (plain, model)
+    )
+    v = {name: torch.randn_like(g) for name, g in expected.gradient.items()}
+    named = {name.replace("0.", "0.inner.", 1) if name.startswith("0.") else name: name for name in v}
+    product, truth = found.curvature({other: v[name] for other, name in named.items()}), expected.curvature(v)
+    for other, name in named.items():
+        torch.testing.assert_close(found.gradient[other], expected.gradient[name], rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(product[other], truth[name], rtol=1e-9, atol=1e-11)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "counting", "in place"])
@@ -270,3 +329,33 @@ def test_compiled_models(backend: str) -> None:
         assert not called
     named = QuadraticModel.build(compiled, inputs, targets, LOSS, KL(), {prefix + "0": 0.1})
     same(QuadraticModel.build(plain, inputs, targets, LOSS, KL(), {"0": 0.1}), named, prefix)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_are_unfused(kind: Any) -> None:
+    """cuDNN gives no derivative of them in eval mode, nor a second one; nor has the one node of oneDNN in float32."""
+    seen = []
+
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = kind(3, 4, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append((torch.backends.cudnn.enabled, torch._C._get_mkldnn_enabled()))
+            return self.layer(x)[0][:, -1]  # type: ignore[no-any-return]
+
+    model, inputs, targets = Network(), torch.randn(5, 3, 3), torch.randint(4, (5,))
+    before = torch.backends.cudnn.enabled, torch._C._get_mkldnn_enabled()
+    for divergence in DIVERGENCES:
+        q = QuadraticModel.build(model, inputs, targets, LOSS, divergence, training=False)
+        exact = QuadraticModel.build(
+            copy.deepcopy(model).double(), inputs.double(), targets, LOSS, divergence, training=False
+        )
+        v = {name: torch.randn_like(g) for name, g in exact.gradient.items()}
+        product = q.curvature({name: direction.float() for name, direction in v.items()})
+        for name, expected in exact.curvature(v).items():
+            torch.testing.assert_close(product[name].double(), expected, rtol=1e-3, atol=1e-5)
+    assert seen
+    assert set(seen) == {(False, False)}
+    assert (torch.backends.cudnn.enabled, torch._C._get_mkldnn_enabled()) == before

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from llqr.divergences import KL, Divergence, GaussNewton, Newton
-from llqr.errors import NotTwiceDifferentiableError
 from llqr.quadratic import QuadraticModel
 
 CHECKPOINTED = [
@@ -505,22 +504,26 @@ def test_weight_norm(old: bool, dim: int | None, divergence: Newton | GaussNewto
         torch.testing.assert_close(found[names[name]].reshape(product.shape), product, rtol=1e-9, atol=1e-12)
 
 
-def test_weight_norm_in_a_checkpointed_block_is_refused() -> None:
-    """Which runs again in the backward pass, where nothing is replaced."""
+def test_weight_norm_in_a_checkpointed_block() -> None:
+    """Which is run plainly, so that it is replaced there too."""
 
     class Block(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self, checkpointed: bool) -> None:
             super().__init__()
+            torch.manual_seed(0)
             self.inner = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2))
+            self.checkpointed = checkpointed
 
         def forward(self, x: Tensor) -> Tensor:
+            if not self.checkpointed:
+                return self.inner(x)  # type: ignore[no-any-return]
             return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]
 
-    arguments = (Block().double(), torch.randn(5, 3).double(), torch.zeros(5, 2).double(), nn.functional.mse_loss)
-    with pytest.raises(NotTwiceDifferentiableError, match=r"weight_norm.*checkpoint.*GaussNewton"):
-        QuadraticModel.build(*arguments, Newton())
-    q = QuadraticModel.build(*arguments, GaussNewton())
-    q.curvature(q.gradient)
+    batch = torch.randn(5, 3).double(), torch.zeros(5, 2).double(), nn.functional.mse_loss
+    plain, q = (QuadraticModel.build(Block(which).double(), *batch, Newton()) for which in (False, True))
+    truth = plain.curvature(plain.gradient)
+    for name, product in q.curvature(q.gradient).items():
+        torch.testing.assert_close(product, truth[name], rtol=1e-9, atol=1e-12)
 
 
 def test_products_in_two_threads() -> None:
@@ -535,3 +538,41 @@ def test_products_in_two_threads() -> None:
         found = list(pool.map(lambda i: q.curvature(directions[i % 2]), range(24)))
     for i, product in enumerate(found):
         torch.testing.assert_close(product, expected[i % 2])
+
+
+class Force(nn.Module):
+    """Its output is a gradient of its own, as in physics-informed networks; taken in another thread, as a GPU's are."""
+
+    def __init__(self, elsewhere: bool) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(3, 4), nn.GELU(), nn.LayerNorm(4), nn.Linear(4, 2)).double()
+        self.elsewhere = elsewhere
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        energy = self.inner(x)
+
+        def slope() -> Tensor:
+            with torch.enable_grad():
+                return torch.autograd.grad(energy.square().sum(), x, create_graph=True)[0]
+
+        if not self.elsewhere:
+            return energy + slope()[:, :2]
+        with ThreadPoolExecutor() as pool:
+            return energy + pool.submit(slope).result()[:, :2]
+
+
+@pytest.mark.parametrize("divergence", [KL(), Newton()], ids=repr)
+def test_a_gradient_in_the_forward_pass(divergence: Divergence) -> None:
+    """Noticed in whatever thread it is taken."""
+    torch.manual_seed(0)
+    here, elsewhere = Force(False), Force(True)
+    elsewhere.load_state_dict(here.state_dict())
+    inputs, targets = torch.randn(5, 3).double(), torch.randint(2, (5,))
+    v = {name: torch.randn_like(p) for name, p in here.named_parameters()}
+    expected, found = (
+        QuadraticModel.build(model, inputs, targets, nn.CrossEntropyLoss(), divergence).curvature(v)
+        for model in (here, elsewhere)
+    )
+    for name, part in expected.items():
+        torch.testing.assert_close(found[name], part, rtol=1e-9, atol=1e-11)

@@ -189,15 +189,25 @@ def check_weights_fit(weights: Tensor, output: Tensor) -> None:
         )
 
 
+def bound(loss_fn: Loss | None, targets: Any) -> Callable[[Tensor], Tensor]:
+    """ℓ as a function of the output alone."""
+
+    def loss(output: Tensor) -> Tensor:
+        if loss_fn is None:
+            raise LLQRError(
+                "this divergence needs the loss: give loss_fn and targets (one of your own that says needs_loss = False gets "
+                "none)"
+            )
+        return loss_fn(output, targets).reshape(())
+
+    return loss
+
+
 def loss_gradient(loss_fn: Loss, output: Tensor, targets: Any) -> tuple[Callable[[Tensor], Tensor], Tensor]:
     """ℓ with its targets bound, and ∇ℓ(x_N); an error where the loss isn't a finite scalar function of the output alone."""
     if isinstance(targets, Tensor):
         targets = targets.detach()
         check_finite(targets, "the targets")
-
-    def loss(x: Tensor) -> Tensor:
-        return loss_fn(x, targets).reshape(())
-
     leaf = output.detach().clone().requires_grad_()
     with torch.enable_grad():
         try:
@@ -222,7 +232,7 @@ def loss_gradient(loss_fn: Loss, output: Tensor, targets: Any) -> tuple[Callable
                 "loss is about"
             )
     check_finite(gradient, "the gradient of the loss")
-    return loss, gradient
+    return bound(loss_fn, targets), gradient
 
 
 def check_mean(loss_fn: Loss, output: Tensor, targets: Any) -> None:

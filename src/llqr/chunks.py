@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from llqr.checks import Inputs, Loss, batch_size_of, check_weights, frozen_rng, tensors_in
-from llqr.divergences import BasePoint
-from llqr.errors import LLQRError, unknown
+from llqr.checks import Inputs, Loss, batch_size_of, bound, check_weights, frozen_rng, loss_gradient, tensors_in
+from llqr.divergences import L2, BasePoint, OutputTerm, Term
+from llqr.divergences.output import slope
+from llqr.errors import LLQRError, NotTwiceDifferentiableError, unknown
 
 Rows = slice | list[int]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One chunk: `share` is its share of the mean over variables, `examples` of the mean over the `count` examples it has."""
+    """One chunk, and what it counts of the batch.
+
+    `variables` is its share of a mean over variables, `examples` of a mean over the `count` examples it has. What `loss` and
+    the `terms` are multiplied by is 1 for the whole batch, and measured for a chunk (`weighed`).
+    """
 
     inputs: Inputs
     targets: Any
     weights: Tensor | None
-    share: float
+    rows: slice
+    variables: float
     examples: float
     count: int
+    loss: float = 1.0
+    terms: Sequence[float] | None = None
 
 
 class Batch:
@@ -67,20 +76,14 @@ class Batch:
 
 
 def pieces(
-    model: nn.Module,
-    batch: Batch,
-    targets: Any,
-    weights: Tensor | None,
-    size: int | None,
-    training: bool | None,
-    metrics: bool,
+    model: nn.Module, batch: Batch, targets: Any, weights: Tensor | None, size: int | None, training: bool | None
 ) -> Iterator[Piece]:
     """The batch in chunks, with each one's share of the mean over variables and over examples."""
     count = batch.count
     if weights is not None:
         check_weights(weights, tensors_in(batch.inputs)[0].device)
     if size is None:
-        yield Piece(batch.inputs, targets, weights, 1.0, 1.0, count)
+        yield Piece(batch.inputs, targets, weights, slice(0, count), 1.0, 1.0, count)
         return
     check_chunk_size(size)
     refuse_coupled(model, training)
@@ -93,13 +96,15 @@ def pieces(
         rows = slice(start, min(start + size, count))
         own = None if weights is None else weights[rows]
         examples = (rows.stop - rows.start) / count
-        share = examples if weights is None or own is None else float(own.sum() / weights.sum())
-        if share == 0 and metrics:
-            raise LLQRError(
-                "a chunk holds padding only, and the intermediate metrics count it: use a larger chunk_size"
-            )
-        if share > 0:
-            yield Piece(batch.rows(rows), _rows(targets, rows, count), own, share, examples, rows.stop - rows.start)
+        variables = examples if weights is None or own is None else total(own) / total(weights)
+        yield Piece(
+            batch.rows(rows), _rows(targets, rows, count), own, rows, variables, examples, rows.stop - rows.start
+        )
+
+
+def total(weights: Tensor) -> float:
+    """Their sum; in double precision, whatever they are."""
+    return float(weights.sum(dtype=torch.float64))
 
 
 def check_chunk_size(size: int | None) -> None:
@@ -107,46 +112,106 @@ def check_chunk_size(size: int | None) -> None:
         raise LLQRError(f"chunk_size is a positive number of examples, or None for the whole batch; not {size!r}")
 
 
-def check_independence(
-    run: Callable[[Inputs], Tensor], batch: Batch, size: int, coarse: Callable[[], Collection[torch.dtype]]
+def check_part(
+    run: Callable[[Inputs], Tensor],
+    batch: Batch,
+    whole: Tensor,
+    rows: Rows,
+    coarse: Callable[[], Collection[torch.dtype]],
 ) -> None:
-    """Raise unless an example's output is the same in any company. `coarse` are the dtypes that it was rounded to on its way.
+    """Raise unless these examples have the outputs by themselves that they have in the `whole` batch's output.
 
-    Examples of the first and of the last chunk are run together, one more than a chunk holds: what a chunk sees of an input
-    that was cut by mistake, or of the other examples, is other than before then.
+    Whatever an example has seen of the others, or of an input that was cut by mistake, it doesn't see now. `coarse` are the
+    dtypes that numbers were rounded to on their way.
     """
-    count = batch.count
-    if count <= size:
-        return
-    first, last = range(size), range((count - 1) // size * size, count)
-    late = last[: (size + 1) // 2]
-    early = first[: size + 1 - len(late)]
+    expected = _of_rows(whole, rows, batch.count)
     try:
-        of_first, of_last, mixed = (_each(run(batch.rows(list(rows))), rows) for rows in (first, last, [*late, *early]))
+        own = run(batch.rows(rows))
     except LLQRError:
         raise
     except Exception as error:
-        if len(batch.cut()) < 2:
-            raise
         raise LLQRError(f"the model can't take a part of the batch ({error}): {_remedy(batch)}") from error
-    before = torch.cat((of_last[: len(late)], of_first[: len(early)]))
-    tolerance = _rounding(before, coarse()) ** 0.4
-    if before.shape != mixed.shape or (before - mixed).norm() > tolerance * before.norm():
-        raise LLQRError(f"the output of an example depends on the other examples of its chunk: {_remedy(batch)}")
+    tolerance = _rounding(whole, coarse()) ** 0.5
+    if own.shape != expected.shape or (own - expected).norm() > tolerance * expected.norm():
+        raise LLQRError(f"the output of an example depends on the other examples of the batch: {_remedy(batch)}")
 
 
-def check_losses(loss_fn: Loss, seen: Sequence[tuple[float, BasePoint]], targets: Any) -> None:
-    """The losses of the chunks have to add up to the loss of the batch."""
-    outputs = torch.cat([base.output for _, base in seen])
-    with torch.no_grad(), frozen_rng():
-        whole = float(loss_fn(outputs, targets))
-        pieces = sum(share * float(base.loss(base.output)) for share, base in seen)
-    if abs(whole - pieces) > max(1e-3, 2 * torch.finfo(outputs.dtype).eps) * abs(whole):
-        raise LLQRError(
-            f"the losses of the chunks add up to {pieces:.6g}, and the loss of the batch is {whole:.6g}: it isn't a mean over "
-            "examples (class weights, ignored targets?). Give `weights` that say how much each variable counts, or the batch "
-            "whole"
-        )
+def weighed(
+    cut: Sequence[Piece],
+    whole: Tensor,
+    count: int,
+    loss_fn: Loss | None,
+    targets: Any,
+    weights: Tensor | None,
+    terms: Sequence[Term],
+) -> list[Piece]:
+    """The pieces with what their loss, and each term, has to be multiplied by to be its part of the whole batch's.
+
+    What isn't a plain mean over variables is measured at the `whole` output, because a loss may count examples as it likes: by
+    class weights, or without those whose target is ignored. The batch's slope is a multiple of the piece's own there, and so
+    is its product with a second derivative; or they can't be cut.
+    """
+    tangent = torch.linspace(-40, 40, whole.numel()).sin().to(whole).reshape(whole.shape)
+    if loss_fn is not None:
+        loss_gradient(loss_fn, whole, targets)  # raises for what is no loss
+    with frozen_rng():
+        try:
+            expected = _traits(loss_fn, terms, BasePoint(whole, bound(loss_fn, targets), weights), tangent)
+        except RuntimeError as error:
+            raise NotTwiceDifferentiableError(
+                f"the loss or the divergence can't be differentiated twice by the output: {error}"
+            ) from error
+        result = []
+        for piece in cut:
+            base = BasePoint(_of_rows(whole, piece.rows, count), bound(loss_fn, piece.targets), piece.weights)
+            try:
+                own = _traits(loss_fn, terms, base, _of_rows(tangent, piece.rows, count))
+            except Exception as error:
+                raise LLQRError(
+                    f"the loss can't be taken of a part of the batch ({error}): give the batch whole"
+                ) from error
+            here = [[_of_rows(trait, piece.rows, count) for trait in traits] for traits in expected]
+            loss, *measured = map(_multiple, here, own)
+            factors = [_factor(piece, *pair) for pair in zip(terms, measured, strict=True)]
+            result.append(replace(piece, loss=loss, terms=factors))
+    return result
+
+
+def _factor(piece: Piece, term: Term, measured: float) -> float:
+    if isinstance(term, OutputTerm) and not term.by_variable:
+        return measured
+    if isinstance(term, L2) or term.additive:
+        return 1.0
+    return piece.variables if isinstance(term, OutputTerm) else piece.examples
+
+
+def _traits(loss_fn: Loss | None, terms: Sequence[Term], base: BasePoint, tangent: Tensor) -> list[list[Tensor]]:
+    """What the loss and each term is known by at the output: a slope, a product with its second derivative, or both."""
+    traits = [[] if loss_fn is None else [slope(base.loss, base.output)]]
+    for term in terms:
+        traits.append([])
+        if isinstance(term, OutputTerm) and not term.by_variable:
+            traits[-1].append(term.hessian_product(tangent, base))
+            if not term.flat:
+                traits[-1].append(slope(partial(term.psi, base=base), base.output))
+    return traits
+
+
+def _multiple(expected: Sequence[Tensor], own: Sequence[Tensor]) -> float:
+    """What `own` is multiplied by to be as expected. Nothing is (and own may be anything) where nothing counts."""
+    if not any(bool(x.any()) for x in expected):
+        return 0.0
+    size = max(float(x.abs().max()) for x in own) or 1.0
+    unit = [x / size for x in own]
+    product = sum(float((a * b).sum()) for a, b in zip(expected, unit, strict=True))
+    factor = product / (sum(float(x.square().sum()) for x in unit) or 1.0)
+    for a, b in zip(expected, unit, strict=True):
+        if not (a - factor * b).norm() <= torch.finfo(a.dtype).eps ** 0.5 * a.norm():
+            raise LLQRError(
+                "the loss or the divergence of a chunk isn't a part of that of the batch, whatever it is multiplied by: it "
+                "compares examples with each other, or isn't linear in what it says of each. Give the batch whole"
+            )
+    return factor / size
 
 
 def _remedy(batch: Batch) -> str:
@@ -159,14 +224,14 @@ def _remedy(batch: Batch) -> str:
     )
 
 
-def _each(output: Tensor, rows: Sequence[int]) -> Tensor:
-    """An output with one row an example."""
-    if output.dim() == 0 or len(output) % len(rows):
+def _of_rows(output: Tensor, rows: Rows, count: int) -> Tensor:
+    """What an output has for these of the examples."""
+    if output.dim() == 0 or len(output) % count:
         raise LLQRError(
-            f"the first dimension of the output, {tuple(output.shape)}, isn't that of the {len(rows)} examples of a chunk: "
-            "give the batch whole"
+            f"the first dimension of the output, {tuple(output.shape)}, isn't that of the {count} examples: give the batch "
+            "whole"
         )
-    return output.detach().reshape(len(rows), -1)
+    return output.reshape(count, -1, *output.shape[1:])[rows].flatten(0, 1)
 
 
 def _rounding(output: Tensor, dtypes: Collection[torch.dtype]) -> float:

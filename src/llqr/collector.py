@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from llqr.checks import tensors_in
-from llqr.linear_maps import LinearMap, Sides, Use, find_uses
+from llqr.linear_maps import Found, LinearMap, Sides, Use, find_uses
 from llqr.loop.inputs import copied, is_own_call
 from llqr.loop.schedule import Schedule
+from llqr.plainly import CheckpointedError, refusing_checkpoints
 from llqr.statistics import Sums
+from llqr.streams import Streams
 from llqr.structures.base import Structure
 
 
@@ -33,6 +34,8 @@ class Call:
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    streams: Streams | None = None
+    """What it drew from, as it was then."""
     gradients: dict[int, Tensor] = field(default_factory=dict)
     """By the output's place among the tensors that were returned."""
 
@@ -62,9 +65,10 @@ class Collector:
         self.sums: dict[LinearMap, Sums] = {}
         self.others: Mapping[str, str] = {}
         """Parameters that aren't in linear maps alone, by what else uses them."""
-        self.call: Call | None = None
-        """The last one that a gradient came back to."""
+        self.calls: list[Call] = []
+        """Those that a gradient came back to, as of micro-batches."""
         self._step, self._mark = 0, object()
+        self._streams: Streams | None = None
         self.heard = False
         """Whether the model was called with gradients on, for this step."""
         self._awaited: weakref.WeakSet[_Awaited] = weakref.WeakSet()
@@ -84,12 +88,21 @@ class Collector:
         finally:
             self._schedule = schedule
 
-    def attach(self, model: nn.Module) -> RemovableHandle:
-        return model.register_forward_hook(partial(_listen, self), with_kwargs=True)
+    def attach(self, model: nn.Module) -> Callable[[], None]:
+        """Returns what takes the hooks off again."""
+        hooks = ExitStack()
+        hooks.callback(model.register_forward_pre_hook(partial(_begin, self)).remove)
+        hooks.callback(model.register_forward_hook(partial(_listen, self), with_kwargs=True).remove)
+        return hooks.close
+
+    def begin(self, module: nn.Module) -> None:
+        """The model is about to be called."""
+        wanted = self._schedule is not None and self._schedule.may_be_due()
+        self._streams = Streams(module) if wanted else None
 
     def forget(self) -> None:
         """What comes back from now on belongs to another step. Graphs that live on hold no inputs for it."""
-        self.sums, self.call, self.heard = {}, None, False
+        self.sums, self.calls, self.heard, self._streams = {}, [], False, None
         self._step, self._mark = self._step + 1, object()
         for awaited in self._awaited:
             awaited.sides = None
@@ -98,7 +111,7 @@ class Collector:
     def gradients_are_cleared(self) -> None:
         """As before a step, or in place of one that a GradScaler left out: so is what has come back with them."""
         if self._schedule is not None:
-            self.sums = {}
+            self.sums, self.calls = {}, []
 
     def hear(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         outputs = [tensor for tensor in returned(output) if tensor.requires_grad]
@@ -107,12 +120,12 @@ class Collector:
         if not self.heard:
             self.heard, self.others = True, {}
         if all(parameter.grad is None for parameter in self.of.values()):
-            self.sums = {}  # what has come back was thrown away
+            self.sums, self.calls = {}, []  # what has come back was thrown away
         if not any(parameter.requires_grad for parameter in self.of.values()):
             return  # a gradient goes through the model, to something else, as in a GAN
         holds = self.runs_again
         if not self.runs_again:
-            found = find_uses(outputs, self.names, self._mark)
+            found = self._found(outputs)
             self.others, self.runs_again = {**self.others, **found.others}, found.hidden
             for use in () if found.hidden else found.uses:
                 awaited = _Awaited(use)
@@ -121,15 +134,23 @@ class Collector:
             # parameters that aren't in it may have been sharded since; a call that goes on from another has none that are new
             holds = found.hidden or not (found.met or self._awaited)
         if holds:
-            call = Call(copied(args), copied(kwargs))
+            call = Call(copied(args), copied(kwargs), self._streams)
             for place, tensor in enumerate(returned(output)):
                 if tensor.requires_grad:
                     tensor.register_hook(partial(self._hold, self._step, call, place))  # type: ignore[no-untyped-call]
 
+    def _found(self, outputs: list[Tensor]) -> Found:
+        """Nothing is seen of checkpointed blocks: they would be run again for every tensor that is asked for."""
+        try:
+            with refusing_checkpoints():
+                return find_uses(outputs, self.names, self._mark)
+        except CheckpointedError:
+            return Found([], {}, hidden=True, met=True)
+
     def _hold(self, step: int, call: Call, place: int, gradient: Tensor) -> None:
         if step == self._step:
             call.gradients[place] = gradient.detach().clone()
-            self.call = call
+            self.calls = [*(other for other in self.calls if other is not call), call]
 
     def _come_back(self, awaited: _Awaited, gradients: Sequence[Any]) -> None:
         """A gradient has come back, in a pass that adds to the weight's: not in one that only asks for others."""
@@ -158,6 +179,17 @@ def returned(output: Any) -> list[Tensor]:
     if not found and hasattr(output, "__dict__"):
         found = tensors_in(vars(output), dataclasses=True)
     return [tensor for tensor in found if tensor.is_floating_point()]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _begin(collector: Collector, module: nn.Module, args: tuple[Any, ...]) -> None:
+    if torch.is_grad_enabled() and is_own_call(module):
+        collector.begin(module)
+
+
+@torch.compiler.substitute_in_graph(_begin, skip_signature_check=True)
+def _traced_begin(collector: Collector, module: nn.Module, args: tuple[Any, ...]) -> None:
+    """What stands for it inside of a compiled graph."""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

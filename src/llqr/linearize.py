@@ -18,15 +18,15 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointError
 
 from llqr import hidden
 from llqr.checks import Inputs
 from llqr.errors import LLQRError, NotTwiceDifferentiableError, callers_level
-from llqr.exact.derivatives import graph_nodes, refuse_once_differentiable, refuse_wrong_formulas
+from llqr.exact.derivatives import refuse_once_differentiable, refuse_wrong_formulas
 from llqr.precision import in_double
 from llqr.recorder import Parameters, Recorder
 from llqr.rules import BeyondRulesError, ChangedError, hessian_rules, linear_rules, plain_rules, twice_rules
@@ -54,13 +54,9 @@ class Recording:
 
     def pull(self, cotangents: Sequence[Tensor]) -> list[Tensor]:
         """Jᵀc: one gradient a parameter, from one cotangent an output."""
-        try:
-            return list(
-                torch.autograd.grad(self._outputs, self._leaves, cotangents, retain_graph=True, materialize_grads=True)
-            )
-        except RuntimeError as error:
-            refuse_reentrant(self._outputs, error)
-            raise
+        return list(
+            torch.autograd.grad(self._outputs, self._leaves, cotangents, retain_graph=True, materialize_grads=True)
+        )
 
 
 class Linearization(Recording):
@@ -81,17 +77,16 @@ class Linearization(Recording):
                     self._outputs, self._leaves, variables, create_graph=True, materialize_grads=True
                 )
             refuse_once_differentiable(rows)
-        except (CheckpointError, ChangedError) as error:
+        except ChangedError as error:
             if self._plain and not self._recorder.lower(error):  # nor that autocast was off, and parameters converted
                 raise
             self._plain = True
-            self._record(plain_rules())  # recomputed blocks don't see the linear rules
+            self._record(plain_rules())
             return self.pull_first(cotangents)
         except RuntimeError as error:
-            refuse_reentrant(self._outputs, error)
             try:
                 pulled = self.pull(cotangents)
-            except RuntimeError:  # not even once differentiable: a recomputed block again, of another dtype
+            except RuntimeError:  # not even once differentiable: a formula for the model's own precision
                 if not self._recorder.lower(error):
                     raise
                 self._record(plain_rules())
@@ -149,17 +144,29 @@ class Linearization(Recording):
             return self._push_forward(tangents)
 
     def _push_forward(self, tangents: Sequence[Tensor]) -> list[Tensor]:
-        points = {name: leaf.detach() for name, leaf in zip(self._names, self._leaves, strict=True)}
-        directions = dict(zip(self._names, tangents, strict=True))
-        with sdpa_kernel(SDPBackend.MATH), twice_rules():
+        with sdpa_kernel(SDPBackend.MATH), twice_rules(), dual_level():  # torch.func.jvp draws other dropout masks
+            points = [make_dual(p.detach(), v) for p, v in zip(self._leaves, tangents, strict=True)]  # type: ignore[no-untyped-call]
             try:
-                pushed = torch.func.jvp(lambda p: self._recorder.run(p, self._inputs), (points,), (directions,))[1]
-                return list(pushed)
+                outputs = self._recorder.run(dict(zip(self._names, points, strict=True)), self._inputs)
             except RuntimeError as error:
                 raise NotTwiceDifferentiableError(
                     "the model has an operation that can be differentiated neither twice nor in forward mode, so there are no "
                     f"products with its Jacobian: replace the operation ({error})"
                 ) from error
+            pairs = [unpack_dual(output) for output in outputs]  # type: ignore[no-untyped-call]
+        self._check_again([primal for primal, _ in pairs])
+        return [torch.zeros_like(primal) if tangent is None else tangent for primal, tangent in pairs]
+
+    def _check_again(self, values: Sequence[Tensor]) -> None:
+        """Raise where the model, run forward, isn't the one that was recorded."""
+        for value, before in zip(values, self.values, strict=True):
+            rounding = max(torch.finfo(dtype).eps for dtype in {value.dtype, *self._recorder.coarse})
+            if (value - before).norm() > rounding**0.5 * before.norm():
+                raise LLQRError(
+                    "products with the model's Jacobian run it forward each time, and its output is another one then: does it "
+                    "draw from a random generator of its own? Give training=False, or replace the operation that can't be "
+                    "differentiated twice"
+                )
 
 
 class SecondDerivative(Recording):
@@ -178,8 +185,7 @@ class SecondDerivative(Recording):
                 slopes = torch.autograd.grad(value, self._leaves, create_graph=True, materialize_grads=True)
             refuse_once_differentiable(slopes)
         except RuntimeError as error:
-            refuse_reentrant(self._outputs, error)
-            if self._recorder.lower(error):  # as recomputed blocks ask for
+            if self._recorder.lower(error):
                 self._record(plain_rules())
                 return self.of(scalar)
             raise _not_twice(error) from error
@@ -213,15 +219,6 @@ class SecondDerivative(Recording):
 def _edges(tensors: Sequence[Tensor]) -> list[GradientEdge | None]:
     """Where a backward pass from them begins, without their values, which are as large as the parameters and of no use."""
     return [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in tensors]
-
-
-def refuse_reentrant(outputs: Sequence[Tensor], error: Exception) -> None:
-    """Raise where a derivative failed at a checkpoint that can't be asked for derivatives by something."""
-    if any(type(node).__name__ == "CheckpointFunctionBackward" for node in graph_nodes(outputs)):
-        raise LLQRError(
-            "the model uses torch.utils.checkpoint in its reentrant form, which works with loss.backward() alone: call "
-            "checkpoint(..., use_reentrant=False)"
-        ) from error
 
 
 def _not_twice(error: Exception) -> NotTwiceDifferentiableError:

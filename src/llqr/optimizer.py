@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -122,7 +122,7 @@ class LLQR(Wrapping):
         runs_again = self.divergence is not None or self._processes.sharded
         self._collector = Collector(self._schedule, runs_again)
         self._look_up()
-        self._unhook = weakref.finalize(self, self._collector.attach(self._called).remove)
+        self._unhook = weakref.finalize(self, self._collector.attach(self._called))
 
     def _look_up(self) -> dict[str, Tensor]:
         """The parameters that the base steps, as they are now."""
@@ -203,8 +203,8 @@ class LLQR(Wrapping):
         collector = self._collector
         if self.divergence is not None:
             self._second_run.check_step(closure)
-        if collector.call is not None and (collector.runs_again or not collector.sums):
-            self._run_again(parameters, collector.call, closure)
+        if collector.calls and (collector.runs_again or not collector.sums):
+            self._run_again(parameters, collector.calls, closure)
         if not collector.heard:
             raise NonFiniteError(
                 "no gradient has come back through the model: it wasn't called as model(...) with gradients on since the last "
@@ -212,15 +212,17 @@ class LLQR(Wrapping):
             )
         return self._processes.sum_moments(collector.sums, of_means=self.divergence is None)
 
-    def _run_again(self, parameters: Mapping[str, Tensor], call: Call, closure: Closure | None) -> None:
+    def _run_again(self, parameters: Mapping[str, Tensor], calls: Sequence[Call], closure: Closure | None) -> None:
+        """All calls with the gradients that the loss sent back to them; gradients are drawn for the last one alone."""
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
         seed = SEED + self._schedule.step + (self._processes.rank << 32)  # ranks draw each for themselves
         generator = torch.Generator(next(iter(trained.values())).device).manual_seed(seed)
-        share = 1.0 if self.divergence is None else self._processes.share(self._second_run.examples(call))
+        share = 1.0 if self.divergence is None else self._processes.share(self._second_run.examples(calls[-1]))
         self._collector.sums = {}  # of a refit that failed
         with self._collector.silent():
-            for map_, sides in self._second_run(trained, call, closure, generator, share):
-                self._collector.add(map_, sides)
+            for call in calls if self.divergence is None else calls[-1:]:
+                for map_, sides in self._second_run(trained, call, closure, generator, share):
+                    self._collector.add(map_, sides)
         self._collector.others = self._second_run.others
 
     def _inverted(self, found: Mapping[str, Sums]) -> dict[str, Block]:

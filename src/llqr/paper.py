@@ -260,7 +260,7 @@ class PaperLLQR(Together):
             if team is not None and self._division is not None:
                 steered = team.steer(self._division, self.preconditioner, parameters, gradients)
             else:
-                steered = self.preconditioner.steer(gradients, reuse=True)
+                steered = self.preconditioner.steer(gradients)
         if steered.turned:
             self.stats.turned += len(steered.turned)
             self._warn("turned", f"U would have turned the gradient of {steered.turned[0]!r} around")
@@ -270,7 +270,9 @@ class PaperLLQR(Together):
     def _count_not_finite(self, names: Sequence[str]) -> None:
         if names:
             self.stats.nonfinite += len(names)
-            self._warn("nonfinite", f"the gradient of {names[0]!r} is not finite")
+            self._warn(
+                "nonfinite", f"the gradient of {names[0]!r} is not finite, or not U times it: the base gets it as it is"
+            )
 
     def _reject(self, why: str) -> bool:
         self.stats.rejected += 1

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from llqr.checks import Inputs, Loss, check_finite, check_mean, check_weights_fit, loss_gradient
-from llqr.chunks import Piece
+from llqr.checks import Inputs, Loss, bound, check_finite, check_mean, check_weights_fit, loss_gradient
+from llqr.chunks import Batch, Piece, Rows, check_part
 from llqr.divergences import L2, ActivationTerm, BasePoint, OutputTerm, Term
 from llqr.errors import LLQRError
 from llqr.families import Categorical
@@ -24,6 +24,11 @@ class Portion:
 
     variables: float = 1.0
     examples: float = 1.0
+
+    def of(self, term: Term) -> float:
+        if not isinstance(term, (OutputTerm, ActivationTerm)) or term.additive:
+            return 1.0
+        return self.variables if isinstance(term, OutputTerm) else self.examples
 
 
 @dataclass
@@ -44,9 +49,13 @@ class Problem:
         with torch.no_grad():
             return self.recorder.run(self.parameters, inputs)
 
-    def steep(self) -> list[tuple[float, OutputTerm]]:
-        """The terms that aren't flat, which take Hessian products."""
-        return [(weight, term) for weight, term in self.terms if isinstance(term, OutputTerm) and not term.flat]
+    def check_parts(self, batch: Batch, parts: Sequence[Rows]) -> Tensor:
+        """The output of a batch; an error unless that of these parts of it is the same by themselves."""
+        whole = self.values(batch.inputs)[0]
+        check_finite(whole, "the output")
+        for rows in parts:
+            check_part(lambda inputs: self.values(inputs)[0], batch, whole, rows, lambda: self.recorder.coarse)
+        return whole
 
     def has_flat(self) -> bool:
         """Whether a term takes a push and a pull."""
@@ -58,18 +67,14 @@ class Part:
 
     def __init__(self, problem: Problem, piece: Piece, keep: bool) -> None:
         self._problem, self._piece, self._keep = problem, piece, keep
-        self._share = piece.share * problem.portion.variables
-        self._examples = piece.examples * problem.portion.examples
+        self._loss = piece.loss * problem.portion.variables
+        self._factors = [
+            weight * factor * problem.portion.of(term)
+            for (weight, term), factor in zip(problem.terms, piece.terms or [1.0] * len(problem.terms), strict=True)
+        ]
         self._recorded: _Recorded | None = None
         self._trusted = self._forward = False
-        self._seen: BasePoint | None = None
-
-    def base(self) -> tuple[float, BasePoint]:
-        """The chunk's share, and where ψ is expanded: its output, and its loss."""
-        if self._seen is None:
-            with torch.no_grad():
-                self._seen, _ = self._base(self._problem.values(self._piece.inputs))
-        return self._piece.share, self._seen
+        self._length: float | None = None
 
     def gradient(self) -> Parameters:
         """This chunk's share of g."""
@@ -112,39 +117,37 @@ class Part:
         """W J v: the output-space products of the flat terms."""
         curved = [torch.zeros_like(tangent) for tangent in tangents]
         places = list(self._problem.places)
-        for weight, term in self._problem.terms:
+        for factor, term in self._counted():
             if isinstance(term, OutputTerm) and term.flat:
-                curved[0] += term.hessian_product(tangents[0], recorded.base) * (weight * self._factor(term))
+                curved[0] += term.hessian_product(tangents[0], recorded.base) * factor
             elif isinstance(term, ActivationTerm):
                 index = 1 + places.index(term.place)
-                product = term.hessian_product(tangents[index], self._piece.count)
-                curved[index] += product * (weight * self._factor(term))
+                curved[index] += term.hessian_product(tangents[index], self._piece.count) * factor
         return curved
 
-    def _factor(self, term: OutputTerm | ActivationTerm) -> float:
-        if term.additive:
-            return 1.0
-        return self._share if isinstance(term, OutputTerm) else self._examples
+    def _counted(self) -> list[tuple[float, Term]]:
+        """The terms that count something here, with what they are multiplied by."""
+        terms = (term for _, term in self._problem.terms)
+        return [(factor, term) for factor, term in zip(self._factors, terms, strict=True) if factor]
 
     def _record(self) -> _Recorded:
         """Run the chunk and record what its products need; kept if the whole batch is one chunk."""
         if self._recorded is not None:
             return self._recorded
         problem = self._problem
-        steep = [(weight * self._share, term) for weight, term in problem.steep()]
+        steep = [(factor, term) for factor, term in self._counted() if isinstance(term, OutputTerm) and not term.flat]
         arguments = (problem.recorder, problem.parameters, self._piece.inputs)
         second = SecondDerivative(*arguments) if steep else None
         linear = Linearization(*arguments, self._forward) if problem.has_flat() or second is None else None
         run = linear or second
         assert run is not None
         base, slope = self._base(run.values)
-        self._seen = base
         gradient: list[Tensor] | None = None
         self._examine(base, slope, second)
         if second is not None:
             second.of(lambda x: torch.stack([weight * term.psi(x, base) for weight, term in steep]).sum())
         if slope is not None:
-            cotangents = [slope * self._share, *(torch.zeros_like(value) for value in run.values[1:])]
+            cotangents = [slope * self._loss, *(torch.zeros_like(value) for value in run.values[1:])]
             gradient = linear.pull_first(cotangents) if linear is not None else run.pull(cotangents)
         recorded = _Recorded(linear, second, base, gradient)
         if self._keep:
@@ -154,7 +157,7 @@ class Part:
     def _examine(self, base: BasePoint, slope: Tensor | None, second: SecondDerivative | None) -> None:
         """Once a batch: raise for formulas written by hand that aren't what they say, or give wrong second derivatives."""
         problem = self._problem
-        if problem.examined:
+        if problem.examined or (slope is not None and not slope.any()):
             return
         problem.examined = True
         for _, term in problem.terms:
@@ -172,21 +175,37 @@ class Part:
         """The point that ψ is expanded around, checked, and ∇ℓ(x_N)."""
         problem, output = self._problem, values[0]
         check_finite(output, "the output")
-        loss: Callable[[Tensor], Tensor] = _no_loss
+        self._check_again(output)
         slope: Tensor | None = None
-        if problem.loss_fn is not None:
+        loss = bound(problem.loss_fn, self._piece.targets)
+        if problem.loss_fn is not None and not self._piece.loss:  # where it may have no value at all
+            slope = torch.zeros_like(output)
+        elif problem.loss_fn is not None:
             loss, slope = loss_gradient(problem.loss_fn, output, self._piece.targets)
             check_mean(problem.loss_fn, output, self._piece.targets)
-        if self._piece.weights is not None:
-            check_weights_fit(self._piece.weights, output)
+        weights = self._piece.weights
+        if weights is not None:
+            check_weights_fit(weights, output)
+            weights = weights.to(output.dtype)
         for _, term in problem.terms:
             if isinstance(term, OutputTerm):
-                term.check(output, self._piece.weights)
+                term.check(output, weights)
                 _check_classes(term, output, self._piece.count)
             elif isinstance(term, ActivationTerm):
                 activation = values[1 + list(problem.places).index(term.place)]
                 term.check(activation, self._piece.count)
-        return BasePoint(output, loss, self._piece.weights), slope
+        return BasePoint(output, loss, weights), slope
+
+    def _check_again(self, output: Tensor) -> None:
+        """Raise where a chunk that is run again has another output than before."""
+        length, before = float(output.norm()), self._length
+        tolerance = max(torch.finfo(dtype).eps for dtype in {output.dtype, *self._problem.recorder.coarse}) ** 0.5
+        if before is not None and abs(length - before) > tolerance * before:
+            raise LLQRError(
+                "the model has another output each time that it is run: does it draw from a random generator of its own, or "
+                "count its calls? Give the batch whole, or training=False"
+            )
+        self._length = length
 
     def _named(self, tensors: list[Tensor]) -> Parameters:
         return dict(zip(self._problem.parameters, tensors, strict=True))
@@ -214,9 +233,3 @@ def _check_classes(term: OutputTerm, output: Tensor, examples: int) -> None:
             f"the output has one number for each of the {examples} examples, and {term!r} wants logits of classes: write "
             "KL(family='bernoulli') for single logits, KL(family='gaussian') for regression"
         )
-
-
-def _no_loss(output: Tensor) -> Tensor:
-    raise LLQRError(
-        "this divergence needs the loss: give loss_fn and targets (one of your own that says needs_loss = False gets none)"
-    )

@@ -18,9 +18,10 @@ from llqr.collector import Collector
 from llqr.errors import LLQRError
 from llqr.linear_maps import find_uses
 from llqr.loop.schedule import LONGEST, often_at_first
+from llqr.plainly import unfused, without_checkpoints
 from llqr.precision import no_autocast
 from llqr.recorder import Recorder, Selector
-from llqr.second_run import Everything, unfused, without_checkpoints
+from llqr.second_run import Everything
 from llqr.sites import trainable, uncompiled
 from llqr.statistics import Block, merged
 from llqr.structures import Structure

@@ -59,15 +59,14 @@ class Preconditioner:
                 applied.update(chosen.scatter(stack, gradients))
         return {name: applied[name] for name in gradients}
 
-    def steer(self, gradients: Mapping[str, Tensor], reuse: bool = False) -> Steered:
+    def steer(self, gradients: Mapping[str, Tensor]) -> Steered:
         """U g, block by block where ⟨g, U g⟩ > 0, and g itself where U would turn it around or it isn't finite.
 
-        Parameters that U doesn't know are left out; those of a layer's block that have no gradient count as zero. With `reuse`,
-        what the last call gave may be overwritten.
+        Parameters that U doesn't know are left out; those of a layer's block that have no gradient count as zero.
         """
         if self._steering is None or not self._steering.fits(self.groups, gradients):
             self._steering = Steering(self.groups, gradients)
-        return self._steering(gradients, reuse)
+        return self._steering(gradients)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_steering": None}  # it is about these tensors, not those of a copy

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from llqr import sites
 from llqr.checks import Inputs, Loss, check_finite, check_model
-from llqr.chunks import Batch, check_independence, check_losses, pieces, refuse_coupled
+from llqr.chunks import Batch, pieces, refuse_coupled, weighed
 from llqr.divergences import Divergence, Newton, OutputTerm, Term, resolve
 from llqr.errors import LLQRError, unknown
 from llqr.naming import PerLayer
@@ -56,7 +56,7 @@ class QuadraticModel:
         only: Collection[str] | None = None,
         closure: Callable[[], Tensor] | None = None,
         portion: Portion | None = None,
-        sampled_from: Inputs | None = None,
+        sampled_from: tuple[Inputs, list[int]] | None = None,
     ) -> QuadraticModel:
         """Build the model of one step.
 
@@ -78,7 +78,7 @@ class QuadraticModel:
                 `model(inputs)`, and `inputs` may be ().
             portion: how much this batch counts, where it is a part of a larger one: the quadratic models of the parts add up to
                 that of the whole then, but for the diagonal.
-            sampled_from: the batch that `inputs` are some examples of, to see whether they can be taken out of it.
+            sampled_from: the batch that `inputs` are some examples of, and which, to see whether they can be taken out of it.
         """
         terms = list(resolve(divergence).terms())
         if closure is not None:
@@ -97,20 +97,18 @@ class QuadraticModel:
         recorder = Recorder(model, list(places.values()), output, training, chunk_size is None, closure)
         problem = Problem(recorder, parameters, loss_fn if needs_loss else None, terms, places, portion or Portion())
         targets = raised(targets)
-        cut = pieces(model, batch, targets, weights, chunk_size, training, bool(places))
-        parts = [Part(problem, piece, keep=chunk_size is None) for piece in cut]
+        cut = list(pieces(model, batch, targets, weights, chunk_size, training))
         with no_autocast(parameters):
             if sampled_from is not None:
                 refuse_coupled(model, training)
-                whole = Batch(sampled_from, shared)
-                check_independence(lambda rows: problem.values(rows)[0], whole, batch.count, lambda: recorder.coarse)
-            if chunk_size is not None:
-                check_independence(lambda rows: problem.values(rows)[0], batch, chunk_size, lambda: recorder.coarse)
+                problem.check_parts(Batch(sampled_from[0], shared), [sampled_from[1]])
+            if len(cut) > 1:
+                whole = problem.check_parts(batch, [piece.rows for piece in cut])
+                cut = weighed(cut, whole, batch.count, problem.loss_fn, targets, weights, [term for _, term in terms])
+            parts = [Part(problem, piece, keep=chunk_size is None) for piece in cut]
             slope = _total(part.gradient() for part in parts) if gradient is None else _given(gradient, parameters)
             for name, value in slope.items():
                 check_finite(value, f"the gradient of {name!r}")
-            if chunk_size is not None and problem.loss_fn is not None:
-                check_losses(problem.loss_fn, [part.base() for part in parts], targets)
         for name, version in versions.items():
             if held[name]._version != version:
                 raise LLQRError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
 from typing import Any
 
@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from llqr.checks import Inputs, as_arguments, frozen_rng, tensors_in
+from llqr.checks import Inputs, as_arguments, tensors_in
 from llqr.errors import LLQRError, LLQRWarning, callers_level
+from llqr.plainly import unfused, without_checkpoints
 from llqr.precision import LOWEST, AutocastOff, at_least_single, in_double, is_low, raised
 from llqr.rules.embeddings import constants, renormalised
 from llqr.sites import catching
+from llqr.streams import Streams
 
 Parameters = dict[str, Tensor]
 Selector = Callable[[Any], Tensor]
@@ -27,8 +29,11 @@ class Recorder:
     """How to run a model as a function of its parameters, leaving everything that it holds as it was.
 
     `places` are modules whose outputs are returned beside the model's own; `training` overrides the modules' modes for the
-    time of a run (None: as they are now). Modes, buffers and the random stream are those of now in every run. `whole=False`
+    time of a run (None: as they are now). Modes and buffers are those of now in every run, and so are random
+    streams, unless others are given. `whole=False`
     refuses random models, which would draw otherwise for a part of the batch. `call` is run in place of the model itself.
+
+    Checkpointed blocks and fused recurrent layers are run plainly, unless the model is run as it is, in its `own_precision`.
 
     A model that has half-precision numbers or enters autocast runs in float32 all the same, unless it can't, or its frozen
     parameters are of half precision (twice the memory of a large model that only adapters are trained of). Then it runs in its
@@ -44,6 +49,7 @@ class Recorder:
         whole: bool = True,
         call: Callable[[], Tensor] | None = None,
         own_precision: bool = False,
+        streams: Streams | None = None,
     ) -> None:
         self._call = call
         self.model, self.places, self.select, self._whole = model, list(places), select, whole
@@ -54,8 +60,8 @@ class Recorder:
         self._autocast = AutocastOff(next((p.device.type for p in named.values()), "cpu"))
         self._full = not own_precision and not any(is_low(p) and not p.requires_grad for p in named.values())
         self._low = any(map(is_low, [*named.values(), *self._constants.values()]))
-        self._double, self._settled = False, own_precision
-        self._random = torch.get_rng_state()  # every run of one recorder draws the same dropout masks
+        self._double, self._settled, self._plainly = False, own_precision, not own_precision
+        self._streams = streams or Streams(model)  # every run of one recorder draws the same dropout masks
 
     def in_double(self) -> Recorder:
         """The same model in double precision, if its parameters and inputs come so."""
@@ -118,10 +124,12 @@ class Recorder:
     def _run(self, parameters: Parameters, inputs: Inputs, constants: Parameters) -> list[Tensor]:
         fixed = {name: tensor.clone() for name, tensor in constants.items()}
         copies = {name: parameters[name].clone() for name in self._renormalised if name in parameters}
-        with catching(self.model, self.places) as caught, _mode(self._modes), frozen_rng(), _eager():
-            torch.set_rng_state(self._random)
+        plain = (unfused(self.model), without_checkpoints()) if self._plainly else ()
+        with catching(self.model, self.places) as caught, ExitStack() as stack:
+            for context in (_mode(self._modes), self._streams.again(), _eager(), *plain):
+                stack.enter_context(context)
             output = self._output({**parameters, **copies, **fixed}, inputs)
-            if not self._whole and not torch.equal(torch.get_rng_state(), self._random):
+            if not self._whole and self._streams.drawn():
                 raise LLQRError(
                     "the model draws random numbers (dropout?), other ones in chunks than in the whole batch: give the batch "
                     "whole, or training=False"

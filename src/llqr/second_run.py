@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
-from torch.utils import checkpoint
 
 from llqr import sites
 from llqr.checks import batch_size_of, check_finite
@@ -76,11 +74,11 @@ class SecondRun:
         leaves = {name: raised(p.detach()).requires_grad_() for name, p in parameters.items()}
         inputs = as_inputs(self._model, call.args, call.kwargs)
         recorder = (
-            Everything(self._model)
+            Everything(self._model, streams=call.streams)
             if not self._terms
-            else Recorder(self._model, list(self._places.values()), self._output)
+            else Recorder(self._model, list(self._places.values()), self._output, streams=call.streams)
         )
-        with no_autocast(leaves), torch.enable_grad(), unfused(self._model), without_checkpoints():
+        with no_autocast(leaves), torch.enable_grad():
             outputs = recorder.run(leaves, inputs)
         found = find_uses(outputs, {id(leaf): name for name, leaf in leaves.items()})
         uses, self.others = found.uses, found.others
@@ -216,37 +214,3 @@ def _dimension_of_classes(slope: Tensor, output: Tensor) -> int | None:
 
 def _no_loss(output: Tensor) -> Tensor:
     raise LLQRError("this divergence needs the loss: call optimizer.step(closure)")
-
-
-class _Plainly:
-    """What a reentrant checkpoint calls, without one: its own backward pass works with loss.backward() alone."""
-
-    @staticmethod
-    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        return function(*args)
-
-
-@contextmanager
-def without_checkpoints() -> Iterator[None]:
-    before = checkpoint.CheckpointFunction
-    checkpoint.CheckpointFunction = _Plainly  # type: ignore[misc, assignment]
-    try:
-        yield
-    finally:
-        checkpoint.CheckpointFunction = before  # type: ignore[misc]
-
-
-@contextmanager
-def unfused(model: nn.Module) -> Iterator[None]:
-    """Recurrent layers step by step, where a back end would run them as one node."""
-    if not any(isinstance(module, nn.RNNBase) for module in model.modules()):
-        yield
-        return
-    before = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    torch._C._set_cudnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(before[0])
-        torch._C._set_cudnn_enabled(before[1])

@@ -255,8 +255,9 @@ class Stack:
         return matrices[0] if len(matrices) == 1 else torch.cat(matrices)
 
     def apply(self, x: Tensor) -> Tensor:
-        """U x."""
-        return _applied(self.blocks[0], self._inverse, x)
+        """U x, in memory of its own, also by a structure that returns what it was given."""
+        applied = _applied(self.blocks[0], self._inverse, x)
+        return applied.clone() if applied.data_ptr() == x.data_ptr() else applied
 
 
 def _applied(like: Block, inverse: Mapping[str, Tensor], x: Tensor) -> Tensor:

@@ -33,17 +33,6 @@ class Factor(NamedTuple):
     """All of it is: then ⟨g, U g⟩ > 0 for every g but 0, and what is left to ask is whether g is finite."""
 
 
-class Memory:
-    """Room for U g of all the factors, in one piece: kept from step to step, because new memory is mapped page by page, which
-    takes a processor half as long as the products do, and so that one norm tells whether all of it is finite.
-    (Accelerators have allocators that keep memory.)"""
-
-    def __init__(self, like: Sequence[Tensor]) -> None:
-        sizes = [tensor.numel() for tensor in like]
-        self.whole = like[0].new_empty(sum(sizes))
-        self.parts = [part.view(t.shape) for part, t in zip(torch.split(self.whole, sizes), like, strict=True)]
-
-
 class Steering:
     """U for gradients of certain names and dtypes."""
 
@@ -68,30 +57,21 @@ class Steering:
             else:
                 self._stacks.append(chosen)
         self._multipliers = [factor.tensor for factor in self._factors]
-        kinds = {(tensor.device.type, tensor.dtype) for tensor in self._multipliers}
-        self._one_piece = len(kinds) == 1 and all(device == "cpu" for device, _ in kinds)
-        self._memory: Memory | None = None
         self._mixed = [i for i, factor in enumerate(self._factors) if not factor.positive]
+        self._largest = [_largest(group, {**gradients, **self._zeros}) for group in self._stacks]
 
     def fits(self, groups: Sequence[Group], gradients: Mapping[str, Tensor]) -> bool:
         """Whether U and the names are still those that it was made for."""
         return self._key == _key(groups, gradients)
 
-    def __call__(self, gradients: Mapping[str, Tensor], reuse: bool = False) -> Steered:
-        """U g, block by block where ⟨g, U g⟩ > 0, and g itself where U would turn it around or it isn't finite.
-
-        With `reuse`, what the last call gave may be overwritten.
-        """
+    def __call__(self, gradients: Mapping[str, Tensor]) -> Steered:
+        """U g, block by block where ⟨g, U g⟩ > 0, and g itself where U would turn it around or it isn't finite."""
         values = {**gradients, **self._zeros} if self._zeros else gradients
         plain = [values[factor.name] for factor in self._factors]
-        memory = self._reused(plain) if reuse else None
-        products = self._products(plain, memory)
+        products = list(torch._foreach_mul(plain, self._multipliers)) if plain else []
         stacks = [group.gather(values) for group in self._stacks]
         results = [group.structure.apply(group.tensors, x) for group, x in zip(self._stacks, stacks, strict=True)]
-        if memory is not None and not self._mixed and math.isfinite(torch.linalg.vector_norm(memory.whole)):
-            signs = [1.0] * len(products) + self._signs([], [], stacks, results)
-        else:
-            signs = self._signs(plain, products, stacks, results)
+        signs = self._signs(plain, products, stacks, results)
         steered = Steered({}, [], [])
         for i, factor in enumerate(self._factors):
             if not (math.isfinite(signs[i]) if factor.positive else 0 < signs[i] < math.inf):
@@ -110,22 +90,6 @@ class Steering:
             gradients={name: steered.gradients[name] for name in self._order if name in steered.gradients}
         )
 
-    def _products(self, plain: list[Tensor], memory: Memory | None) -> list[Tensor]:
-        """U g of the factors."""
-        if memory is None:
-            return list(torch._foreach_mul(plain, self._multipliers)) if plain else []
-        for gradient, multiplier, part in zip(plain, self._multipliers, memory.parts, strict=True):
-            torch.mul(gradient, multiplier, out=part)
-        return list(memory.parts)
-
-    def _reused(self, plain: list[Tensor]) -> Memory | None:
-        """The memory of the last products of the factors, where they can be kept in one piece."""
-        if not self._one_piece or not all(map(Tensor.is_contiguous, plain)):
-            return None
-        if self._memory is None:
-            self._memory = Memory(plain)
-        return self._memory
-
     def _signs(
         self, plain: list[Tensor], products: list[Tensor], stacks: list[Tensor], results: list[Tensor]
     ) -> list[float]:
@@ -134,7 +98,7 @@ class Steering:
         for i in self._mixed:
             sums[i] = torch.dot(plain[i].reshape(-1), products[i].reshape(-1))
         parts = [torch.stack(sums)] if sums else []
-        parts += [_block_dots(x, y) for x, y in zip(stacks, results, strict=True)]
+        parts += [_block_dots(x, y, m) for x, y, m in zip(stacks, results, self._largest, strict=True)]
         return torch.cat(parts).tolist() if parts else []
 
 
@@ -168,7 +132,18 @@ def _note(steered: Steered, key: str, sign: float) -> None:
         (steered.turned if sign < 0 else steered.nonfinite).append(key)
 
 
-def _block_dots(x: Tensor, y: Tensor) -> Tensor:
-    """⟨x, y⟩ of each block of a stack."""
+def _largest(group: Group, values: Mapping[str, Tensor]) -> Tensor | None:
+    """The largest number that each block's gradients can hold, where that is less than what U g is computed in."""
+    largest = [min(torch.finfo(values[name].dtype).max for name in names) for names in group.members]
+    if min(largest) >= torch.finfo(group.dtype).max:
+        return None
+    return next(iter(group.tensors.values())).new_tensor(largest)
+
+
+def _block_dots(x: Tensor, y: Tensor, largest: Tensor | None) -> Tensor:
+    """⟨x, y⟩ of each block of a stack; infinite where y wouldn't be finite any more in the dtype that it goes back to."""
     count = x.shape[0]
-    return torch.bmm(x.reshape(count, 1, -1), y.reshape(count, -1, 1)).reshape(count)
+    dots = torch.bmm(x.reshape(count, 1, -1), y.reshape(count, -1, 1)).reshape(count)
+    return (
+        dots if largest is None else dots.masked_fill((y.reshape(count, -1).abs() > largest[:, None]).any(1), math.inf)
+    )

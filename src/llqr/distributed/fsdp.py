@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -71,8 +71,13 @@ def check(model: nn.Module) -> None:
 
 @contextmanager
 def whole_parameters(model: nn.Module, ranks: Ranks) -> Iterator[None]:
-    """The model as if it had never been sharded: parameters whole, on every rank, and none of FSDP's hooks."""
-    found = _gathered([p for p in model.parameters() if isinstance(p, DTensor)], ranks)
+    """The model as if it had never been sharded: parameters whole, on every rank, and none of FSDP's hooks.
+
+    The sharded ones have no gradients meanwhile, so a closure finds nothing to clear.
+    """
+    sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
+    found = _gathered(sharded, ranks)
+    gradients = [p.grad for p in sharded]
     slots: list[tuple[dict[str, Any], str, Any]] = []
     hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
     for module in model.modules():
@@ -81,6 +86,8 @@ def whole_parameters(model: nn.Module, ranks: Ranks) -> Iterator[None]:
                 slots.append((module._parameters, name, parameter))
         hooks += [(held, dict(held)) for held in (module._forward_pre_hooks, module._forward_hooks)]
     try:
+        for parameter in sharded:
+            parameter.grad = None
         for slot, name, parameter in slots:
             slot[name] = found[id(parameter)]
         for held, before in hooks:
@@ -89,6 +96,8 @@ def whole_parameters(model: nn.Module, ranks: Ranks) -> Iterator[None]:
                     del held[key]
         yield
     finally:
+        for parameter, gradient in zip(sharded, gradients, strict=True):
+            parameter.grad = gradient
         for slot, name, parameter in slots:
             slot[name] = parameter
         for held, before in hooks:
@@ -97,7 +106,7 @@ def whole_parameters(model: nn.Module, ranks: Ranks) -> Iterator[None]:
             held.update({**before, **later})
 
 
-def _gathered(parameters: list[DTensor], ranks: Ranks) -> dict[int, nn.Parameter]:
+def _gathered(parameters: Sequence[DTensor], ranks: Ranks) -> dict[int, nn.Parameter]:
     """Whole parameters, by the ids of the sharded ones."""
     held: dict[int, list[Tensor]] = {rank: [] for rank in range(ranks.size)}
     found: dict[int, nn.Parameter] = {}

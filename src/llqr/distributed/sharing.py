@@ -61,7 +61,7 @@ class Sharing(ABC):
     def steer(self, u: Preconditioner, gradients: Mapping[str, Tensor]) -> Shared:
         """U g of all blocks; `u` are this rank's, and without them it is g."""
         own = self.at_owner(gradients)
-        steered = u.steer(own, reuse=True)
+        steered = u.steer(own)
         notes = {owner: self._notes(owner, own, steered) for owner in self._names}
         values = self._from_owners(steered.gradients, notes)
         shared = Shared({}, [], [])

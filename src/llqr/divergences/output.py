@@ -30,6 +30,8 @@ class OutputTerm(Divergence):
     additive = False
     """It adds the examples up, in place of averaging them."""
     needs_loss = True
+    by_variable = False
+    """It is a mean over the variables of the output (or, where it is additive, their sum), counted by `base.weights`."""
 
     def terms(self) -> Iterator[tuple[float, Term]]:
         yield 1.0, self
@@ -97,7 +99,7 @@ class OutputTerm(Divergence):
         size = float(point.square().mean().sqrt()) or 1.0
         away = size * torch.linspace(-40, 40, point.numel()).sin().to(point).reshape(point.shape)
         here, near, far = (
-            float(_slope(lambda output: self.psi(output, base), point + share * away).norm())
+            float(slope(lambda output: self.psi(output, base), point + share * away).norm())
             for share in (0.0, 0.1, 1.0)
         )
         if here == near == far == 0:
@@ -184,6 +186,7 @@ class _Distributional(OutputTerm):
 
     curvature: float = 1.0
     needs_loss = False
+    by_variable = True
 
     def __init__(self, family: str | Family = "categorical", reduction: Reduction = "mean") -> None:
         check_reduction(reduction)
@@ -267,13 +270,13 @@ class Renyi(_Distributional):
         return f"Renyi({self.order:g}{', ' if options else ''}{options})"
 
 
-def _slope(function: Callable[[Tensor], Tensor], point: Tensor) -> Tensor:
+def slope(function: Callable[[Tensor], Tensor], point: Tensor) -> Tensor:
     """∇f(point) for scalar f; zero where f doesn't depend on it."""
     with torch.enable_grad():
         leaf = point.detach().clone().requires_grad_()
         value = function(leaf)
-        slope = torch.autograd.grad(value, leaf, allow_unused=True)[0] if value.requires_grad else None
-    return torch.zeros_like(point) if slope is None else slope
+        gradient = torch.autograd.grad(value, leaf, allow_unused=True)[0] if value.requires_grad else None
+    return torch.zeros_like(point) if gradient is None else gradient
 
 
 def _hessian_product(function: Callable[[Tensor], Tensor], point: Tensor, tangent: Tensor, what: str) -> Tensor:

@@ -97,10 +97,13 @@ def gradients_of(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @contextmanager
 def replaced(parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor | None]) -> Iterator[None]:
-    """Other gradients for a while; None for none."""
+    """Other gradients for a while; None for none. In the parameters' memory layout, which fused kernels take for granted."""
     kept = [(parameters[name], parameters[name].grad) for name in gradients]
     for name, gradient in gradients.items():
-        parameters[name].grad = gradient
+        parameter = parameters[name]
+        if gradient is not None and gradient.stride() != parameter.stride():
+            gradient = torch.empty_like(parameter, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
+        parameter.grad = gradient
     try:
         yield
     finally:

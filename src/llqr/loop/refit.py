@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from llqr import sites
 from llqr.checks import Inputs, Loss, as_arguments, check_callable, tensors_in
 from llqr.chunks import Batch as Batched
-from llqr.chunks import check_chunk_size
+from llqr.chunks import check_chunk_size, total
 from llqr.distributed.divided import Divided
 from llqr.distributed.division import Division
 from llqr.divergences import L2, Divergence, Newton, OutputTerm
@@ -108,7 +108,6 @@ class Refit:
                 f"sample={self.sample:g} is for curvatures that are means over examples, and {self.divergence!r} is a sum: "
                 'take reduction="mean"'
             )
-        self._can_be_sampled = False
 
     def check(self, parameters: Mapping[str, Tensor]) -> None:
         """Raise now for what a refit would raise for: structures, metrics and dampings that fit no part of the model."""
@@ -176,10 +175,9 @@ class Refit:
         if not self._needs_loss:
             if source.batch is not None or self.sample == 1:
                 return self._build(only, source.division, inputs, gradient=gradient)
-            whole = None if self._can_be_sampled else inputs
-            q = self._build(only, source.division, self._sampled(inputs), gradient=gradient, sampled_from=whole)
-            self._can_be_sampled = True
-            return q
+            batch, rows = self._sampled(inputs)
+            whole = inputs, rows
+            return self._build(only, source.division, batch.rows(rows), gradient=gradient, sampled_from=whole)
         if source.closure is None or source.batch is not None:
             raise LLQRError(self._loss_wanted())
         if self.output is not None:
@@ -190,10 +188,11 @@ class Refit:
         loss = loss_of_output(self.called, source.closure)
         return self._build(only, source.division, inputs, None, loss, gradient, output=tensor_alone)
 
-    def _sampled(self, inputs: Inputs) -> Inputs:
+    def _sampled(self, inputs: Inputs) -> tuple[Batched, list[int]]:
         """The examples whose curvature is looked at, taken evenly from the batch: it may be sorted."""
         batch = Batched(inputs, self.shared)
-        return batch.rows([int(place / self.sample) for place in range(math.ceil(round(batch.count * self.sample, 6)))])
+        count = math.ceil(round(batch.count * self.sample, 6))
+        return batch, [int(place / self.sample) for place in range(count)]
 
     def _build(
         self,
@@ -205,7 +204,7 @@ class Refit:
         gradient: dict[str, Tensor] | None = None,
         closure: Callable[[], Tensor] | None = None,
         output: Selector | None = None,
-        sampled_from: Inputs | None = None,
+        sampled_from: tuple[Inputs, list[int]] | None = None,
     ) -> Quadratic:
         weights = None if self.weights is None or closure is not None else self.weights(inputs)
         by_closure = closure is not None or output is not None
@@ -235,7 +234,7 @@ class Refit:
         The losses of closures count alike, as they do in the gradients that DistributedDataParallel averages.
         """
         count = 1 if inputs is None else Batched(inputs, self.shared).count
-        variables = float(count if weights is None else weights.sum())
+        variables = float(count) if weights is None else total(weights)
         all_variables, examples = division.ranks.sums([variables, count])
         return Portion(variables / all_variables, count / examples)
 

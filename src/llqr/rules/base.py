@@ -24,17 +24,24 @@ class ChangedError(RuntimeError):
     """A tensor that a rule reads was changed in place since; torch's own operation may have made a copy of it."""
 
 
-class _Recording(threading.local):
-    """Whether a forward pass is being recorded by rules in this thread."""
+class Pass:
+    """A forward pass that is recorded by rules."""
 
-    now = False
+    goes_on = True
+
+
+class _Recording(threading.local):
+    """The pass that is being recorded in this thread."""
+
+    now: Pass | None = None
 
 
 recording = _Recording()
 
 
-def check_outside() -> None:
-    if recording.now:
+def check_outside(during: Pass | None) -> None:
+    """Raise while the pass in which something was recorded goes on. A GPU's backward passes are in another thread than it."""
+    if during is not None and during.goes_on:
         raise BeyondRulesError("the model takes a gradient in its forward pass")
 
 
@@ -57,14 +64,14 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rule: Rule, *inputs: Maybe) -> Tensor:
-        ctx.rule = rule
+        ctx.rule, ctx.during = rule, recording.now
         rule.needed, rule.born = ctx.needs_input_grad[1:], _versions(rule.inputs)
         y = rule.forward()
         return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y  # a view couldn't be changed in place
 
     @staticmethod
     def backward(ctx: Any, u: Tensor) -> tuple[Maybe, ...]:
-        check_outside()
+        check_outside(ctx.during)
         if not torch.is_grad_enabled():
             return None, *ctx.rule.checked().pull(u)
         return (None, *_Transposed.apply(u, ctx.rule))  # type: ignore[no-untyped-call]
@@ -93,7 +100,7 @@ class _RecordedTwice(_Recorded):
 
     @staticmethod
     def backward(ctx: Any, u: Tensor) -> tuple[Maybe, ...]:
-        check_outside()
+        check_outside(ctx.during)
         if not torch.is_grad_enabled():
             return None, *ctx.rule.checked().pull(u)
         return (None, *_TransposedOfAll.apply(u, ctx.rule, *ctx.rule.inputs))  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from llqr.rules.attention import Attention
-from llqr.rules.base import BeyondRulesError, Maybe, Room, Rule, record, record_twice, recording
+from llqr.rules.base import BeyondRulesError, Maybe, Pass, Room, Rule, record, record_twice, recording
 from llqr.rules.embeddings import embedding, embedding_bag
 from llqr.rules.layers import Activated, Affine, BatchNorm, Convolution, LayerNorm, Pointwise
 from llqr.rules.second import Map, Smooth
@@ -234,12 +234,12 @@ class _Recording(_Replacing):
     """Replacements by rules, right to the order that is asked for."""
 
     def __enter__(self) -> _Recording:
-        recording.now = True
+        recording.now = self._pass = Pass()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        recording.now = False
+        recording.now, self._pass.goes_on = None, False
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
 

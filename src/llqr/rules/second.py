@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from llqr.rules.base import Maybe, check_outside
+from llqr.rules.base import Maybe, check_outside, recording
 
 Map = Callable[[Tensor], Tensor]
 
@@ -27,13 +27,13 @@ class Smooth(torch.autograd.Function):
             leaf = x.detach().requires_grad_()
             y = function(leaf)
             (ctx.slope,) = torch.autograd.grad(y, leaf, torch.ones_like(y))
-        ctx.function = function
+        ctx.function, ctx.during = function, recording.now
         ctx.save_for_backward(x)
         return y.detach()
 
     @staticmethod
     def backward(ctx: Any, u: Tensor) -> tuple[Tensor, None]:
-        check_outside()
+        check_outside(ctx.during)
         if not torch.is_grad_enabled():
             return u * ctx.slope, None
         (x,) = ctx.saved_tensors
