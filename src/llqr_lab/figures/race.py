@@ -31,8 +31,9 @@ Row = dict[str, Any]
 
 
 def draw(rows: list[Row], untuned: list[Row], path: Path) -> None:
-    if untuned and all(row["optimizer"] in PLAIN for row in rows):
-        rows = []  # the bases alone, which are beside LLQR at their rates too
+    # the bases alone of a task are beside LLQR at their rates too
+    shown = {row["task"] for row in rows if row["optimizer"] not in PLAIN}
+    rows = [row for row in rows if row["task"] in shown or row["task"] not in {each["task"] for each in untuned}]
     tuned, same = (list(dict.fromkeys(row["task"] for row in each)) for each in (rows, untuned))
     columns = max(1, min(COLUMNS, max(len(tuned), len(same))))
     heights = [math.ceil(len(tasks) / columns) for tasks in (tuned, same)]
