@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -449,8 +450,12 @@ def test_maps_of_one_shape_are_stepped_together() -> None:
         steps = {name: torch.randn_like(p) for name, p in model.named_parameters()}
         apart = {}
         for block in together:
-            apart |= turn([copy.copy(block)], momenta, steps).steps
-        found = turn(together, momenta, steps).steps
+            alone = replace(block)
+            alone.invert()
+            apart |= turn([alone], momenta, steps).steps
+            for name, tensor in block.inverse.items():
+                torch.testing.assert_close(tensor, alone.inverse[name], rtol=1e-12, atol=1e-14)
+        found = turn(blocks[-1].stack.blocks, momenta, steps).steps
         assert found.keys() == apart.keys()
         for name, step in found.items():
             torch.testing.assert_close(step, apart[name], rtol=1e-12, atol=1e-14)

@@ -31,7 +31,7 @@ from llqr.errors import LLQRError, LLQRWarning, NonFiniteError, callers_level
 from llqr.loop.closures import Closure, checked_loss
 from llqr.loop.gradients import Stepped, check_parameters, gradients_of, not_finite, stepped_parameters
 from llqr.loop.options import check_base
-from llqr.loop.schedule import Every, Schedule, often_at_first
+from llqr.loop.schedule import LONGEST, Every, Schedule, often_at_first
 from llqr.loop.state import KEY, checked_state_dict
 from llqr.loop.stats import Stats
 from llqr.loop.wrapping import Wrapping
@@ -441,7 +441,7 @@ class LLQR(Wrapping):
 
     def __repr__(self) -> str:
         how = "the second moments of the loss's own gradients" if self.divergence is None else repr(self.divergence)
-        every = "often at first, then every 25 steps" if self._every is None else repr(self._every)
+        every = f"often at first, then every {LONGEST} steps" if self._every is None else repr(self._every)
         lines = [f"curvature: {how}", f"structure={self.structure!r}, every={every}"]
         found = self.assignments()
         lines += [f"{name}: {what}" for name, what in found.items()]

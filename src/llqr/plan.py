@@ -46,7 +46,7 @@ class Plan:
     step: float
     """Turning a step to U m, in training steps."""
     overhead: float
-    """What a step costs more on average with a refit every 25 steps, as a share of a training step."""
+    """What a step costs more on average with a refit every 40 steps, as a share of a training step."""
     overhead_at_first: float
     """The same over the first 300 steps, with the refits of the default schedule."""
     memory: dict[str, int]

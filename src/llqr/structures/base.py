@@ -112,7 +112,7 @@ class Structure(Described, ABC):
 
     def scale_side(self, tensors: Tensors, side: int, scale: Tensor) -> dict[str, Tensor]:
         """The tensors of S U S, with S diagonal along one side: `scale` is (k, n)."""
-        raise NotImplementedError
+        raise LLQRError(f"{self!r} says that it is `by_sides`: write scale_side()")
 
     def check_closed_form(self) -> None:
         """Raise for a structure that says only how it acts, which is enough for the paper's fit."""
