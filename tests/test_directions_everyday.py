@@ -423,10 +423,12 @@ def test_a_scaler_that_skips() -> None:
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("divergence", [None, "ngd"])
 def test_bfloat16_parameters(structure: str, divergence: str | None) -> None:
-    """The curvature and U in float32; parameters and momenta stay as they are."""
-    model = network(dtype=torch.bfloat16)
-    optimizer = LLQR(sgd(model), model, divergence, structure)
+    """The curvature and U in float32, of the structure that was asked for; parameters and momenta stay as they are."""
+    model, single = network(dtype=torch.bfloat16), network(dtype=torch.float32)
+    optimizer, other = (LLQR(sgd(each), each, divergence, structure) for each in (model, single))
     train(model, optimizer, range(3))
+    train(single, other, range(3))
+    assert optimizer.assignments() == other.assignments()
     assert optimizer.stats.refits == 3
     assert optimizer.stats.nonfinite == 0
     for block in optimizer.blocks.values():

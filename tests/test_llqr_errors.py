@@ -46,7 +46,6 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     *[({"sample": share}, "share of a batch's examples") for share in (0, -0.5, 1.5, True, None, float("nan"), "0.5")],
     ({"sample": 0.5, "divergence": KL(), "refit_batch": batch}, "leave out sample"),
     *[({"sample": 0.5, "divergence": each}, "divergences that need no loss") for each in ("newton", "gauss-newton")],
-    ({"training": "yes"}, "training is True, False, or None"),
 ]  # fmt: skip
 
 

@@ -67,7 +67,7 @@ def test_the_zoo(case: str, divergence: Divergence) -> None:
     """Tied weights, embeddings, grouped convolutions, BatchNorm, in-place activations, keywords, dicts of outputs."""
     model, inputs, targets, loss_fn = cases()[case]
     flat_output = case != "residual"
-    solver = SGDM(0.01)  # small steps, which turn no gradient around
+    solver = SGDM(0.002)  # small steps, which turn no gradient around
     options: dict[str, Any] = {"solver": solver} if flat_output else {"solver": solver, "output": pick}
     if isinstance(divergence, GaussNewton) and not flat_output:
         options |= {"loss_fn": loss_fn, "refit_batch": lambda: (inputs, targets)}
@@ -77,9 +77,17 @@ def test_the_zoo(case: str, divergence: Divergence) -> None:
     twin = copy.deepcopy(model)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     modes = [module.training for module in model.modules()]
-    g = gradients_of(model) if flat_output or not isinstance(divergence, GaussNewton) else None
+    alone = isinstance(divergence, KL)  # step() alone knows no loss: g and H are of the network that trains
     q = QuadraticModel.build(
-        twin, inputs, targets, loss_fn, divergence, DAMPING, output=options.get("output"), training=False, gradient=g
+        twin,
+        inputs,
+        targets,
+        loss_fn if flat_output else lambda out, y: loss_fn(pick(out), y),
+        divergence,
+        DAMPING,
+        output=options.get("output"),
+        training=None if alone else False,
+        gradient=gradients_of(model) if alone else None,
     )
     before = gradients_of(model)
     torch.manual_seed(7)
@@ -511,25 +519,63 @@ def test_a_closure_that_clips() -> None:
     assert_close(blocks_of(optimizer), fitted(q))
 
 
-def test_dropout_and_batch_statistics_follow_the_mode_that_is_asked_for() -> None:
-    """training=False by default: no dropout, running statistics; None: as the modules are."""
+def moody() -> nn.Sequential:
+    """A network that is another one in training than in evaluation."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)).double()
-    found = {}
-    for training in (False, None):
-        twin = copy.deepcopy(model)
-        optimizer = wrapped(twin, training=training)
-        backward(twin, batch())
-        buffers = {name: buffer.clone() for name, buffer in twin.named_buffers()}
-        g = gradients_of(twin)
-        q = QuadraticModel.build(
-            copy.deepcopy(twin), batch()[0], None, None, KL(), DAMPING, training=training, gradient=g
-        )
-        optimizer.step()
-        assert_same(buffers, dict(twin.named_buffers()))
-        assert_close(blocks_of(optimizer), fitted(q))
-        found[training] = blocks_of(optimizer)
-    assert not torch.allclose(found[False]["0.weight C"], found[None]["0.weight C"])
+    first = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Dropout(0.5))
+    return nn.Sequential(first, nn.Linear(5, 3)).double()
+
+
+@pytest.mark.parametrize("divergence", [KL(), Newton(), GaussNewton()], ids=repr)
+@pytest.mark.parametrize("how", ["step", "refit", "batch"])
+def test_with_the_loss_gradient_and_curvature_are_of_the_evaluated_network(how: str, divergence: Divergence) -> None:
+    """The paper's: J has g and H with running statistics and without dropout; the base steps with U times the gradient of the
+    network that trains, and neither its `.grad` nor the random stream knows of the refit."""
+    model, (x, y) = moody(), batch()
+    options: dict[str, Any] = (
+        {"loss_fn": functional.cross_entropy, "refit_batch": lambda: (x, y)} if how == "batch" else {}
+    )
+    options |= {"every": never} if how == "refit" else {}
+    optimizer = wrapped(model, divergence, solver=SGDM(0.01), **options)
+    closure = evaluation(model, optimizer, x, lambda out: functional.cross_entropy(out, y))
+    plain = copy.deepcopy(model)
+    torch.manual_seed(3)
+    functional.cross_entropy(plain(x), y).backward()
+    drawn, g = torch.get_rng_state(), gradients_of(plain)
+    q = QuadraticModel.build(copy.deepcopy(plain), x, y, functional.cross_entropy, divergence, DAMPING, training=False)
+    torch.manual_seed(3)
+    if how == "refit":
+        optimizer.refit(closure=closure)
+    else:
+        optimizer.step(closure)
+    assert_close(blocks_of(optimizer), fitted(q, "kfac", SGDM(0.01)))
+    assert_close(gradients_of(model), g)
+    assert_same({"stream": drawn}, {"stream": torch.get_rng_state()})
+    assert all(module.training for module in model.modules())
+    cosine = functional.cosine_similarity(*(flat(each)[None] for each in (g, q.gradient)))
+    assert cosine < 0.9  # so that it makes a difference
+
+
+def test_without_the_loss_gradient_and_curvature_are_of_the_network_that_trains() -> None:
+    """step() alone: batch statistics, and the dropout masks of the step, though the stream has gone on since."""
+    model, (x, y) = moody(), batch()
+    optimizer = wrapped(model)
+    torch.manual_seed(3)
+    backward(model, (x, y))
+    twin = copy.deepcopy(model)
+    twin.zero_grad()
+    after = torch.get_rng_state()
+    torch.manual_seed(3)
+    q = QuadraticModel.build(twin, x, y, functional.cross_entropy, KL(), DAMPING)
+    torch.set_rng_state(after)
+    torch.rand(3)
+    assert_close(gradients_of(model), q.gradient)
+    optimizer.step()
+    assert_close(blocks_of(optimizer), fitted(q))
+
+
+def flat(tensors: dict[str, Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors.values()])
 
 
 def test_half_precision_parameters() -> None:

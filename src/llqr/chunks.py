@@ -14,6 +14,7 @@ from llqr.checks import Inputs, Loss, batch_size_of, bound, check_weights, froze
 from llqr.divergences import L2, BasePoint, OutputTerm, Term
 from llqr.divergences.output import slope
 from llqr.errors import LLQRError, NotTwiceDifferentiableError, unknown
+from llqr.recorder import EVALUATED
 
 Rows = slice | list[int]
 
@@ -276,5 +277,5 @@ def refuse_coupled(model: nn.Module, training: bool | None) -> None:
         if batch_norm:
             raise LLQRError(
                 f"{name!r} normalises with the statistics of the batch, which a part of it doesn't know: give the batch whole, "
-                "or use running statistics (training=False, or model.eval())"
+                f"or {EVALUATED}"
             )

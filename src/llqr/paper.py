@@ -28,7 +28,7 @@ from llqr.distributed.groups import unwrapped
 from llqr.divergences import KL, Divergence, resolve
 from llqr.errors import LLQRError, LLQRWarning, NonFiniteError, callers_level
 from llqr.loop.blocks import Blocks
-from llqr.loop.closures import Closure, checked_loss
+from llqr.loop.closures import Closure, checked_loss, evaluated_gradients
 from llqr.loop.gradients import Stepped, gradients_of, not_finite, replaced, stepped_parameters
 from llqr.loop.inputs import InputHook
 from llqr.loop.options import check_base, checked_batch, checked_ema
@@ -45,6 +45,7 @@ from llqr.recorder import Selector
 from llqr.sites import uncompiled
 from llqr.solvers import SGDM, Solver
 from llqr.steering import Steered
+from llqr.streams import Streams
 from llqr.structures.assign import StructureSpec
 
 if TYPE_CHECKING:
@@ -59,6 +60,10 @@ SOLVER = SGDM(lr=0.005, momentum=0.9, clip=5.0)
 
 class PaperLLQR(Together):
     """A torch optimizer whose gradients are preconditioned by an inverse curvature U that is fitted along one of them.
+
+    A refit's gradient and its curvature are of one network. Where it knows the loss (`step(closure)`, or `loss_fn` with
+    `refit_batch`) that is the paper's, with running BatchNorm statistics and without dropout; `step()` alone leaves the network
+    as the step had it, with the same dropout masks.
 
     Args:
         base: the optimizer that steps, with its own learning rate, momentum and weight decay. Its `param_groups`, `state` and
@@ -80,7 +85,6 @@ class PaperLLQR(Together):
         weights: from the inputs of a refit to one weight a variable, 0 for padding.
         refit_batch: returns `(inputs, targets)` for a refit, in place of the batch of the step. Without a `loss_fn`, the
             gradient stays that of the step.
-        training: the modules' mode in a refit. False: running BatchNorm statistics, no dropout. None: as they are.
         shared: the inputs that `chunk_size` and `sample` don't cut, as for `QuadraticModel`.
         sample: the share of the step's examples whose curvature a refit looks at; the gradient is that of all of them. With
             0.25 a refit costs little more than a quarter. For divergences that are means, as `KL()`.
@@ -109,7 +113,6 @@ class PaperLLQR(Together):
         output: Selector | None = None,
         weights: Callable[[Inputs], Tensor] | None = None,
         refit_batch: Callable[[], Batch] | None = None,
-        training: bool | None = False,
         shared: Collection[str | int] = (),
         sample: float = 1.0,
         process_group: ProcessGroup | None = None,
@@ -139,7 +142,6 @@ class PaperLLQR(Together):
             loss_fn,
             output,
             weights,
-            training,
             shared,
             sample,
         )
@@ -175,9 +177,11 @@ class PaperLLQR(Together):
         """Refit U if it is time, then step the base with U g in place of the gradients g.
 
         With divergences that need no loss (KL, Rényi), the gradients that are there and the model's last inputs are enough.
-        The others take a closure that clears the gradients, evaluates the loss, takes it backward and returns it; it is
-        evaluated once more where U is refitted (with Gauss–Newton once for each product), and has to give the same each time.
+        The others take a closure that clears the gradients, evaluates the loss, takes it backward and returns it. Where U
+        is refitted, it is evaluated once more with the modules in evaluation mode, and for curvature products of the loss (with
+        Gauss–Newton once for each); it has to give the same each time.
         """
+        streams = Streams(self.model) if closure is not None and self._schedule.may_be_due() else None
         loss = None if closure is None else _evaluated(closure)
         parameters = self._stepped()
         self._meet(parameters)
@@ -186,8 +190,7 @@ class PaperLLQR(Together):
             with self._together():
                 if closure is not None:
                     checked_loss(loss)
-                seen = self._hook.inputs(self.model)
-                self._refit_on(parameters, Source(gradients, seen, closure, self._own_batch()))
+                self._refit_on(parameters, self._source(parameters, closure, streams, self._own_batch()))
         self._hook.forget()
         with replaced(parameters, self._preconditioned(parameters, gradients)):
             self.base.step()
@@ -214,11 +217,31 @@ class PaperLLQR(Together):
         self._meet(parameters)
         with self._together():
             batch = (inputs, targets) if inputs is not None else self._own_batch() if closure is None else None
+            streams = None if closure is None else Streams(self.model)
             with self._hook.listening(closure is not None):
                 if closure is not None:
                     checked_loss(_evaluated(closure))
-                seen = self._hook.inputs(self.model) if batch is None else None
-            return self._refit_on(parameters, Source(gradients_of(parameters), seen, closure, batch, loss_fn))
+                source = self._source(parameters, closure, streams, batch, loss_fn)
+            return self._refit_on(parameters, source)
+
+    def _source(
+        self,
+        parameters: Mapping[str, Tensor],
+        closure: Closure | None,
+        streams: Streams | None,
+        batch: Batch | None,
+        loss_fn: Loss | None = None,
+    ) -> Source:
+        """What a refit is about. `streams` are as they were before the closure was evaluated."""
+        seen = self._hook.inputs(self.model) if batch is None else None
+        known = batch is not None and (loss_fn or self._refit.loss_fn) is not None
+        if closure is None or streams is None or known:
+            own = self._hook.streams if batch is None else None
+            return Source(gradients_of(parameters), seen, closure, batch, loss_fn, None if known else own, known)
+        with self._hook.listening(False):
+            gradients = evaluated_gradients(closure, self.model, parameters, streams)
+        evaluated = bool(gradients)  # a closure that takes nothing backward leaves the step's own
+        return Source(gradients or gradients_of(parameters), seen, closure, batch, loss_fn, streams, evaluated)
 
     def _own_batch(self) -> Batch | None:
         return None if self.refit_batch is None else checked_batch(self.refit_batch())

@@ -22,6 +22,7 @@ from llqr.naming import PerLayer
 from llqr.parts import Part, Portion, Problem
 from llqr.precision import no_autocast, raised
 from llqr.recorder import Parameters, Recorder, Selector
+from llqr.streams import Streams
 
 
 class QuadraticModel:
@@ -57,6 +58,7 @@ class QuadraticModel:
         closure: Callable[[], Tensor] | None = None,
         portion: Portion | None = None,
         sampled_from: tuple[Inputs, list[int]] | None = None,
+        streams: Streams | None = None,
     ) -> QuadraticModel:
         """Build the model of one step.
 
@@ -79,6 +81,7 @@ class QuadraticModel:
             portion: how much this batch counts, where it is a part of a larger one: the quadratic models of the parts add up to
                 that of the whole then, but for the diagonal.
             sampled_from: the batch that `inputs` are some examples of, and which, to see whether they can be taken out of it.
+            streams: what dropout masks are drawn from; by default the random streams as they are now.
         """
         terms = list(resolve(divergence).terms())
         if closure is not None:
@@ -94,7 +97,9 @@ class QuadraticModel:
             raise LLQRError(f"{divergence!r} needs the loss and its targets: give loss_fn and targets")
         diagonal = sites.diagonal(model, parameters, terms, damping)
         places = sites.metric_modules(model, terms)
-        recorder = Recorder(model, list(places.values()), output, training, chunk_size is None, closure)
+        recorder = Recorder(
+            model, list(places.values()), output, training, chunk_size is None, closure, streams=streams
+        )
         problem = Problem(recorder, parameters, loss_fn if needs_loss else None, terms, places, portion or Portion())
         targets = raised(targets)
         cut = list(pieces(model, batch, targets, weights, chunk_size, training))

@@ -24,6 +24,9 @@ from llqr.streams import Streams
 Parameters = dict[str, Tensor]
 Selector = Callable[[Any], Tensor]
 
+EVALUATED = "evaluate the modules (training=False; LLQR.paper does that where it knows the loss: give step() a closure)"
+"""What to do about a network that can't be cut in parts while it trains."""
+
 
 class Recorder:
     """How to run a model as a function of its parameters, leaving everything that it holds as it was.
@@ -126,13 +129,13 @@ class Recorder:
         copies = {name: parameters[name].clone() for name in self._renormalised if name in parameters}
         plain = (unfused(self.model), without_checkpoints()) if self._plainly else ()
         with catching(self.model, self.places) as caught, ExitStack() as stack:
-            for context in (_mode(self._modes), self._streams.again(), _eager(), *plain):
+            for context in (in_modes(self._modes), self._streams.again(), _eager(), *plain):
                 stack.enter_context(context)
             output = self._output({**parameters, **copies, **fixed}, inputs)
             if not self._whole and self._streams.drawn():
                 raise LLQRError(
                     "the model draws random numbers (dropout?), other ones in chunks than in the whole batch: give the batch "
-                    "whole, or training=False"
+                    f"whole, or {EVALUATED}"
                 )
         return [*map(raised, self.chosen(output)), *(raised(caught[place]) for place in self.places)]
 
@@ -173,7 +176,7 @@ class _Calling(nn.Module):
 
 
 @contextmanager
-def _mode(modes: list[tuple[nn.Module, bool]]) -> Iterator[None]:
+def in_modes(modes: list[tuple[nn.Module, bool]]) -> Iterator[None]:
     """Modules in given modes for a while."""
     before = [(module, module.training) for module, _ in modes]
     try:

@@ -6,7 +6,7 @@ A closure clears the gradients, calls the model, takes the loss backward and ret
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from llqr.errors import LLQRError
+from llqr.loop.gradients import gradients_of
+from llqr.recorder import in_modes
+from llqr.streams import Streams
 
 Closure = Callable[[], Any]
 
@@ -33,6 +36,21 @@ def whole_loss(closure: Closure, model: nn.Module) -> Callable[[], Tensor]:
         return loss
 
     return differentiable
+
+
+def evaluated_gradients(
+    closure: Closure, model: nn.Module, parameters: Mapping[str, Tensor], streams: Streams
+) -> dict[str, Tensor]:
+    """The gradients that a closure leaves with the modules in evaluation mode; those that are there stay.
+
+    `streams` are as they were before the closure was evaluated for the step.
+    """
+    if not any(module.training for module in model.modules()):
+        return gradients_of(parameters)
+    modes = [(module, False) for module in model.modules()]
+    with _gradients_kept(parameters.values()), in_modes(modes), streams.again(), torch.enable_grad():
+        closure()
+        return gradients_of(parameters)
 
 
 def _evaluation(closure: Closure, model: nn.Module) -> Callable[[], Tensor]:

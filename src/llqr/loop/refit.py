@@ -29,6 +29,7 @@ from llqr.recorder import Selector
 from llqr.relaxation import checked_solver, fit
 from llqr.solvers import Quadratic, Solver
 from llqr.solvers.totals import totals_of
+from llqr.streams import Streams
 
 LONGEST = 100.0
 """How many times as long as g may U g be where the curvature along it is negative, and J has no bottom."""
@@ -54,6 +55,10 @@ class Source:
     closure: Closure | None = None
     batch: Batch | None = None
     loss_fn: Loss | None = None
+    streams: Streams | None = None
+    """What the step drew its dropout masks from, as it was then."""
+    evaluated: bool = False
+    """The network is the evaluated one (running BatchNorm statistics, no dropout), for g and H alike; else as it is now."""
     division: Division | None = None
     """Among the ranks that fit it together, each on its own batch."""
 
@@ -81,7 +86,6 @@ class Refit:
     loss_fn: Loss | None
     output: Selector | None
     weights: Callable[[Inputs], Tensor] | None
-    training: bool | None
     shared: Collection[str | int]
     sample: float = 1.0
 
@@ -90,10 +94,6 @@ class Refit:
         check_chunk_size(self.chunk_size)
         for name in ("loss_fn", "output", "weights"):
             check_callable(name, getattr(self, name))
-        if self.training not in (None, False, True):
-            raise LLQRError(
-                f"training is True, False, or None for the modes that the modules have; not {self.training!r}"
-            )
         terms = [term for _, term in self.divergence.terms()]
         self._needs_loss = any(isinstance(term, OutputTerm) and term.needs_loss for term in terms)
         self._loss_alone = all(isinstance(term, (Newton, L2)) for term in terms)
@@ -123,7 +123,7 @@ class Refit:
         terms = [
             (weight, term if is_dataclass(term) else type(term).__name__) for weight, term in self.divergence.terms()
         ]
-        return self.steps, solver, self.damping, self.training, self.sample, terms
+        return self.steps, solver, self.damping, self.sample, terms
 
     def described(self) -> list[str]:
         """Its settings, as one would write them."""
@@ -131,7 +131,7 @@ class Refit:
             f"divergence={self.divergence!r}",
             f"structure={self.blocks.structure!r}",
             f"steps={self.steps}, solver={self.solver!r}, damping={self.damping!r}",
-            f"chunk_size={self.chunk_size}, sample={self.sample:g}, training={self.training}",
+            f"chunk_size={self.chunk_size}, sample={self.sample:g}",
         ]
 
     def __call__(self, parameters: Mapping[str, Tensor], source: Source, start: Preconditioner | None = None) -> Fitted:
@@ -147,7 +147,7 @@ class Refit:
             inputs, targets = source.batch
             loss_fn = source.loss_fn or self.loss_fn
             if loss_fn is not None:
-                return self._build(only, source.division, inputs, targets, loss_fn)
+                return self._build(only, source, inputs, targets, loss_fn)
         else:
             inputs = source.seen if source.seen is not None else ()
         if not source.gradients:
@@ -158,9 +158,7 @@ class Refit:
         gradient = {name: source.gradients[name] for name in only if name in source.gradients}
         if self._needs_loss and self._loss_alone:
             closure = (source.closure if source.batch is None else None) or self._own_loss(inputs)
-            return self._build(
-                only, source.division, inputs, gradient=gradient, closure=whole_loss(closure, self.model)
-            )
+            return self._build(only, source, inputs, gradient=gradient, closure=whole_loss(closure, self.model))
         if inputs == ():
             raise LLQRError(
                 "there are no inputs to refit on: the model wasn't called (by model(...), with gradients on) since the last "
@@ -174,10 +172,10 @@ class Refit:
             )
         if not self._needs_loss:
             if source.batch is not None or self.sample == 1:
-                return self._build(only, source.division, inputs, gradient=gradient)
+                return self._build(only, source, inputs, gradient=gradient)
             batch, rows = self._sampled(inputs)
             whole = inputs, rows
-            return self._build(only, source.division, batch.rows(rows), gradient=gradient, sampled_from=whole)
+            return self._build(only, source, batch.rows(rows), gradient=gradient, sampled_from=whole)
         if source.closure is None or source.batch is not None:
             raise LLQRError(self._loss_wanted())
         if self.output is not None:
@@ -186,7 +184,7 @@ class Refit:
                 "which is given that part, and a refit_batch"
             )
         loss = loss_of_output(self.called, source.closure)
-        return self._build(only, source.division, inputs, None, loss, gradient, output=tensor_alone)
+        return self._build(only, source, inputs, None, loss, gradient, output=tensor_alone)
 
     def _sampled(self, inputs: Inputs) -> tuple[Batched, list[int]]:
         """The examples whose curvature is looked at, taken evenly from the batch: it may be sorted."""
@@ -197,7 +195,7 @@ class Refit:
     def _build(
         self,
         only: list[str],
-        division: Division | None,
+        source: Source,
         inputs: Inputs,
         targets: Any = None,
         loss_fn: Loss | None = None,
@@ -207,7 +205,7 @@ class Refit:
         sampled_from: tuple[Inputs, list[int]] | None = None,
     ) -> Quadratic:
         weights = None if self.weights is None or closure is not None else self.weights(inputs)
-        by_closure = closure is not None or output is not None
+        by_closure, division = closure is not None or output is not None, source.division
         q = QuadraticModel.build(
             self.model,
             inputs,
@@ -218,7 +216,8 @@ class Refit:
             self.chunk_size,
             output=output or self.output,
             weights=weights,
-            training=self.training,
+            training=False if source.evaluated else None,
+            streams=source.streams,
             gradient=gradient,
             only=only,
             closure=closure,

@@ -38,6 +38,10 @@ class Bending(Protocol):
 
 Stacks = list[Tensor]
 
+ROUNDING = 64
+"""A block whose gradient is within so many units in the last place of the whole has none but rounding, as the bias before a
+BatchNorm or that of attention's keys. It stays as it is: solvers that weigh all blocks alike would follow it."""
+
 
 class Problem:
     """J for a quadratic model and preconditioners with the blocks of `u`.
@@ -49,7 +53,15 @@ class Problem:
     def __init__(self, model: Quadratic, u: Preconditioner) -> None:
         self.model, self.groups, self._totals = model, [group.layout() for group in u.groups], totals_of(model)
         self.gradient: Stacks = [group.gather(model.gradient).detach() for group in u.groups]
+        self._leave_out_rounding()
         self.descent: Stacks = [-part for part in self.gradient]
+
+    def _leave_out_rounding(self) -> None:
+        (whole,) = self.sizes(self.gradient)
+        for place, part in enumerate(self.gradient if whole else ()):
+            rounded = changes.block_norms(part / whole) <= ROUNDING * torch.finfo(part.dtype).eps
+            if bool(rounded.any()):
+                self.gradient[place] = changes.per_block((~rounded).to(part.dtype), part)
 
     def normalised(self) -> tuple[Problem, float]:
         """The problem with g/‖g‖ in place of g, and ‖g‖: its J is ‖g‖² times smaller, for the same U."""

@@ -17,8 +17,6 @@ LONGEST_TRIAL = 1.0
 """The most that a tensor moves to a trial point, relative to its norm."""
 STRETCH = (0.1, 3.0)
 """The least and the largest multiple of a trial's length that a step may have."""
-NEGLIGIBLE = 1e-12
-"""A block whose gradient is below this fraction of the whole is rounding (the bias of attention's keys) and stays."""
 
 
 @dataclass(frozen=True)
@@ -117,11 +115,10 @@ class _Directions:
 
     def __init__(self, problem: Problem) -> None:
         self._problem, self._metric = problem, list[Tensor]()
-        negligible = NEGLIGIBLE**2 * problem.dot(problem.gradient, problem.gradient)
         for group, gradient in zip(problem.groups, problem.gradient, strict=True):
             squares = block_norms(gradient).square()
             spread = group.structure.spread(group.shape)
-            self._metric.append((spread / squares).masked_fill(squares <= negligible, 0.0))
+            self._metric.append((spread / squares).masked_fill(squares == 0, 0.0))
         self._last: tuple[Change, float, Change] | None = None
 
     def next(self, gradient: Change, free: list[Tensor]) -> Change | None:

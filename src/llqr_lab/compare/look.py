@@ -117,10 +117,8 @@ class Look:
             self._fit(f"LLQR {structure}, paper, mean", q, structure, paper)
             self._fit(f"LLQR {structure}, paper, sum", Summed(q, count), structure, clipped)
         if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in self.model.modules()):
-            inputs, _ = self.batch
-            gradient = dict(q.gradient)
             running = QuadraticModel.build(
-                self.model, inputs, None, None, "ngd", self.settings.damping, training=False, gradient=gradient
+                self.model, *self.batch, self.subject.loss, "ngd", self.settings.damping, training=False
             )
             for structure in STRUCTURES:
                 self._fit(f"LLQR {structure}, eval mode", running, structure, None)
