@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from llqr import cg_step, dense_step, exact_step
 from llqr.checks import as_arguments
 from llqr.divergences import KL, L2, Divergence, GaussNewton, Intermediate, Newton, Renyi, ReverseKL
 from llqr.errors import LLQRError
 from llqr.exact import Chain, build
 from llqr.quadratic import QuadraticModel
-from zoo import cases, pick
+from zoo import CLASSES, cases, pick
 
 NAMES = list(cases())
 
@@ -249,6 +250,25 @@ def test_the_model_is_left_as_it_was(name: str) -> None:
     assert all(torch.equal(p.grad, gradients[key]) for key, p in model.named_parameters() if p.grad is not None)
     assert all(p.requires_grad for p in model.parameters())
     assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_modules_and_weights_that_are_used_twice_stay_the_models_own() -> None:
+    """Under every name they are the parameters and buffers of before, whose gradients a training goes on with."""
+    norm, layer, other = nn.BatchNorm1d(3), nn.Linear(3, 3), nn.Linear(3, 3)
+    other.weight = layer.weight
+    model = nn.Sequential(nn.Sequential(layer, norm, nn.Tanh(), layer, norm, other), nn.Linear(3, CLASSES)).double()
+    inputs, targets, loss_fn = torch.randn(5, 3).double(), torch.randint(CLASSES, (5,)), nn.CrossEntropyLoss()
+    before = list(model.named_parameters(remove_duplicate=False)) + list(model.named_buffers(remove_duplicate=False))
+    for divergence in (KL(), Newton()):
+        q = QuadraticModel.build(model, inputs, targets, loss_fn, divergence, 0.1)
+        q.curvature(q.gradient)
+    QuadraticModel.build(model, (), None, None, Newton(), closure=lambda: loss_fn(model(inputs), targets))
+    for way in (exact_step, dense_step, cg_step):
+        way(model.eval(), inputs, targets, loss_fn, KL(), 0.1)
+    after = list(model.named_parameters(remove_duplicate=False)) + list(model.named_buffers(remove_duplicate=False))
+    assert [name for name, _ in after] == [name for name, _ in before]
+    assert all(one is other for (_, one), (_, other) in zip(before, after, strict=True))
+    assert isinstance(layer.weight, nn.Parameter)
 
 
 def test_dropout_keeps_one_mask_and_can_be_off() -> None:
