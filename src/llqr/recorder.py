@@ -127,7 +127,7 @@ class Recorder:
         with catching(self.model, self.places) as caught, ExitStack() as stack:
             for context in (_mode(self._modes), self._streams.again(), _eager(), *plain):
                 stack.enter_context(context)
-            output = self._output({**parameters, **copies, **fixed}, inputs)
+            output = self._output({**fixed, **parameters, **copies}, inputs)
             if not self._whole and self._streams.drawn():
                 raise LLQRError(
                     "the model draws random numbers (dropout?), other ones in chunks than in the whole batch: give the batch "

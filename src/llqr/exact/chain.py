@@ -47,7 +47,7 @@ class Chain:
         try:
             module = self.modules[stage]
             with twice_rules():
-                output = call(module, {**parameters, **constants(module)}, state)
+                output = call(module, {**constants(module), **parameters}, state)
         except LLQRError:
             raise
         except Exception as error:

@@ -151,7 +151,7 @@ class _Problem:
             twice_rules(),
             sdpa_kernel(SDPBackend.MATH),
         ):  # fused attention has no second derivative
-            given = {**self.parameters, **constants(self.model)}
+            given = {**constants(self.model), **self.parameters}
             output = call(self.model, given, self.inputs)
         if not isinstance(output, Tensor):
             raise ChainError(
