@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from test_curvature import Silent, Square
-from test_hidden_derivatives import Cut, Honest, Kept, Ramp, Rounded, Tripled
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import parametrizations, weight_norm
 from torch.utils.checkpoint import checkpoint
+
+from test_curvature import Silent, Square
+from test_hidden_derivatives import Cut, Honest, Kept, Ramp, Rounded, Tripled
 
 Shape = tuple[int, ...]
 Made = tuple[nn.Module, Shape]
@@ -36,7 +37,7 @@ def written_out() -> Iterator[None]:
 
 class Draw:
     """The choices of one seed, and marks of what may be refused: random, batch (examples see each other), hiding,
-    once (no second derivative in torch), hooked, norm."""
+    once (no second derivative in torch), hooked (forward mode doesn't see all of it), norm."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -214,6 +215,8 @@ def dropout(d: Draw, shape: Shape) -> Made:
     d.marks.add("random")
     kinds = [nn.Dropout, nn.AlphaDropout, nn.FeatureAlphaDropout]
     drop = d.one(*kinds, *([nn.Dropout1d] if len(shape) == 2 else [nn.Dropout2d] if len(shape) == 3 else []))(0.4)
+    if d.chance(0.2):
+        return nn.Sequential(lin(d, shape[-1], shape[-1]), d.one(nn.Dropout(0.4, inplace=True), nn.RReLU())), shape
     if d.chance(0.4):
         order = [*range(len(shape), 0, -1), 0]
 
@@ -296,7 +299,7 @@ def whole_batch(d: Draw, shape: Shape) -> Made:
     """Examples that see each other, or a branch that all of them take."""
     d.marks.add("batch")
     ways: dict[str, Callable[[Tensor], Tensor]] = {
-        "branch": lambda x: x.tanh() if x.mean() > 0 else x,
+        "branch": lambda x: x.tanh() if x.square().mean() > 0.3 else x,
         "centred": lambda x: x - x.mean(0),
         "scaled": lambda x: x / (1 + x.square().mean()),
         "branch by size": lambda x: x.tanh() if len(x) > 2 else x,
@@ -335,6 +338,38 @@ def row_by_row(d: Draw, shape: Shape) -> Made:
 
 
 @block(1, 2, 3)
+def gradient(d: Draw, shape: Shape) -> Made:
+    """A gradient in the forward pass."""
+    layer, smooth = lin(d, shape[-1], shape[-1]), d.one(*SMOOTH, torch.tanh)
+    d.marks.add("hooked")
+
+    def run(x: Tensor, layer: nn.Module) -> Tensor:
+        with torch.enable_grad():
+            leaf = x if x.requires_grad else x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(smooth(layer(leaf)).sum(), leaf, create_graph=True)
+        return x + slope
+
+    return Fn(f"x + gradient of {smooth.__name__}", run, layer), shape
+
+
+class Counting(nn.Module):
+    """A buffer that every forward pass changes, and reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)  # type: ignore[operator]
+        return x * self.calls  # type: ignore[no-any-return]
+
+
+@block(1, 2, 3)
+def counted(d: Draw, shape: Shape) -> Made:
+    return Counting(), shape
+
+
+@block(1, 2, 3)
 def mixed(d: Draw, shape: Shape) -> Made:
     """Operations that aren't layers."""
     width = shape[-1]
@@ -349,7 +384,8 @@ def mixed(d: Draw, shape: Shape) -> Made:
         "gate": (lambda x, a: x * a(x).sigmoid(), [lin(d, width, width)], width),
         "where": (lambda x: torch.where(x > 0, x, x.exp() - 1), [], width),
         "logsumexp": (lambda x: x - x.logsumexp(-1, keepdim=True), [], width),
-        "std": (lambda x: (x - x.mean(-1, keepdim=True)) / (0.1 + x.std(-1, keepdim=True)), [], width),
+        "std": (lambda x: x / (0.1 + x.var(-1, correction=0, keepdim=True)).sqrt(), [], width),
+        "fft": (lambda x: torch.fft.rfft(x).real, [], width // 2 + 1),
         "detached": (lambda x, a: a(x) * x.detach(), [lin(d, width, width)], width),
     }
     name = d.one(*ways)

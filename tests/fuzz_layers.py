@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from fuzz_blocks import BLOCKS, IN_PLACE, Draw, Fn, Made, Shape, block
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import parametrizations, weight_norm
+
+from fuzz_blocks import BLOCKS, IN_PLACE, Draw, Fn, Made, Shape, block
 
 
 def after(size: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
@@ -22,7 +23,11 @@ def convolution(d: Draw, shape: Shape) -> Made:
     groups = before if d.chance(0.25) else 1
     out = groups * d.size(1, 2) if groups > 1 else d.size()
     kernel = d.size(1, min(3, *shape[1:]))
-    padding, stride, dilation = d.size(0, kernel - 1), d.size(1, 2), 1 if kernel > 1 and min(shape[1:]) < 4 else d.size(1, 2)
+    padding, stride, dilation = (
+        d.size(0, kernel - 1),
+        d.size(1, 2),
+        1 if kernel > 1 and min(shape[1:]) < 4 else d.size(1, 2),
+    )
     if kernel * dilation > min(shape[1:]) + 2 * padding:
         dilation = 1
     kinds: Any = (nn.Conv1d, nn.Conv2d)[space - 1]
@@ -60,7 +65,9 @@ def normed(d: Draw, shape: Shape) -> nn.Module:
         return (nn.InstanceNorm1d, nn.InstanceNorm2d)[space - 1](
             channels, affine=d.chance(0.5), track_running_stats=d.chance(0.3)
         )
-    norm = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d)[space](channels, affine=d.chance(0.8), track_running_stats=running)
+    norm = (nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d)[space](
+        channels, affine=d.chance(0.8), track_running_stats=running
+    )
     if running:
         norm.running_mean.uniform_(-0.5, 0.5)  # type: ignore[union-attr]
         norm.running_var.uniform_(0.5, 2)  # type: ignore[union-attr]
@@ -105,7 +112,9 @@ def pooled(d: Draw, shape: Shape) -> Made:
     if kind == "lp":
         pool: Any = (nn.LPPool1d, nn.LPPool2d)[space - 1](2.0, kernel, stride)
         return nn.Sequential(nn.Sigmoid(), pool), (shape[0], *(after(s, kernel, stride, 0, 1) for s in shape[1:]))
-    pool = ((nn.MaxPool1d, nn.MaxPool2d), (nn.AvgPool1d, nn.AvgPool2d))[kind == "avg"][space - 1](kernel, stride, padding)
+    pool = ((nn.MaxPool1d, nn.MaxPool2d), (nn.AvgPool1d, nn.AvgPool2d))[kind == "avg"][space - 1](
+        kernel, stride, padding
+    )
     return pool, (shape[0], *(after(size, kernel, stride, padding, 1) for size in shape[1:]))
 
 
@@ -186,7 +195,9 @@ def attention(d: Draw, shape: Shape) -> Made:
         return Fn("sdpa", attend, heads), (steps, 2)
     heads_count = 2 if width % 2 == 0 else 1
     if kind == "multihead":
-        layer = nn.MultiheadAttention(width, heads_count, drop, batch_first=True, bias=d.chance(0.8), add_bias_kv=d.chance(0.1))
+        layer = nn.MultiheadAttention(
+            width, heads_count, drop, batch_first=True, bias=d.chance(0.8), add_bias_kv=d.chance(0.1)
+        )
         weighed = d.chance(0.3)
         return Fn("mha", lambda x, a: a(x, x.flip(1), x, attn_mask=mask, need_weights=weighed)[0], layer), shape
     encoder = nn.TransformerEncoderLayer(
@@ -209,9 +220,13 @@ def beginning(d: Draw, batch: int, single: bool) -> tuple[Tensor, list[nn.Module
         return torch.randint(WORDS, (batch, steps)), [table], (steps, table.embedding_dim)
     if kind == "bag":
         mode = d.one("sum", "mean", "max")
-        bag = nn.EmbeddingBag(WORDS, d.size(), d.one(None, None, 0.8), mode=mode, padding_idx=d.one(None, 1), sparse=False)
+        bag = nn.EmbeddingBag(
+            WORDS, d.size(), d.one(None, None, 0.8), mode=mode, padding_idx=d.one(None, 1), sparse=False
+        )
         return torch.randint(WORDS, (batch, 3)), [bag], (bag.embedding_dim,)
-    shape: Shape = (d.size(2, 5),) if kind == "vector" else (d.size(), d.size()) if kind == "sequence" else (d.size(1, 3), 4, 4)
+    shape: Shape = (
+        (d.size(2, 5),) if kind == "vector" else (d.size(), d.size()) if kind == "sequence" else (d.size(1, 3), 4, 4)
+    )
     x = torch.randn(*(() if single else (batch,)), *shape, dtype=torch.float64)
     if kind == "picture" and d.chance(0.3):
         return x.contiguous(memory_format=torch.channels_last), [nn.Conv2d(shape[0], shape[0], 1)], shape

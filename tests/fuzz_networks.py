@@ -3,8 +3,8 @@
     python tests/fuzz_networks.py --seeds 0-9999 [--json counts.json]
 
 Every seed draws a network, a batch, a loss, a divergence, and whether the batch is cut. `QuadraticModel` is held against the
-truth of `fuzz_truth` to 1e-9, and has to leave everything as it was. An error of the library's own counts as a refusal where the
-draw has a reason for it. What is wrong, or raises anything else, is printed with its seed, and makes the exit code 1.
+truth of `fuzz_truth` to 1e-9, and has to leave everything as it was. An error of the library's own counts as a refusal where
+the draw has a reason for it. What is wrong, or raises anything else, is printed with its seed, and makes the exit code 1.
 """
 
 from __future__ import annotations
@@ -17,24 +17,20 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from fuzz_blocks import Draw, Shape, written_out
-from fuzz_layers import beginning, body, ending
-from fuzz_truth import Of, Truth, classes, coins, flat, numbers
 from torch import Tensor, nn
 
+from fuzz_blocks import Draw, written_out
+from fuzz_cases import Case, made, streams
+from fuzz_truth import Truth, flat
 from llqr import QuadraticModel
-from llqr.divergences import KL, Divergence, GaussNewton, Newton, Renyi, ReverseKL
 from llqr.errors import LLQRError
-from llqr.families import Categorical, Gaussian
 
 TOLERANCE = 1e-9
 """Of the product's length; and a thousandth of it of the longest that it could be."""
@@ -45,166 +41,13 @@ REFUSALS: dict[str, tuple[set[str], str]] = {
     "refused: a sum in place of a mean": ({"sum"}, "adds the examples up"),
     "refused: a formula by hand hides (Newton)": ({"hiding"}, "formula written by hand hides"),
     "refused: gradients that aren't derivatives, forward": ({"hooked"}, "gradients of the model aren't its derivatives"),
-    "torch can't: no second derivative of the model (Newton)": ({"once", "hiding"}, "model can't be differentiated twice"),
+    "torch can't: no second derivative of the model (Newton)": (
+        {"once", "hiding", "once loss"}, "model can't be differentiated twice"),
     "torch can't: neither twice nor in forward mode": ({"once", "hiding"}, "neither twice nor in forward mode"),
     "torch can't: no second derivative of the loss": ({"once loss"}, "the loss .*can't be differentiated twice"),
 }  # fmt: skip
 """What an error may say, and the marks of a draw that are a reason for it."""
 UNTRAINABLE = "torch can't: its own backward pass raises the same"
-
-
-class Network(nn.Module):
-    """Blocks in a row, with a second input perhaps, and an output in some container."""
-
-    def __init__(self, blocks: Sequence[nn.Module], container: str) -> None:
-        super().__init__()
-        self.blocks, self.container = nn.Sequential(*blocks), container
-
-    def forward(self, x: Tensor, extra: Tensor | None = None) -> Any:
-        y = self.blocks(x if extra is None else x + 0.5 * extra)
-        containers = {"tuple": (x, y), "dict": {"logits": y}, "answer": {"answer": y}}
-        return SimpleNamespace(logits=y) if self.container == "object" else containers.get(self.container, y)
-
-    def extra_repr(self) -> str:
-        return f"returns: {self.container}"
-
-
-SELECTORS: dict[str, Callable[[Any], Tensor]] = {"tuple": lambda out: out[1], "answer": lambda out: out["answer"]}
-
-
-@dataclass
-class Case:
-    """What one seed has drawn."""
-
-    model: nn.Module
-    inputs: Any
-    targets: Any
-    loss: Callable[[Tensor, Any], Tensor]
-    plain: Of
-    divergence: Divergence
-    terms: list[tuple[float, Callable[[Tensor, Tensor], Tensor] | None]]
-    """Weights and ψ(output, base) of the divergence; None for the loss with all its curvature."""
-    marks: set[str]
-    options: dict[str, Any] = field(default_factory=dict)
-    names: list[str] = field(default_factory=list)
-
-    def select(self, output: Any) -> Tensor:
-        if isinstance(output, Tensor):
-            return output
-        return output.logits if isinstance(output, SimpleNamespace) else [*(output.values() if isinstance(output, dict) else output)][-1]
-
-    def run(self) -> Tensor:
-        x = self.inputs
-        args, named = ((), x) if isinstance(x, dict) else (x if isinstance(x, tuple) else (x,), {})
-        args, named = [a.clone() for a in args], {name: a.clone() for name, a in named.items()}
-        return self.select(self.model(*args, **named))
-
-    def __str__(self) -> str:
-        shapes = {k: tuple(v.shape) for k, v in (self.inputs if isinstance(self.inputs, dict) else {0: self.inputs}).items() if isinstance(v, Tensor)}
-        options = {name: value for name, value in self.options.items() if not isinstance(value, Tensor)}
-        return f"{self.model}\ninputs {shapes}, {self.divergence!r}, {options}, training {self.model.training}, marks {self.marks}"
-
-
-def made(seed: int) -> Case:
-    """The network of a seed, with all that goes with it."""
-    d = Draw(seed)
-    torch.manual_seed(seed)
-    single, batch = d.chance(0.04), d.size(1, 5)
-    x, first, shape = beginning(d, batch, single)
-    middle, shape = body(d, shape, single)
-    family = d.one("categorical", "categorical", "gaussian", "bernoulli")
-    kind = d.one("example", "steps", "along 1") if family == "categorical" else "example"
-    last, after = ending(d, shape, kind, d.size(), single)
-    whole = after if single else (batch, *after)
-    dim = 1 if kind == "along 1" and len(after) > 1 else -1
-    loss, targets, plain = classes(d, whole, dim) if family == "categorical" else (numbers if family == "gaussian" else coins)(d, whole)
-    container = d.one("tensor", "tensor", "tensor", "tuple", "dict", "answer", "object")
-    model = Network([*first, *middle, *last], container).double()
-    model.train(d.chance(0.5))
-    divergence, terms, weights = measured(d, family, dim, whole, plain, single)
-    case = Case(model, x, targets, loss, plain, divergence, terms, d.marks)
-    case.names = [name for name, p in model.named_parameters() if p.requires_grad]
-    case.options = optional(d, case, batch, single)
-    if weights is not None:
-        case.options["weights"] = weights
-    if container in SELECTORS:
-        case.options["output"] = SELECTORS[container]
-    return case
-
-
-def measured(d: Draw, family: str, dim: int, whole: Shape, plain: Of, single: bool) -> tuple[Divergence, list[Any], Tensor | None]:
-    """A divergence, and what it is, written out."""
-    reduction, variance = d.one("mean", "mean", "sum"), d.one(1.0, 0.3)
-    given: Any = {"categorical": Categorical(dim), "gaussian": Gaussian(variance), "bernoulli": family}[family]
-    variables = [n for i, n in enumerate(whole) if family != "categorical" or i != dim % len(whole)]
-    kind = d.one("KL", "KL", "KL", "GN", "GN", "Newton", "Newton", "Newton", "Rényi", "reverse", "mixture")
-    weights = None
-    if kind in ("KL", "reverse") and not single and d.chance(0.2):
-        weights = torch.rand(variables, dtype=torch.float64) * (torch.rand(variables) < 0.7)
-        weights.view(-1)[0] = 0.5
-    total: Any = 1.0 if reduction == "sum" else torch.ones(variables).sum() if weights is None else weights.sum()
-
-    def log_p(x: Tensor) -> Tensor:
-        x = torch.stack((x, torch.zeros_like(x)), -1) if family == "bernoulli" else x.movedim(dim, -1)
-        return x - x.logsumexp(-1, keepdim=True)
-
-    def kl(q: Tensor, p: Tensor) -> Tensor:
-        if family == "gaussian":
-            each = (p - q).square() / (2 * variance)
-        else:
-            each = (log_p(p).exp() * (log_p(p) - log_p(q))).sum(-1)
-        return (each if weights is None else each * weights).sum() / total
-
-    def renyi(q: Tensor, p: Tensor) -> Tensor:
-        if family == "gaussian":
-            return 0.7 * kl(q, p)
-        return ((0.7 * log_p(p) + 0.3 * log_p(q)).exp().sum(-1).log() / (0.7 - 1)).sum() / total
-
-    def loss(x: Tensor, k: Tensor) -> Tensor:
-        return plain(x)
-
-    kinds: dict[str, tuple[Divergence, list[Any]]] = {
-        "KL": (KL(given, reduction), [(1.0, kl)]),
-        "GN": (GaussNewton(), [(1.0, loss)]),
-        "Newton": (Newton(), [(1.0, None)]),
-        "Rényi": (Renyi(0.7, given, reduction), [(1.0, renyi)]),
-        "reverse": (ReverseKL(given, reduction), [(1.0, lambda q, p: kl(p, q))]),
-        "mixture": (0.5 * Newton() + 2 * KL(given, reduction) + GaussNewton(), [(0.5, None), (2.0, kl), (1.0, loss)]),
-    }
-    return *kinds[kind], weights
-
-
-def optional(d: Draw, case: Case, batch: int, single: bool) -> dict[str, Any]:
-    """Damping, chunks, modes, a second input, a part of the parameters, a closure."""
-    options: dict[str, Any] = {"damping": d.one(0.0, 0.1, 2.0)}
-    if d.chance(0.45):
-        options["chunk_size"] = d.size(1, batch + 1)
-    if d.chance(0.25):
-        options["training"] = d.chance(0.5)
-    if d.chance(0.1) and len(case.names) > 1:
-        case.names = options["only"] = [name for name in case.names if d.chance(0.6)] or case.names[:1]
-    if d.chance(0.1):
-        options["damping"] = {name: d.one(0.0, 0.3) for name in case.names}
-    if case.inputs.is_floating_point() and not single and d.chance(0.25):
-        shared = d.chance(0.4)
-        extra = torch.randn(case.inputs.shape[1:] if shared else case.inputs.shape, dtype=torch.float64)
-        if shared and len(extra) == batch:
-            if d.chance(0.5):
-                options["shared"] = ["extra"]
-            else:
-                case.marks.add("batch")
-        case.inputs = {"x": case.inputs, "extra": extra} if shared or d.chance(0.5) else (case.inputs, extra)
-    elif d.chance(0.1):
-        case.inputs = {"x": case.inputs}
-    if isinstance(case.divergence, Newton) and "chunk_size" not in options and d.chance(0.1):
-        options["closure"] = lambda: case.loss(case.run(), case.targets)
-    return options
-
-
-def streams(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
 
 
 # --- one seed ---
@@ -222,7 +65,7 @@ def directions(case: Case, seed: int) -> list[Tensor]:
     special[: -sizes[-1]] = 0
     if d.chance(0.3):
         special.zero_()
-    return d.one([general], [special, general], [general, special])
+    return d.one([general], [special, general], [general, special, general])
 
 
 def answered(case: Case, along: Sequence[Tensor]) -> tuple[Tensor, list[Tensor], list[float]]:
@@ -254,8 +97,13 @@ def compare(case: Case, along: Sequence[Tensor], answer: tuple[Tensor, list[Tens
     rows = float(truth.rows.norm()) if len(truth.rows) else 1.0
     close("the gradient", gradient, truth.gradient, rows * 1e-3)
     damping = case.options["damping"]
-    sizes = {name: p.numel() for name, p in case.model.named_parameters() if name in case.names}
-    diagonal = torch.cat([torch.full((n,), damping[name] if isinstance(damping, dict) else damping, dtype=torch.float64) for name, n in sizes.items()])
+    diagonal = flat(
+        [
+            torch.full(p.shape, damping[name] if isinstance(damping, dict) else damping, dtype=torch.float64)
+            for name, p in case.model.named_parameters()
+            if name in case.names
+        ]
+    )
     for v, product, bend in zip(along, products, bends, strict=True):
         expected = diagonal * v
         for weight, psi in case.terms:
@@ -282,11 +130,10 @@ class Held:
         self.before = [self._copied(value) for value in self._values()]
 
     def _values(self) -> list[Any]:
-        model, inputs = self.case.model, self.case.inputs
+        model = self.case.model
         own = [value for module in model.modules() for value in vars(module).values()]
-        given = list(inputs.values()) if isinstance(inputs, dict) else list(inputs) if isinstance(inputs, tuple) else [inputs]
         return [
-            *model.state_dict().values(), *(p.grad for p in model.parameters()), *given, self.case.targets,
+            *model.state_dict().values(), *(p.grad for p in model.parameters()), *self.case.given(), self.case.targets,
             torch.get_rng_state(), random.getstate(), str(np.random.get_state()),
             [(module.training, len(module._forward_hooks)) for module in model.modules()],
             [p.requires_grad for p in model.parameters()],
@@ -381,7 +228,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{count:7d}  {kind}")
     print(f"{len(given.seeds):7d}  networks in {time.monotonic() - begun:.0f} s, torch {torch.__version__}")
     if given.json is not None:
-        told = {"command": " ".join(sys.argv), "torch": torch.__version__, "counts": dict(sorted(counts.items())), "failed": failures}
+        told = {"command": " ".join(["python", *sys.argv]), "torch": torch.__version__, "failed": failures}
+        told["counts"] = dict(sorted(counts.items()))
         given.json.write_text(json.dumps(told, indent=2, ensure_ascii=False) + "\n")
     return 1 if failures else 0
 

@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from fuzz_blocks import Draw, Shape, written_out
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+
+from fuzz_blocks import Draw, Shape, written_out
 
 Of = Callable[[Tensor], Tensor]
 ROWS = 16
@@ -111,9 +112,10 @@ def bags(words: Tensor, table: Tensor, offsets: Any = None, max_norm: Any = None
 class WrittenOut(TorchFunctionMode):
     """While in force, these operations are others."""
 
-    others: Mapping[Any, Callable[..., Any]] = {  # noqa: RUF012
+    others: Mapping[Any, Callable[..., Any]] = {
         F.linear: linear, F.layer_norm: layer_norm, F.group_norm: group_norm, F.batch_norm: batch_norm,
-        F.scaled_dot_product_attention: attention, F.embedding_bag: bags, F.embedding: looked_up, F.gelu: gelu, F.softplus: softplus,
+        F.scaled_dot_product_attention: attention, F.embedding_bag: bags, F.embedding: looked_up,
+        F.gelu: gelu, F.softplus: softplus,
         torch._weight_norm: lambda v, g, dim=0: v * (g / torch.norm_except_dim(v, 2, dim)),
         F.silu: in_place(lambda x: x / (1 + torch.exp(-x))),
         F.mish: in_place(lambda x: x * torch.tanh(softplus(x))),

@@ -413,7 +413,9 @@ def beside(name: str, function: Any) -> tuple[nn.Module, Tensor]:
     elif name == "a straight-through estimator":
         middle = By(Rounded)
     elif name == "a hook":
-        first.register_forward_hook(lambda module, args, y: y.register_hook(lambda u: 2 * u) and None if y.requires_grad else None)
+        first.register_forward_hook(
+            lambda module, args, y: y.register_hook(lambda u: 2 * u) and None if y.requires_grad else None
+        )
     elif name == "a norm that is kept":
         first, inputs = nn.EmbeddingBag(5, 4, max_norm=0.8), torch.randint(5, (9, 3))
     last = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))

@@ -5,8 +5,8 @@ and silently wrong second derivatives. Torch's own operations don't, so only mod
 hand are looked at: there, differences of the gradient are held against its derivative. In double precision, whatever the model
 is in: the steps can be so short then that no unit is at a kink between them, and rounding doesn't matter.
 
-Each formula is looked at by itself, where it is called: in the whole model it may have a small part, or stand beside another one
-whose gradient isn't meant to be one. The whole model is looked at too, for what can't be called by itself.
+Each formula is looked at by itself, where it is called: in the whole model it may have a small part, or stand beside another
+one whose gradient isn't meant to be one. The whole model is looked at too, for what can't be called by itself.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _overheard() -> Iterator[list[Call]]:
     def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and not kwargs and any(_leads_back(value) for value in args):
             calls.append((function, [_copied(value) for value in args]))
-        return super(_SingleLevelFunction, function).apply(*args, **kwargs)  # type: ignore[misc]
+        return super(_SingleLevelFunction, function).apply(*args, **kwargs)
 
     _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
     try:
