@@ -6,6 +6,7 @@ what should change nothing (checkpoints), and write plainly what torch's autogra
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -177,6 +178,8 @@ def norm(d: Draw, shape: Shape) -> Made:
     if d.chance(0.2):
         return nn.RMSNorm(shape[-1]), shape
     dims = shape[-d.size(1, len(shape)) :]
+    if math.prod(dims) == 1:
+        return nn.Tanh(), shape  # of one value there is nothing left but rounding
     return nn.LayerNorm(dims, elementwise_affine=d.chance(0.7), eps=d.one(1e-5, 0.1)), shape
 
 

@@ -96,6 +96,9 @@ def made(seed: int) -> Case:
         loss, targets, plain = (numbers if family == "gaussian" else coins)(d, whole)
     container = d.one("tensor", "tensor", "tensor", "tuple", "dict", "answer", "object")
     model = Network([*first, *middle, *last], container).double()
+    with torch.no_grad():
+        for parameter in model.parameters():  # many begin at zero
+            parameter.add_(0.1 * torch.randn_like(parameter))
     model.train(d.chance(0.5))
     divergence, terms, weights = measured(d, family, dim, whole, plain, single)
     case = Case(model, x, targets, loss, plain, divergence, terms, d.marks)

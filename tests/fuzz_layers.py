@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -55,6 +56,8 @@ def normed(d: Draw, shape: Shape) -> nn.Module:
     """A norm over channels; those of batches have running statistics that aren't 0 and 1."""
     space, channels = len(shape) - 1, shape[0]
     kind = d.one("batch", "batch", "group", "instance", "response")
+    if math.prod(shape[1:]) == 1 and kind in ("group", "instance"):
+        kind = "response"  # of one value there is nothing left but rounding, at kinks of what follows
     d.marks.add("norm")  # torch refuses to normalise a single value
     if kind == "group":
         return nn.GroupNorm(d.one(1, channels), channels, affine=d.chance(0.8))
@@ -252,7 +255,4 @@ def ending(d: Draw, shape: Shape, kind: str, size: int, single: bool) -> tuple[l
     if single:
         return [nn.Linear(shape[-1], size)], (size,)
     flat = [] if len(shape) == 1 else [nn.Flatten()]
-    count = 1
-    for part in shape:
-        count *= part
-    return [*flat, nn.Linear(count, size)], (size,)
+    return [*flat, nn.Linear(math.prod(shape), size)], (size,)

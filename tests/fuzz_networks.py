@@ -212,7 +212,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=seeds_of, default=range(1000), help="from-to, both included; or one")
     parser.add_argument("--json", type=Path, help="where the counts go")
     given = parser.parse_args(arguments)
-    torch.set_num_threads(1)
     counts, failures, begun = Counter[str](), [], time.monotonic()
     for done, seed in enumerate(given.seeds, start=1):
         kind = outcome(seed)
@@ -247,4 +246,5 @@ def outcome(seed: int) -> str:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)
     sys.exit(main())

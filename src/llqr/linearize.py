@@ -131,8 +131,8 @@ class Linearization(Recording):
             self.use_forward_mode("a backward formula in it can't be differentiated, though nothing says so")
         if self.forward_mode and not transposed():
             raise LLQRError(
-                "the gradients of the model aren't its derivatives, as found by running it forward (does a hook change them, or "
-                "does it take gradients itself?), and an operation in it can't be differentiated twice: replace one of them"
+                "the gradients of the model aren't its derivatives, as found by running it forward (does a hook change them, "
+                "or does it take gradients itself?), and an operation in it can't be differentiated twice: replace one of them"
             )
 
     def use_forward_mode(self, reason: str) -> None:
