@@ -441,6 +441,59 @@ def test_formulas_are_looked_at_one_by_one(name: str, function: Any) -> None:
         QuadraticModel.build(model, inputs, targets, LOSS, Newton(), 0.1)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_paddings_are_no_sign(seed: int) -> None:
+    """A padding that isn't zero has no gradient though the output depends on it: that isn't the fault of a formula."""
+    torch.manual_seed(seed)
+    words, targets = torch.randint(5, (8, 3)), torch.randint(3, (8,))
+    for function in (Honest, Ramp):
+        model = Padded(function.apply).double()
+        model.last.register_full_backward_hook(lambda module, of_input, of_output: None)
+        for scale in (1.0, 1e-2):
+            model.embed.weight.data[1].mul_(scale)
+            QuadraticModel.build(model, words, targets, LOSS, Newton(), 0.1)
+
+
+class Masking(torch.autograd.Function):
+    """A dropout by hand, from torch's stream, of a square."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mask = torch.rand(x.shape) > 0.5
+        ctx.save_for_backward(x)
+        return x.square() * ctx.mask  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, u: Tensor) -> Tensor:
+        return 2 * ctx.saved_tensors[0] * u * ctx.mask  # type: ignore[no-any-return]
+
+
+def test_functions_that_draw() -> None:
+    """They are looked at with one mask, and the stream stays where it is; hidden or not."""
+
+    class Lost(Masking):
+        @staticmethod
+        def backward(ctx: Any, u: Tensor) -> Tensor:
+            return 2 * ctx.saved_tensors[0].detach() * u * ctx.mask  # type: ignore[no-any-return]
+
+    before = torch.get_rng_state()
+    q = QuadraticModel.build(beside("a hook", Masking)[0], *sample(), LOSS, Newton(), 0.1)
+    q.curvature(q.gradient)
+    with pytest.raises(NotTwiceDifferentiableError, match="Lost"):
+        QuadraticModel.build(beside("a hook", Lost)[0], *sample(), LOSS, Newton(), 0.1)
+    with torch.random.fork_rng():
+        torch.set_rng_state(before)
+        for function in (Masking, Lost):
+            beside("a hook", function)
+            sample()
+        after = torch.get_rng_state()
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+def sample() -> tuple[Tensor, Tensor]:
+    return torch.randn(9, 3).double(), torch.randint(3, (9,))
+
+
 def test_functions_are_themselves_again() -> None:
     """After the look, and after a model that raised in it."""
 

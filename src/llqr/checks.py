@@ -34,10 +34,11 @@ def call(model: nn.Module, tensors: Mapping[str, Tensor], inputs: Inputs) -> Any
     names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     given: dict[str, Tensor] = {}
     for path, module in model.named_modules():
-        parameters = module.named_parameters(path, recurse=False, remove_duplicate=False)
-        for place, tensor in (*parameters, *module.named_buffers(path, recurse=False, remove_duplicate=False)):
-            if names[id(tensor)] in tensors:
-                given[place] = tensors[names[id(tensor)]]
+        for members in (nn.Module.named_parameters, nn.Module.named_buffers):
+            for place, tensor in members(module, path, recurse=False, remove_duplicate=False):
+                name = names.get(id(tensor))
+                if name is not None and name in tensors:
+                    given[place] = tensors[name]
     return functional_call(model, given, *as_arguments(inputs), tie_weights=False)
 
 

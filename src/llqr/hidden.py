@@ -6,20 +6,21 @@ hand are looked at: there, differences of the gradient are held against its deri
 is in: the steps can be so short then that no unit is at a kink between them, and rounding doesn't matter.
 
 Each formula is looked at by itself, where it is called: in the whole model it may have a small part, or stand beside another
-one whose gradient isn't meant to be one. The whole model is looked at too, for what can't be called by itself.
+one whose gradient isn't meant to be one. The whole model is looked at for what can't be called by itself.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import _SingleLevelFunction
 
+from llqr.checks import frozen_rng
 from llqr.errors import NotTwiceDifferentiableError
 from llqr.exact.derivatives import graph_nodes
 
@@ -55,8 +56,8 @@ def check_model(outputs: Sequence[Tensor], run: Run, point: Sequence[Tensor], sl
         return
     start, slope = outputs[0].detach().double(), slope.double()
     doubled = [tensor.detach().double() for tensor in point]
-    function, size = _curved(run, start, slope)
-    if _any_hides(names, lambda: run(_leaves(doubled))) or _judged(function, doubled, size):
+    whole, size = _curved(run, start, slope)
+    if _any_hides(names, lambda: run(_leaves(doubled)), lambda: _judged(whole, doubled, size)):
         raise NotTwiceDifferentiableError(
             "the second derivatives that Newton asks for are wrong, because a backward formula written by hand hides a part "
             f"of itself from them ({', '.join(names)}): write it in differentiable operations of the inputs that "
@@ -71,8 +72,9 @@ def check_loss(loss: Callable[[Tensor], Tensor], output: Tensor) -> None:
     names, doubled = handwritten([value]), [output.detach().double()]
     if not names:
         return
-    if _any_hides(names, lambda: loss(*_leaves(doubled))) or _judged(
-        lambda leaves: loss(leaves[0]), doubled, abs(float(value.detach()))
+    size = abs(float(value.detach()))
+    if _any_hides(
+        names, lambda: loss(*_leaves(doubled)), lambda: _judged(lambda leaves: loss(leaves[0]), doubled, size)
     ):
         raise NotTwiceDifferentiableError(
             "the second derivative of the loss is wrong, because a backward formula written by hand hides a part of itself "
@@ -92,15 +94,17 @@ def _curved(run: Run, start: Tensor, slope: Tensor) -> tuple[Scalar, float]:
     return curved, float(slope.norm() * start.norm())
 
 
-def _any_hides(names: Sequence[str], run: Callable[[], Tensor]) -> bool:
-    """Whether one of these functions does, by itself, as it is called in the run."""
-    with _overheard() as calls:
-        try:
-            with torch.enable_grad():
-                run()
-        except Exception:  # it doesn't run in double precision
-            calls.clear()
-    return any(_hides_by_itself(call) for call in calls if call[0].__name__ in names)
+def _any_hides(names: Sequence[str], run: Callable[[], Tensor], whole: Callable[[], bool | None]) -> bool:
+    """Whether one of these functions does: by itself, as it is called in the run, or in the whole where that can't be told."""
+    with _overheard() as calls, torch.enable_grad(), suppress(Exception):  # it may not run in double precision
+        run()
+    judged = {}
+    for function, args in calls:
+        if function.__name__ in names:
+            judged[function.__name__] = verdict = _hides_by_itself(function, args)
+            if verdict:
+                return True
+    return any(judged.get(name) is None for name in names) and bool(whole())
 
 
 @contextmanager
@@ -128,15 +132,15 @@ def _copied(value: Any) -> Any:
     return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
-def _hides_by_itself(call: Call) -> bool:
-    function, args = call
+def _hides_by_itself(function: Any, args: Sequence[Any]) -> bool | None:
     places = [place for place, value in enumerate(args) if _leads_back(value)]
 
     def run(leaves: list[Tensor]) -> Tensor:
         given = list(args)
         for place, leaf in zip(places, leaves, strict=True):
             given[place] = leaf.clone()  # it may be changed in place
-        outputs = function.apply(*given)
+        with frozen_rng():  # it draws the same each time
+            outputs = function.apply(*given)
         each = outputs if isinstance(outputs, tuple) else (outputs,)
         return torch.cat([output.reshape(-1) for output in each if _leads_back(output)])
 
@@ -145,7 +149,7 @@ def _hides_by_itself(call: Call) -> bool:
         with torch.enable_grad():
             start = run(_leaves(point)).detach()
     except Exception:  # it can't be called once more
-        return False
+        return None
     curved, size = _curved(run, start, torch.linspace(-40, 40, start.numel()).sin().to(start))
     return _judged(curved, point, size)
 
@@ -154,8 +158,8 @@ def _leaves(point: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.detach().requires_grad_() for tensor in point]
 
 
-def _judged(function: Scalar, point: Sequence[Tensor], size: float) -> bool:
-    """`hides`, where that can be told."""
+def _judged(function: Scalar, point: Sequence[Tensor], size: float) -> bool | None:
+    """`hides`, where that can be told; else None."""
 
     def precise(leaves: list[Tensor]) -> Tensor:
         value = function(leaves)
@@ -167,7 +171,7 @@ def _judged(function: Scalar, point: Sequence[Tensor], size: float) -> bool:
         with torch.autocast(point[0].device.type, enabled=False):
             return hides(precise, point, size)
     except Exception:  # it doesn't run in double precision: a kernel, a dtype that is written out
-        return False
+        return None
 
 
 def hides(function: Scalar, point: Sequence[Tensor], size: float) -> bool:

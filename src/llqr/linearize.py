@@ -127,9 +127,11 @@ class Linearization(Recording):
             found = sum(float((c * v).sum()) for c, v in pairs)
             return bool(abs(found - expected) <= rounding**0.4 * expected**0.5)
 
-        if not transposed() and not self.forward_mode:
+        right = transposed()
+        if not right and not self.forward_mode:
             self.use_forward_mode("a backward formula in it can't be differentiated, though nothing says so")
-        if self.forward_mode and not transposed():
+            right = transposed()
+        if not right:
             raise LLQRError(
                 "the gradients of the model aren't its derivatives, as found by running it forward (does a hook change them, "
                 "or does it take gradients itself?), and an operation in it can't be differentiated twice: replace one of them"
