@@ -73,7 +73,7 @@ class Case:
 
     def __str__(self) -> str:
         shapes = [tuple(tensor.shape) for tensor in self.given()]
-        options = {name: value for name, value in self.options.items() if not isinstance(value, Tensor)}
+        options = {name: value for name, value in self.options.items() if name not in ("weights", "gradient", "output")}
         about = f"{self.divergence!r}, {options}, training {self.model.training}, marks {sorted(self.marks)}"
         return f"{self.model}\ninputs {shapes}, {about}"
 
@@ -100,6 +100,8 @@ def made(seed: int) -> Case:
         for parameter in model.parameters():  # many begin at zero
             parameter.add_(0.1 * torch.randn_like(parameter))
     model.train(d.chance(0.5))
+    if d.chance(0.15):
+        d.one(*model.modules()).eval()
     divergence, terms, weights = measured(d, family, dim, whole, plain, single)
     case = Case(model, x, targets, loss, plain, divergence, terms, d.marks)
     case.names = [name for name, p in model.named_parameters() if p.requires_grad]
@@ -155,7 +157,7 @@ def measured(
 
 
 def optional(d: Draw, case: Case, batch: int, single: bool) -> dict[str, Any]:
-    """Damping, chunks, modes, a second input, a part of the parameters, a closure."""
+    """Damping, chunks, modes, a second input, a part of the parameters, a known gradient, a closure."""
     options: dict[str, Any] = {"damping": d.one(0.0, 0.1, 2.0)}
     if d.chance(0.45):
         options["chunk_size"] = d.size(1, batch + 1)
@@ -176,6 +178,9 @@ def optional(d: Draw, case: Case, batch: int, single: bool) -> dict[str, Any]:
         case.inputs = {"x": case.inputs, "extra": extra} if shared or d.chance(0.5) else (case.inputs, extra)
     elif d.chance(0.1):
         case.inputs = {"x": case.inputs}
+    if isinstance(case.divergence, (KL, Renyi, ReverseKL)) and d.chance(0.05):
+        held = dict(case.model.named_parameters())
+        options["gradient"] = {name: torch.ones_like(held[name]) for name in case.names}
     if isinstance(case.divergence, Newton) and "chunk_size" not in options and d.chance(0.1):
         options["closure"] = lambda: case.loss(case.run(), case.targets)
     return options
