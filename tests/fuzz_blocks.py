@@ -379,7 +379,7 @@ def mixed(d: Draw, shape: Shape) -> Made:
     ways: dict[str, tuple[Callable[..., Tensor], list[nn.Module], int]] = {
         "glu": (lambda x, a: F.glu(a(x)), [lin(d, width, 2 * width)], width),
         "bilinear": (lambda x, a: a(x, x.tanh()), [nn.Bilinear(width, width, 3)], 3),
-        "normalize": (lambda x, a: F.normalize(a(x), dim=-1), [lin(d, width, width)], width),
+        "normalize": (lambda x, a: F.normalize(a(x) + 0.3, dim=-1), [lin(d, width, width)], width),
         "cumsum": (lambda x: x.cumsum(-1), [], width),
         "sort": (lambda x: x.sort(-1).values, [], width),
         "cat": (lambda x, a: torch.cat((x, a(x)), -1)[..., 1:], [lin(d, width, 2)], width + 1),

@@ -43,7 +43,9 @@ def softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    y = (x.clone()[..., None, :] * weight).sum(-1)  # torch keeps no input of a frozen layer, which may change it
+    y = (
+        (x.clone()[..., None, :] * weight).sum(-1).contiguous()
+    )  # torch keeps no input of a frozen layer, which may change it
     return y if bias is None else y + bias
 
 
@@ -58,12 +60,19 @@ def scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: Sequenc
 
 
 def layer_norm(x: Tensor, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *rest: Any) -> Tensor:
-    return scaled(standardised(x, list(range(-len(shape), 0)), eps), weight, bias, shape)
+    return scaled(standardised(x, list(range(-len(shape), 0)), eps), weight, bias, shape).contiguous()
 
 
 def group_norm(x: Tensor, groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Tensor:
     grouped = x.reshape(len(x), groups, -1)
-    return scaled(standardised(grouped, [-1], eps).reshape(x.shape), weight, bias, [-1] + [1] * (x.dim() - 2))
+    y = scaled(standardised(grouped, [-1], eps).reshape(x.shape), weight, bias, [-1] + [1] * (x.dim() - 2))
+    return laid_out(y, x)
+
+
+def laid_out(y: Tensor, x: Tensor) -> Tensor:
+    """In memory as torch's norms of x are; masks of dropout are drawn in that order."""
+    last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+    return y.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
 
 
 def batch_norm(x: Tensor, mean: Any, var: Any, weight: Any = None, bias: Any = None, training: bool = False,
@@ -75,7 +84,7 @@ def batch_norm(x: Tensor, mean: Any, var: Any, weight: Any = None, bias: Any = N
         normal = standardised(x, [0, *range(2, x.dim())], eps)
     else:
         normal = (x - mean.reshape(shape)) / (var.reshape(shape) + eps).sqrt()
-    return scaled(normal, weight, bias, shape)
+    return laid_out(scaled(normal, weight, bias, shape), x)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Any = None, drop: float = 0.0, is_causal: bool = False,

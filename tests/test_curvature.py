@@ -284,6 +284,41 @@ def test_dropout_keeps_one_mask_and_can_be_off() -> None:
     assert all(torch.equal(off.gradient[name], g) for name, g in plain.gradient.items())
 
 
+class Strided(nn.Module):
+    """Dropout of what a batch norm makes of a tensor that lies otherwise in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.drop, self.last = (
+            nn.Linear(4, 4),
+            nn.BatchNorm1d(3),
+            nn.Dropout(0.5),
+            nn.Linear(12, 2),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).transpose(0, 1).contiguous().transpose(0, 1)
+        return self.last(self.drop(self.norm(x)).flatten(1))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("divergence", [KL(), Newton(), KL() + Newton()], ids=repr)
+def test_masks_are_those_of_a_training_step(divergence: Divergence) -> None:
+    """Also where the norm before them is by running statistics, whatever it is recorded by."""
+    model, inputs, targets = Strided().double(), torch.randn(5, 3, 4).double(), torch.randint(2, (5,))
+    model.norm.eval()
+    stream = torch.get_rng_state()
+    nn.functional.cross_entropy(model(inputs), targets).backward()
+    torch.set_rng_state(stream)
+    q = QuadraticModel.build(model, inputs, targets, nn.CrossEntropyLoss(), divergence)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(q.gradient[name], p.grad)
+    torch.testing.assert_close(dot(q.gradient, q.curvature(ones(q))), dot(ones(q), q.curvature(q.gradient)))
+
+
+def ones(q: QuadraticModel) -> dict[str, Tensor]:
+    return {name: torch.ones_like(g) for name, g in q.gradient.items()}
+
+
 def dot(a: dict[str, Tensor], b: dict[str, Tensor]) -> Tensor:
     return torch.stack([(a[name] * b[name]).sum() for name in a]).sum()
 
