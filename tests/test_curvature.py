@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from llqr import cg_step, dense_step, exact_step
 from llqr.checks import as_arguments
 from llqr.divergences import KL, L2, Divergence, GaussNewton, Intermediate, Newton, Renyi, ReverseKL
 from llqr.errors import LLQRError
 from llqr.exact import Chain, build
 from llqr.quadratic import QuadraticModel
-from zoo import cases, pick
+from zoo import CLASSES, cases, pick
 
 NAMES = list(cases())
 
@@ -251,6 +252,25 @@ def test_the_model_is_left_as_it_was(name: str) -> None:
     assert not any(module._forward_hooks for module in model.modules())
 
 
+def test_modules_and_weights_that_are_used_twice_stay_the_models_own() -> None:
+    """Under every name they are the parameters and buffers of before, whose gradients a training goes on with."""
+    norm, layer, other = nn.BatchNorm1d(3), nn.Linear(3, 3), nn.Linear(3, 3)
+    other.weight = layer.weight
+    model = nn.Sequential(nn.Sequential(layer, norm, nn.Tanh(), layer, norm, other), nn.Linear(3, CLASSES)).double()
+    inputs, targets, loss_fn = torch.randn(5, 3).double(), torch.randint(CLASSES, (5,)), nn.CrossEntropyLoss()
+    before = list(model.named_parameters(remove_duplicate=False)) + list(model.named_buffers(remove_duplicate=False))
+    for divergence in (KL(), Newton()):
+        q = QuadraticModel.build(model, inputs, targets, loss_fn, divergence, 0.1)
+        q.curvature(q.gradient)
+    QuadraticModel.build(model, (), None, None, Newton(), closure=lambda: loss_fn(model(inputs), targets))
+    for way in (exact_step, dense_step, cg_step):
+        way(model.eval(), inputs, targets, loss_fn, KL(), 0.1)
+    after = list(model.named_parameters(remove_duplicate=False)) + list(model.named_buffers(remove_duplicate=False))
+    assert [name for name, _ in after] == [name for name, _ in before]
+    assert all(one is other for (_, one), (_, other) in zip(before, after, strict=True))
+    assert isinstance(layer.weight, nn.Parameter)
+
+
 def test_dropout_keeps_one_mask_and_can_be_off() -> None:
     model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 2)).double()
     inputs, targets = torch.randn(5, 3).double(), torch.randint(2, (5,))
@@ -262,6 +282,41 @@ def test_dropout_keeps_one_mask_and_can_be_off() -> None:
     off = QuadraticModel.build(model, inputs, targets, loss, KL(), 0.1, training=False)
     plain = QuadraticModel.build(model.eval(), inputs, targets, loss, KL(), 0.1)
     assert all(torch.equal(off.gradient[name], g) for name, g in plain.gradient.items())
+
+
+class Strided(nn.Module):
+    """Dropout of what a batch norm makes of a tensor that lies otherwise in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.drop, self.last = (
+            nn.Linear(4, 4),
+            nn.BatchNorm1d(3),
+            nn.Dropout(0.5),
+            nn.Linear(12, 2),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).transpose(0, 1).contiguous().transpose(0, 1)
+        return self.last(self.drop(self.norm(x)).flatten(1))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("divergence", [KL(), Newton(), KL() + Newton()], ids=repr)
+def test_masks_are_those_of_a_training_step(divergence: Divergence) -> None:
+    """Also where the norm before them is by running statistics, whatever it is recorded by."""
+    model, inputs, targets = Strided().double(), torch.randn(5, 3, 4).double(), torch.randint(2, (5,))
+    model.norm.eval()
+    stream = torch.get_rng_state()
+    nn.functional.cross_entropy(model(inputs), targets).backward()
+    torch.set_rng_state(stream)
+    q = QuadraticModel.build(model, inputs, targets, nn.CrossEntropyLoss(), divergence)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(q.gradient[name], p.grad)
+    torch.testing.assert_close(dot(q.gradient, q.curvature(ones(q))), dot(ones(q), q.curvature(q.gradient)))
+
+
+def ones(q: QuadraticModel) -> dict[str, Tensor]:
+    return {name: torch.ones_like(g) for name, g in q.gradient.items()}
 
 
 def dot(a: dict[str, Tensor], b: dict[str, Tensor]) -> Tensor:

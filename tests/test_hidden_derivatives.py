@@ -350,3 +350,159 @@ def test_a_model_that_is_run_forward_draws_what_it_drew() -> None:
     q = QuadraticModel.build(third, inputs, targets, LOSS, KL())
     with pytest.raises(LLQRError, match="random generator of its own"):
         q.curvature(v)
+
+
+class Padded(nn.Module):
+    """Words, of which one is a padding that isn't trained; hooks on the gradients, if they are asked for."""
+
+    def __init__(self, wave: Any, hook: Any = None) -> None:
+        super().__init__()
+        self.embed, self.wave, self.last = nn.Embedding(5, 4, padding_idx=1), wave, nn.Linear(4, 3)
+        self.embed.weight.data.normal_()
+        self.hook = hook
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.wave(self.embed(x))
+        if self.hook is not None and y.requires_grad:
+            y.register_hook(self.hook)
+        return self.last(y.sum(1))  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:products with the Jacobian")
+@pytest.mark.parametrize("chunk_size", [None, 4])
+def test_paddings_have_no_derivative_forward_neither(chunk_size: int | None) -> None:
+    """Jv by forward mode is the transpose of what backward passes say."""
+    torch.manual_seed(0)
+    one, other = Padded(Shy.apply).double(), Padded(torch.sin).double()
+    other.load_state_dict(one.state_dict())
+    words, targets = torch.randint(5, (8, 3)), torch.randint(3, (8,))
+    v = {name: torch.randn_like(p) for name, p in one.named_parameters()}
+    expected = QuadraticModel.build(other, words, targets, LOSS, KL()).curvature(v)
+    found = QuadraticModel.build(one, words, targets, LOSS, KL(), chunk_size=chunk_size).curvature(v)
+    for name, part in expected.items():
+        torch.testing.assert_close(found[name], part, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:products with the Jacobian")
+def test_gradients_that_a_hook_changes_are_not_run_forward() -> None:
+    """Forward mode knows nothing of hooks. One that looks only is welcome."""
+    words, targets = torch.randint(5, (8, 3)), torch.randint(3, (8,))
+    for function in (Shy.apply, torch.sin):
+        looked = QuadraticModel.build(Padded(function, lambda u: None).double(), words, targets, LOSS, KL())
+        looked.curvature(looked.gradient)
+        q = QuadraticModel.build(Padded(function, lambda u: 2 * u).double(), words, targets, LOSS, KL())
+        if function is torch.sin:
+            q.curvature(q.gradient)
+            continue
+        with pytest.raises(LLQRError, match="aren't its derivatives"):
+            q.curvature(q.gradient)
+
+
+class Faint(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 1e-4 * x
+
+
+def beside(name: str, function: Any) -> tuple[nn.Module, Tensor]:
+    """A network with a function written by hand, beside which there is something that hides the hiding."""
+    first: nn.Module = nn.Linear(3, 4)
+    middle: nn.Module = nn.Identity()
+    inputs = torch.randn(9, 3).double()
+    if name == "a small part":
+        middle = Faint()
+    elif name == "a straight-through estimator":
+        middle = By(Rounded)
+    elif name == "a hook":
+        first.register_forward_hook(
+            lambda module, args, y: y.register_hook(lambda u: 2 * u) and None if y.requires_grad else None
+        )
+    elif name == "a norm that is kept":
+        first, inputs = nn.EmbeddingBag(5, 4, max_norm=0.8), torch.randint(5, (9, 3))
+    last = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+    if name == "a small part":
+        model: nn.Module = nn.Sequential(first, By(function), middle, nn.Linear(4, 3), last)
+    else:
+        model = nn.Sequential(first, middle, By(function), nn.Linear(4, 3), last)
+    return model.double(), inputs
+
+
+@pytest.mark.parametrize("function", [Cut, Kept, Tripled])
+@pytest.mark.parametrize(
+    "name", ["a small part", "a straight-through estimator", "a hook", "a norm that is kept", "nothing"]
+)
+def test_formulas_are_looked_at_one_by_one(name: str, function: Any) -> None:
+    """What is hidden is noticed however small a part of H it is, and whatever else isn't a derivative in the model."""
+    targets = torch.randint(3, (9,))
+    model, inputs = beside(name, function)
+    with pytest.raises(NotTwiceDifferentiableError, match=f"written by hand.*{function.__name__}"):
+        QuadraticModel.build(model, inputs, targets, LOSS, Newton(), 0.1)
+    for honest in (Honest, Ramp):
+        model, inputs = beside(name, honest)
+        QuadraticModel.build(model, inputs, targets, LOSS, Newton(), 0.1)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_paddings_are_no_sign(seed: int) -> None:
+    """A padding that isn't zero has no gradient though the output depends on it: that isn't the fault of a formula."""
+    torch.manual_seed(seed)
+    words, targets = torch.randint(5, (8, 3)), torch.randint(3, (8,))
+    for function in (Honest, Ramp):
+        model = Padded(function.apply).double()
+        model.last.register_full_backward_hook(lambda module, of_input, of_output: None)
+        for scale in (1.0, 1e-2):
+            model.embed.weight.data[1].mul_(scale)
+            QuadraticModel.build(model, words, targets, LOSS, Newton(), 0.1)
+
+
+class Masking(torch.autograd.Function):
+    """A dropout by hand, from torch's stream, of a square."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mask = torch.rand(x.shape) > 0.5
+        ctx.save_for_backward(x)
+        return x.square() * ctx.mask  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, u: Tensor) -> Tensor:
+        return 2 * ctx.saved_tensors[0] * u * ctx.mask  # type: ignore[no-any-return]
+
+
+def test_functions_that_draw() -> None:
+    """They are looked at with one mask, and the stream stays where it is; hidden or not."""
+
+    class Lost(Masking):
+        @staticmethod
+        def backward(ctx: Any, u: Tensor) -> Tensor:
+            return 2 * ctx.saved_tensors[0].detach() * u * ctx.mask  # type: ignore[no-any-return]
+
+    before = torch.get_rng_state()
+    q = QuadraticModel.build(beside("a hook", Masking)[0], *sample(), LOSS, Newton(), 0.1)
+    q.curvature(q.gradient)
+    with pytest.raises(NotTwiceDifferentiableError, match="Lost"):
+        QuadraticModel.build(beside("a hook", Lost)[0], *sample(), LOSS, Newton(), 0.1)
+    with torch.random.fork_rng():
+        torch.set_rng_state(before)
+        for function in (Masking, Lost):
+            beside("a hook", function)
+            sample()
+        after = torch.get_rng_state()
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+def sample() -> tuple[Tensor, Tensor]:
+    return torch.randn(9, 3).double(), torch.randint(3, (9,))
+
+
+def test_functions_are_themselves_again() -> None:
+    """After the look, and after a model that raised in it."""
+
+    class Failing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            assert torch.autograd.Function.apply.__module__ == "torch.autograd.function"
+            return Honest.apply(x).float().double()  # type: ignore[no-any-return, no-untyped-call]
+
+    before = vars(torch.autograd.function._SingleLevelFunction).keys()
+    model = nn.Sequential(nn.Linear(3, 4), Failing(), nn.Linear(4, 2)).double()
+    QuadraticModel.build(model, torch.randn(9, 3).double(), torch.randint(2, (9,)), LOSS, Newton(), 0.1)
+    assert vars(torch.autograd.function._SingleLevelFunction).keys() == before

@@ -79,6 +79,24 @@ def test_embeddings_that_renormalise(divergence: Divergence, size: int | None, f
         same(q, QuadraticModel.build(after, inputs, targets, LOSS, divergence, 0.1, size))
 
 
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_embeddings_that_renormalise_and_are_not_stepped(kind: Any) -> None:
+    """Held fixed by `only`, though they could be stepped: they stay as they are, and the numbers are of renormalised rows."""
+    inputs, targets = tokens()
+    model = nn.Sequential(kind(6, 4, max_norm=0.7), nn.Flatten(), nn.LazyLinear(2)).double()
+    model(inputs)
+    model[0].weight.data.mul_(3.0)
+    before = model[0].weight.detach().clone()
+    for divergence in DIVERGENCES:
+        for size in (None, 2):
+            q = QuadraticModel.build(model, inputs, targets, LOSS, divergence, 0.1, size, only=["2.weight", "2.bias"])
+            q.curvature(q.gradient)
+            assert torch.equal(model[0].weight, before)
+            after = copy.deepcopy(model)
+            after[0].weight.requires_grad_(False)
+            same(q, QuadraticModel.build(after, inputs, targets, LOSS, divergence, 0.1))
+
+
 def test_the_exact_step_leaves_embeddings_alone() -> None:
     inputs, targets = tokens()
     for frozen in (False, True):

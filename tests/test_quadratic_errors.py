@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from llqr import cg_step, dense_step, exact_step
 from llqr.divergences import KL, Divergence, GaussNewton, Intermediate, Newton
@@ -243,3 +244,27 @@ def test_operations_that_have_a_forward_mode_alone() -> None:
         found.append(q.curvature(v))
     for name, product in found[0].items():
         torch.testing.assert_close(product, found[1][name], rtol=1e-6, atol=1e-9)  # the kernel's 1/6 is a float32
+
+
+class Overwriting(nn.Module):
+    """Changes in place what a derivative needs; torch notices, but not in a checkpointed block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 1.5
+        y = self.inner(x)
+        return y.sin() + x.mul_(2)
+
+
+@pytest.mark.parametrize("divergence", [KL(), GaussNewton(), Newton()], ids=repr)
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_models_that_torch_cannot_differentiate_once(divergence: Divergence, checkpointed: bool) -> None:
+    inner, (inputs, targets) = Overwriting(), data()
+    block = Of(lambda x: checkpoint(inner, x, use_reentrant=False)) if checkpointed else Of(inner)
+    model = network(block)
+    model.add_module("held", inner.double())
+    model.forward = lambda x: model[3](block(model[1](model[0](x))))  # type: ignore[method-assign, assignment]
+    refuse("can't be differentiated.*modified by an inplace", model, inputs, targets, LOSS, divergence)

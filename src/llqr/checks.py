@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from llqr.errors import ChainError, LLQRError, NonFiniteError
 
@@ -22,6 +23,23 @@ def as_arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, Mapping):
         return (), {name: _copy(value) for name, value in inputs.items()}
     return tuple(map(_copy, inputs)) if isinstance(inputs, (tuple, list)) else (_copy(inputs),), {}
+
+
+def call(model: nn.Module, tensors: Mapping[str, Tensor], inputs: Inputs) -> Any:
+    """What a model returns with these tensors in the place of its own, wherever it has them.
+
+    Each place is named once. Torch's own search for ties names a module that is used twice under both of its names, and leaves
+    the tensors that it was called with in it.
+    """
+    names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    given: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        for members in (nn.Module.named_parameters, nn.Module.named_buffers):
+            for place, tensor in members(module, path, recurse=False, remove_duplicate=False):
+                name = names.get(id(tensor))
+                if name is not None and name in tensors:
+                    given[place] = tensors[name]
+    return functional_call(model, given, *as_arguments(inputs), tie_weights=False)
 
 
 def tensors_in(value: Any, dataclasses: bool = False) -> list[Tensor]:

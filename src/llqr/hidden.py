@@ -4,16 +4,23 @@ A `torch.autograd.Function` that computes with detached tensors, or keeps result
 and silently wrong second derivatives. Torch's own operations don't, so only models in whose graph there is a formula written by
 hand are looked at: there, differences of the gradient are held against its derivative. In double precision, whatever the model
 is in: the steps can be so short then that no unit is at a kink between them, and rounding doesn't matter.
+
+Each formula is looked at by itself, where it is called: in the whole model it may have a small part, or stand beside another
+one whose gradient isn't meant to be one. The whole model is looked at for what can't be called by itself.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import _SingleLevelFunction
 
+from llqr.checks import frozen_rng
 from llqr.errors import NotTwiceDifferentiableError
 from llqr.exact.derivatives import graph_nodes
 
@@ -26,6 +33,8 @@ NOISE = 1e-14
 
 Run = Callable[[list[Tensor]], Tensor]
 Scalar = Callable[[list[Tensor]], Tensor]
+Call = tuple[Any, list[Any]]
+"""A function written by hand, and what it was called with."""
 
 
 def handwritten(outputs: Sequence[Tensor]) -> list[str]:
@@ -46,15 +55,9 @@ def check_model(outputs: Sequence[Tensor], run: Run, point: Sequence[Tensor], sl
     if not names:
         return
     start, slope = outputs[0].detach().double(), slope.double()
-    size = float(slope.norm() * start.norm())
-    stiffness = float(slope.norm() / (start.norm() + 1e-300))
-
-    def curved(leaves: list[Tensor]) -> Tensor:
-        """Any function of the output will do that has a slope (for what is kept) and a curvature (for what is cut)."""
-        change = run(leaves) - start
-        return (change * (slope + 0.5 * stiffness * change)).sum()
-
-    if _judged(curved, [tensor.detach().double() for tensor in point], size):
+    doubled = [tensor.detach().double() for tensor in point]
+    whole, size = _curved(run, start, slope)
+    if _any_hides(names, lambda: run(_leaves(doubled)), lambda: _judged(whole, doubled, size)):
         raise NotTwiceDifferentiableError(
             "the second derivatives that Newton asks for are wrong, because a backward formula written by hand hides a part "
             f"of itself from them ({', '.join(names)}): write it in differentiable operations of the inputs that "
@@ -66,16 +69,97 @@ def check_loss(loss: Callable[[Tensor], Tensor], output: Tensor) -> None:
     """Raise where a formula in the loss hides."""
     with torch.enable_grad():
         value = loss(output.detach().requires_grad_())
-    names = handwritten([value])
-    if names and _judged(lambda leaves: loss(leaves[0]), [output.detach().double()], abs(float(value.detach()))):
+    names, doubled = handwritten([value]), [output.detach().double()]
+    if not names:
+        return
+    size = abs(float(value.detach()))
+    if _any_hides(
+        names, lambda: loss(*_leaves(doubled)), lambda: _judged(lambda leaves: loss(leaves[0]), doubled, size)
+    ):
         raise NotTwiceDifferentiableError(
             "the second derivative of the loss is wrong, because a backward formula written by hand hides a part of itself "
             f"from it ({', '.join(names)}): use a loss of torch's own operations here, or KL, which doesn't need the loss's"
         )
 
 
-def _judged(function: Scalar, point: Sequence[Tensor], size: float) -> bool:
-    """`hides`, where that can be told."""
+def _curved(run: Run, start: Tensor, slope: Tensor) -> tuple[Scalar, float]:
+    """A function of what `run` gives, and the size of its numbers. Any will do that has a slope, here at `start` (for what is
+    kept), and a curvature (for what is cut)."""
+    stiffness = float(slope.norm() / (start.norm() + 1e-300))
+
+    def curved(leaves: list[Tensor]) -> Tensor:
+        change = run(leaves) - start
+        return (change * (slope + 0.5 * stiffness * change)).sum()
+
+    return curved, float(slope.norm() * start.norm())
+
+
+def _any_hides(names: Sequence[str], run: Callable[[], Tensor], whole: Callable[[], bool | None]) -> bool:
+    """Whether one of these functions does: by itself, as it is called in the run, or in the whole where that can't be told."""
+    with _overheard() as calls, torch.enable_grad(), suppress(Exception):  # it may not run in double precision
+        run()
+    judged = {}
+    for function, args in calls:
+        if function.__name__ in names:
+            judged[function.__name__] = verdict = _hides_by_itself(function, args)
+            if verdict:
+                return True
+    return any(judged.get(name) is None for name in names) and bool(whole())
+
+
+@contextmanager
+def _overheard() -> Iterator[list[Call]]:
+    """The calls in there that a backward pass goes through, with copies of what was given."""
+    calls: list[Call] = []
+
+    def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and not kwargs and any(_leads_back(value) for value in args):
+            calls.append((function, [_copied(value) for value in args]))
+        return super(_SingleLevelFunction, function).apply(*args, **kwargs)
+
+    _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
+    try:
+        yield calls
+    finally:
+        del _SingleLevelFunction.apply  # type: ignore[attr-defined]
+
+
+def _leads_back(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def _hides_by_itself(function: Any, args: Sequence[Any]) -> bool | None:
+    places = [place for place, value in enumerate(args) if _leads_back(value)]
+
+    def run(leaves: list[Tensor]) -> Tensor:
+        given = list(args)
+        for place, leaf in zip(places, leaves, strict=True):
+            given[place] = leaf.clone()  # it may be changed in place
+        with frozen_rng():  # it draws the same each time
+            outputs = function.apply(*given)
+        each = outputs if isinstance(outputs, tuple) else (outputs,)
+        return torch.cat([output.reshape(-1) for output in each if _leads_back(output)])
+
+    point = [args[place].detach() for place in places]
+    try:
+        with torch.enable_grad():
+            start = run(_leaves(point)).detach()
+    except Exception:  # it can't be called once more
+        return None
+    curved, size = _curved(run, start, torch.linspace(-40, 40, start.numel()).sin().to(start))
+    return _judged(curved, point, size)
+
+
+def _leaves(point: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.detach().requires_grad_() for tensor in point]
+
+
+def _judged(function: Scalar, point: Sequence[Tensor], size: float) -> bool | None:
+    """`hides`, where that can be told; else None."""
 
     def precise(leaves: list[Tensor]) -> Tensor:
         value = function(leaves)
@@ -87,7 +171,7 @@ def _judged(function: Scalar, point: Sequence[Tensor], size: float) -> bool:
         with torch.autocast(point[0].device.type, enabled=False):
             return hides(precise, point, size)
     except Exception:  # it doesn't run in double precision: a kernel, a dtype that is written out
-        return False
+        return None
 
 
 def hides(function: Scalar, point: Sequence[Tensor], size: float) -> bool:
@@ -97,7 +181,7 @@ def hides(function: Scalar, point: Sequence[Tensor], size: float) -> bool:
     of. A gradient that isn't the function's own (straight-through estimators) is meant so: nothing is said about it.
     """
     direction = _direction(point)
-    leaves = [tensor.detach().requires_grad_() for tensor in point]
+    leaves = _leaves(point)
     with torch.enable_grad():
         value = function(leaves)
         slope = torch.autograd.grad(value, leaves, create_graph=True, materialize_grads=True)

@@ -54,6 +54,14 @@ class Recording:
 
     def pull(self, cotangents: Sequence[Tensor]) -> list[Tensor]:
         """Jᵀc: one gradient a parameter, from one cotangent an output."""
+        try:
+            return self._pull(cotangents)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise _not_once(error) from error
+
+    def _pull(self, cotangents: Sequence[Tensor]) -> list[Tensor]:
         return list(
             torch.autograd.grad(self._outputs, self._leaves, cotangents, retain_graph=True, materialize_grads=True)
         )
@@ -85,10 +93,12 @@ class Linearization(Recording):
             return self.pull_first(cotangents)
         except RuntimeError as error:
             try:
-                pulled = self.pull(cotangents)
-            except RuntimeError:  # not even once differentiable: a formula for the model's own precision
+                pulled = self._pull(cotangents)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as once:  # not even once differentiable: a formula for the model's own precision
                 if not self._recorder.lower(error):
-                    raise
+                    raise _not_once(once) from once
                 self._record(plain_rules())
                 return self.pull_first(cotangents)
             self.use_forward_mode(str(error))
@@ -109,11 +119,23 @@ class Linearization(Recording):
         sizes = [float(row.norm()) for row in rows]
         floor = rounding**0.5 * max(sizes) or 1.0
         scales = [max(size, floor) for size in sizes]
-        pushed = self.push([row / scale / scale for row, scale in zip(rows, scales, strict=True)])
-        found = sum(float((c * v).sum()) for c, v in zip(drawn, pushed, strict=True))
+        tangents = [row / scale / scale for row, scale in zip(rows, scales, strict=True)]
         expected = sum((size / scale) ** 2 for size, scale in zip(sizes, scales, strict=True))
-        if abs(found - expected) > rounding**0.4 * expected**0.5:
+
+        def transposed() -> bool:
+            pairs = zip(drawn, self.push(tangents), strict=True)
+            found = sum(float((c * v).sum()) for c, v in pairs)
+            return bool(abs(found - expected) <= rounding**0.4 * expected**0.5)
+
+        right = transposed()
+        if not right and not self.forward_mode:
             self.use_forward_mode("a backward formula in it can't be differentiated, though nothing says so")
+            right = transposed()
+        if not right:
+            raise LLQRError(
+                "the gradients of the model aren't its derivatives, as found by running it forward (does a hook change them, "
+                "or does it take gradients itself?), and an operation in it can't be differentiated twice: replace one of them"
+            )
 
     def use_forward_mode(self, reason: str) -> None:
         """Push by running the model forward from now on, and say why."""
@@ -219,6 +241,12 @@ class SecondDerivative(Recording):
 def _edges(tensors: Sequence[Tensor]) -> list[GradientEdge | None]:
     """Where a backward pass from them begins, without their values, which are as large as the parameters and of no use."""
     return [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in tensors]
+
+
+def _not_once(error: Exception) -> LLQRError:
+    return LLQRError(
+        f"the model can't be differentiated ({error}): loss.backward() has to work with it, also without checkpointed blocks"
+    )
 
 
 def _not_twice(error: Exception) -> NotTwiceDifferentiableError:

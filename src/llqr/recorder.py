@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
-from llqr.checks import Inputs, as_arguments, tensors_in
+from llqr.checks import Inputs, call, tensors_in
 from llqr.errors import LLQRError, LLQRWarning, callers_level
 from llqr.plainly import unfused, without_checkpoints
 from llqr.precision import LOWEST, AutocastOff, at_least_single, in_double, is_low, raised
@@ -131,7 +130,7 @@ class Recorder:
         with catching(self.model, self.places) as caught, ExitStack() as stack:
             for context in (in_modes(self._modes), self._streams.again(), _eager(), *plain):
                 stack.enter_context(context)
-            output = self._output({**parameters, **copies, **fixed}, inputs)
+            output = self._output({**fixed, **parameters, **copies}, inputs)
             if not self._whole and self._streams.drawn():
                 raise LLQRError(
                     "the model draws random numbers (dropout?), other ones in chunks than in the whole batch: give the batch "
@@ -141,9 +140,9 @@ class Recorder:
 
     def _output(self, tensors: Parameters, inputs: Inputs) -> Any:
         if self._call is None:
-            return functional_call(self.model, tensors, *as_arguments(inputs))
+            return call(self.model, tensors, inputs)
         held = {f"model.{name}": tensor for name, tensor in tensors.items()}
-        return functional_call(_Calling(self.model, self._call), held, ())
+        return call(_Calling(self.model, self._call), held, ())
 
     def chosen(self, output: Any) -> list[Tensor]:
         """What is recorded of what the model returns."""

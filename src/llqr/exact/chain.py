@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
-from llqr.checks import Inputs, as_arguments, check_finite, check_inputs, check_parameter, frozen_rng, refuse_wrapped
+from llqr.checks import Inputs, call, check_finite, check_inputs, check_parameter, frozen_rng, refuse_wrapped
 from llqr.errors import ChainError, LLQRError
 from llqr.rules import twice_rules
 from llqr.rules.embeddings import constants
@@ -48,7 +47,7 @@ class Chain:
         try:
             module = self.modules[stage]
             with twice_rules():
-                output = functional_call(module, {**parameters, **constants(module)}, *as_arguments(state))
+                output = call(module, {**constants(module), **parameters}, state)
         except LLQRError:
             raise
         except Exception as error:

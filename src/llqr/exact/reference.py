@@ -13,15 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llqr import sites
 from llqr.checks import (
     Inputs,
     Loss,
-    as_arguments,
     batch_size_of,
+    call,
     check_finite,
     check_inputs,
     frozen_rng,
@@ -152,8 +151,8 @@ class _Problem:
             twice_rules(),
             sdpa_kernel(SDPBackend.MATH),
         ):  # fused attention has no second derivative
-            given = {**self.parameters, **constants(self.model)}
-            output = functional_call(self.model, given, *as_arguments(self.inputs))
+            given = {**constants(self.model), **self.parameters}
+            output = call(self.model, given, self.inputs)
         if not isinstance(output, Tensor):
             raise ChainError(
                 f"the model returned a {type(output).__name__}; wrap it in a module that returns one tensor"

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.forward_ad import unpack_dual
 from torch.nn import functional
 
 Maybe = Tensor | None
 
 
 def constants(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of what a forward pass may write to besides the parameters to step: buffers, frozen renormalised weights."""
-    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
-    written = {name: frozen[name] for name in renormalised(model) if name in frozen}
+    """Copies of what a forward pass may write to: buffers, and weights that it renormalises. Parameters to step that are among
+    those are handed over as copies of their own."""
+    named = dict(model.named_parameters())
+    written = {name: named[name] for name in renormalised(model)}
     return {name: tensor.detach().clone() for name, tensor in {**dict(model.named_buffers()), **written}.items()}
 
 
@@ -36,7 +38,10 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Maybe:
-    """With a dense gradient, where it would be sparse."""
+    """With a dense gradient, where it would be sparse; and with a padding that has no derivative, forward neither."""
+    if padding_idx is not None and isinstance(unpack_dual(weight).tangent, Tensor):  # type: ignore[no-untyped-call]
+        rows = functional.embedding(input, weight, padding_idx, max_norm, norm_type)
+        return torch.where((input == padding_idx % len(weight))[..., None], rows.detach(), rows)
     if not sparse:
         return None
     return functional.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq)

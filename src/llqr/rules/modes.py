@@ -192,9 +192,15 @@ def _batch_norm(recorded: Callable[[Convolution], Tensor] | None = None) -> Call
         inverse_std = (running_var + eps).rsqrt()
         scale = inverse_std if weight is None else weight * inverse_std
         shift = -running_mean * scale if bias is None else bias - running_mean * scale
-        return torch.addcmul(shift.view(shape), input, scale.view(shape))
+        return torch.addcmul(shift.view(shape), _as_normalised(input), scale.view(shape))
 
     return normalise
+
+
+def _as_normalised(input: Tensor) -> Tensor:
+    """In memory as torch's batch norm returns it: the dropout behind it draws its mask in that order."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(input.dim())
+    return input if last is not None and input.is_contiguous(memory_format=last) else input.contiguous()
 
 
 def _tuple(value: Any, length: int) -> list[int]:
