@@ -46,8 +46,7 @@ class Shards(Replicas):
             yield {name: p for name, p in self._model.named_parameters() if name in parameters}
 
     def stepping(self) -> AbstractContextManager[None]:
-        """What one rank raises in there, all do."""
-        return self._ranks.together()
+        return self.together()
 
     # --- refits ---
 
