@@ -235,14 +235,14 @@ def drawn(kind: str, seed: int, sizes: tuple[int, ...] = (1,)) -> Draw:
 def _of_default(draw: random.Random, loss: str) -> dict[str, Any]:
     measures: list[Any] = [None, None, None, "gauss-newton", "newton"]
     if loss == "classes":
-        measures += ["ngd", "renyi", "reverse-kl", KL(reduction="sum"), KL() + L2(0.01)]
+        measures += ["ngd", "renyi", "reverse-kl", KL(reduction="sum"), KL() + L2(0.3)]
     every = draw.choice([None, 1, 2, 3, 4, rarely])
     return {"divergence": draw.choice(measures), "structure": draw.choice(STRUCTURES), "every": every}
 
 
 def _of_paper(draw: random.Random, loss: str) -> dict[str, Any]:
     family = "gaussian" if loss == "squares" else "categorical"
-    measures: list[Any] = [KL(family), KL(family, reduction="sum"), KL(family) + L2(0.01), "gauss-newton", "newton"]
+    measures: list[Any] = [KL(family), KL(family, reduction="sum"), KL(family) + L2(0.1), "gauss-newton", "newton"]
     divergence = draw.choice([*measures, "newton"])
     found: dict[str, Any] = {
         "divergence": divergence,

@@ -58,6 +58,8 @@ def drawn_for(kind: str, seed: int) -> Draw:
     changes: dict[str, Any] = {"extra": extra}
     if kind == "fsdp" and draw.model in NOT_SHARDED:
         changes["model"] = "linear"
+    if kind == "fsdp" and not draw.base.startswith("adam"):  # torch shards no other fused steps
+        changes["base_options"] = {name: value for name, value in draw.base_options.items() if name != "fused"}
     if kind == "ddp" and draw.paper:
         changes["llqr"] = {**draw.llqr, "shard": choose.random() < 0.3}
     return replace(draw, **changes)
@@ -110,7 +112,9 @@ def _through_files(draw: Draw, kind: str, saved: Trained, rank: int, path: str) 
     state: dict[str, Any] = {"optimizer": saved.optimizer.state_dict()}
     state["model"] = {name: whole(tensor) for name, tensor in saved.model.state_dict().items()}
     if kind == "fsdp":
-        state["base"] = get_optimizer_state_dict(saved.model, saved.optimizer.base, options=FULL)
+        state["groups"] = [{**group, "params": []} for group in saved.optimizer.param_groups]
+        if saved.optimizer.base.state:  # or else torch would make one
+            state["base"] = get_optimizer_state_dict(saved.model, saved.optimizer.base, options=FULL)
         state["optimizer"] = {"llqr": state["optimizer"]["llqr"]}
     if rank == 0:
         torch.save(state, path)
@@ -119,10 +123,13 @@ def _through_files(draw: Draw, kind: str, saved: Trained, rank: int, path: str) 
     with torch.no_grad():
         for name, tensor in loaded.model.state_dict().items():
             there = state["model"][name]
-            tensor.copy_(distribute_tensor(there, tensor.device_mesh) if isinstance(tensor, DTensor) else there)
+            sharded = isinstance(tensor, DTensor)
+            tensor.copy_(distribute_tensor(there, tensor.device_mesh, tensor.placements) if sharded else there)
     if kind == "fsdp":
-        if state["base"]["state"]:  # torch doesn't load an empty one
+        if "base" in state:
             set_optimizer_state_dict(loaded.model, loaded.optimizer.base, state["base"], options=FULL)
+        for group, held in zip(loaded.optimizer.param_groups, state["groups"], strict=True):
+            group.update({**held, "params": group["params"]})
         state["optimizer"] |= loaded.optimizer.base.state_dict()
     loaded.optimizer.load_state_dict(state["optimizer"])
     return loaded
@@ -185,17 +192,16 @@ def _without_bases(found: Outcome) -> Outcome:
     return {name: tensor for name, tensor in found.items() if not (name.startswith("base") and tensor.dim() == 0)}
 
 
-def _work(rank: int, size: int, folder: str, kind: str, seeds: list[int], lines: Any) -> None:
+def _work(rank: int, size: int, folder: str, kind: str, draws: list[Draw], lines: Any) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/meeting", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
-    for seed in seeds:
-        draw = drawn_for(kind, seed)
+    for draw in draws:
         try:
             line = try_draw(draw, kind, rank, folder)
         except Exception:
             told = [f"on rank {rank}: {traceback.format_exc()}"]
-            line = {"seed": seed, "result": "error", "wrong": told, "drawn": str(draw), "count": 0}
+            line = {"seed": draw.seed, "result": "error", "wrong": told, "drawn": str(draw), "count": 0}
         if line is not None:
             lines.put(line)
         if line is not None and line["result"] == "error":
@@ -209,37 +215,42 @@ def _work(rank: int, size: int, folder: str, kind: str, seeds: list[int], lines:
 # --- all ranks ---
 
 
-def on_ranks(kind: str, seeds: list[int]) -> Iterator[dict[str, Any]]:
-    """What became of each seed. One process group for all of a size; a new one after an error."""
-    by_size: dict[int, list[int]] = {}
-    for seed in seeds:
-        by_size.setdefault(len(drawn_for(kind, seed).rows), []).append(seed)
+def on_ranks(kind: str, draws: list[Draw]) -> Iterator[dict[str, Any]]:
+    """What became of each draw. One process group for all of a size; a new one after an error."""
+    by_size: dict[int, list[Draw]] = {}
+    for draw in draws:
+        by_size.setdefault(len(draw.rows), []).append(draw)
     for size, left in by_size.items():
         while left:
             for line in _group(kind, left, size):
-                left = [seed for seed in left if seed != line["seed"]]
+                left = left[1:]
                 yield line
 
 
-def _group(kind: str, seeds: list[int], size: int) -> Iterator[dict[str, Any]]:
+def _group(kind: str, draws: list[Draw], size: int) -> Iterator[dict[str, Any]]:
     """Draws until one ends in an error, or all are done."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     lines = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         work = [
-            context.Process(target=_work, args=(rank, size, folder, kind, seeds, lines), daemon=True)
+            context.Process(target=_work, args=(rank, size, folder, kind, draws, lines), daemon=True)
             for rank in range(size)
         ]
         for process in work:
             process.start()
         try:
-            for seed in seeds:
+            for draw in draws:
                 try:
                     line = lines.get(timeout=LONGEST)
                 except queue.Empty:
-                    drawn_there = str(drawn_for(kind, seed))
-                    line = {"seed": seed, "result": "error", "wrong": ["no answer"], "drawn": drawn_there, "count": 0}
+                    line = {
+                        "seed": draw.seed,
+                        "result": "error",
+                        "wrong": ["no answer"],
+                        "drawn": str(draw),
+                        "count": 0,
+                    }
                 yield line
                 if line["result"] == "error":
                     return

@@ -86,6 +86,8 @@ def outcome(trained: Trained) -> Outcome:
     found = {f"model {name}": whole(tensor) for name, tensor in trained.model.state_dict().items()}
     names = {id(p): name for name, p in trained.model.named_parameters()}
     for parameter, held in optimizer.base.state.items():
+        if not parameter.requires_grad:
+            continue  # some bases make a state for it, and torch doesn't load that
         for key, value in held.items():
             if value is not None:
                 found[f"base {names[id(parameter)]} {key}"] = whole(torch.as_tensor(value))

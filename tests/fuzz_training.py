@@ -80,9 +80,9 @@ def lines_of(kind: str, seeds: list[int]) -> Iterator[Line]:
             os.environ |= {"LLQR_CACHE": folder, "HF_HUB_OFFLINE": "1"}
             yield from (tried(kill, seed, Path(folder)) for seed in seeds)
     else:
-        from fuzz_ranks import on_ranks
+        from fuzz_ranks import drawn_for, on_ranks
 
-        yield from on_ranks(kind, seeds)
+        yield from on_ranks(kind, [drawn_for(kind, seed) for seed in seeds])
 
 
 def tried(run: Callable[..., tuple[list[str], str, int]], seed: int, *more: Any) -> Line:

@@ -26,9 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.utils._pytree import tree_map
 
@@ -59,11 +57,8 @@ def save(folder: str | Path, optimizer: LLQR | PaperLLQR) -> None:
         if _leads(group) and partial.exists():
             shutil.rmtree(partial)  # of a run that was stopped while it wrote
     tensors, told = _of_paper(optimizer) if isinstance(optimizer, PaperLLQR) else _of_default(optimizer)
-    told["begun"] = bool(optimizer.base.state)
     words = torch.tensor(list(json.dumps(told).encode()), dtype=torch.uint8)
     state = {**_trained(optimizer), **tensors, WORDS: words}
-    if not told["begun"]:
-        optimizer.base.state.clear()  # torch has made one, by a step with gradients of zero
     state_dict_saver.save(state, checkpoint_id=partial, process_group=group, no_dist=group is None)
     with optimizer._together():
         if _leads(group):
@@ -113,6 +108,23 @@ class _Files:
         self.fill({place: held for place, held in state.items() if not isinstance(held, dict) or held})
         return dict(state)
 
+    def entries(self, place: str, parameters: Mapping[str, Tensor]) -> dict[tuple[Any, ...], Any]:
+        """All that is there, by the keys that lead to it. What has the shape of a parameter among them is divided like it."""
+        paths = self._stored.planner_data or {}
+        found = {name: path[1:] for name, path in paths.items() if path[0] == place}
+        blank: dict[str, Any] = {}
+        for name, path in found.items():
+            kind = self.known.get(name)
+            like = next((parameters[key] for key in path if key in parameters), None)
+            if kind is None:
+                blank[name] = None  # not a tensor
+            elif like is not None and like.shape == kind.size:
+                blank[name] = torch.empty_like(like, dtype=kind.properties.dtype, requires_grad=False)
+            else:
+                blank[name] = torch.empty(kind.size, dtype=kind.properties.dtype)
+        self.fill(blank)
+        return {path: blank[name] for name, path in found.items()}
+
     def fill(self, state: dict[str, Any]) -> None:
         """Read into the tensors that are there."""
         reader = Reader(self._folder, self._stored)
@@ -126,19 +138,44 @@ class _Files:
 
 
 def _trained(optimizer: LLQR | PaperLLQR) -> dict[str, Any]:
-    """The model's state and the base's."""
-    return {
-        "model": get_model_state_dict(optimizer.model),
-        "base": get_optimizer_state_dict(optimizer.model, optimizer.base),
-    }
+    """The model's state and the base's, by the names of the parameters.
+
+    Torch's own get_optimizer_state_dict lets a base that hasn't stepped yet take a step, which it would begin after.
+    """
+    held, order = optimizer.base.state_dict(), _order(optimizer)
+    state = {order[number]: entry for number, entry in held["state"].items()}
+    groups = [{**group, "params": [order[number] for number in group["params"]]} for group in held["param_groups"]]
+    return {"model": get_model_state_dict(optimizer.model), "base": {"state": state, "param_groups": groups}}
 
 
-def _load_trained(files: _Files, optimizer: LLQR | PaperLLQR, state: dict[str, Any], begun: bool) -> None:
-    files.fill(state)
-    set_model_state_dict(optimizer.model, state["model"])
-    set_optimizer_state_dict(optimizer.model, optimizer.base, state["base"])
-    if not begun:
-        optimizer.base.state.clear()
+def _load_trained(files: _Files, optimizer: LLQR | PaperLLQR, more: Mapping[str, Any]) -> None:
+    """With more tensors to be filled."""
+    order = _order(optimizer)
+    entries = files.entries("base", dict(optimizer.model.named_parameters()))
+    state: dict[Any, Any] = {}
+    groups: dict[int, dict[str, Any]] = {}
+    for path, value in entries.items():
+        place: dict[Any, Any] = state if path[0] == "state" else groups
+        for key in path[1:-1]:
+            place = place.setdefault(key, {})
+        place[path[-1]] = value
+    named = [name for _, group in sorted(groups.items()) for name in group["params"]]
+    if named != order:
+        raise LLQRError(
+            "the checkpoint's base has other parameters, or in another order: make it as it was made before"
+        )
+    numbers = {name: number for number, name in enumerate(order)}
+    packed = [{**group, "params": [numbers[n] for n in group["params"]]} for _, group in sorted(groups.items())]
+    model = get_model_state_dict(optimizer.model)
+    files.fill({"model": model, **more})
+    set_model_state_dict(optimizer.model, model)
+    optimizer.base.load_state_dict({"state": {numbers[n]: held for n, held in state.items()}, "param_groups": packed})
+
+
+def _order(optimizer: LLQR | PaperLLQR) -> list[str]:
+    """The names of the parameters, as they come in the groups of the base."""
+    names = {id(parameter): name for name, parameter in optimizer.model.named_parameters()}
+    return [names[id(parameter)] for group in optimizer.base.param_groups for parameter in group["params"]]
 
 
 # --- the paper's ---
@@ -155,15 +192,15 @@ def _load_paper(files: _Files, optimizer: PaperLLQR, told: dict[str, Any]) -> No
     with optimizer._together():
         keys = {name.rpartition("/")[0] for name in kinds}
         u, division = optimizer._refit.blocks.blank(parameters, keys, optimizer._team) if keys else (None, None)
-        state = {**_trained(optimizer), BLOCK: _named({} if u is None else u.blocks)}
-        for name, tensor in state[BLOCK].items():
+        blocks = _named({} if u is None else u.blocks)
+        for name, tensor in blocks.items():
             if name not in kinds or tuple(tensor.shape) != tuple(kinds[name].size):
                 block, _, part = name.rpartition("/")
                 raise LLQRError(
                     f"the checkpoint's block for {block!r} has no tensor {part!r} of shape {tuple(tensor.shape)}: was it "
                     "written with another structure?"
                 )
-    _load_trained(files, optimizer, state, told.get("begun", True))
+    _load_trained(files, optimizer, {BLOCK: blocks})
     own = State.from_dict({**told, "preconditioner": None})
     if u is not None:
         u.history = told["history"]
@@ -198,8 +235,7 @@ def _load_default(files: _Files, optimizer: LLQR, told: dict[str, Any]) -> None:
             blocks[key]["moments"][part] = moment
         own = {**told, AVERAGES: found[AVERAGES]}
         checked = optimizer._checked_state(own, stepped_parameters(optimizer.base, optimizer.model))
-        state = _trained(optimizer)
-    _load_trained(files, optimizer, state, told.get("begun", True))
+    _load_trained(files, optimizer, {})
     optimizer._resume(*checked)
 
 

@@ -116,7 +116,9 @@ class Shards(Replicas):
         return {
             key: block_from_state(key, state, parameters, structures)
             if self._dealt[maps[key].weight] == self.rank
-            else Block(maps[key], structures[maps[key].weight], refits=state["refits"])
+            else Block(
+                maps[key], structures[maps[key].weight], refits=state["refits"], diagonal=float(state["diagonal"])
+            )
             for key, state in states.items()
         }
 
