@@ -9,6 +9,7 @@ import shutil
 import signal
 import tempfile
 import time
+import traceback
 import warnings
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -21,6 +22,7 @@ from llqr_lab.experiments.folder import RunFolder
 from llqr_lab.experiments.loop import train
 from llqr_lab.experiments.presets import resolve
 from llqr_lab.experiments.stopping import StoppedError
+from ranks import PRELOADED
 
 LONGEST = 240.0
 PRESETS = {
@@ -45,9 +47,8 @@ METHODS = [
     "ekfac-ngd",
     "kfac-newton",
 ]
-PRELOADED = ["llqr_lab.experiments.loop", "torch.utils.tensorboard", "kornia.augmentation", "fuzz_kills"]
-STOPPED = 3
-"""What a run ends with that was asked to stop."""
+STOPPED, FAILED = 3, 4
+"""What a run ends with that was asked to stop, and one that couldn't go on. (Ctrl-C before it has begun is 1, of Python.)"""
 
 
 def server() -> ForkServerContext:
@@ -65,6 +66,9 @@ def run(config: Config, folder: Path, seconds: float) -> None:
         train(config, RunFolder(folder), None, torch.device("cpu"), checkpoint_seconds=seconds)
     except (StoppedError, KeyboardInterrupt):  # the latter before it listens
         os._exit(STOPPED)
+    except Exception:
+        traceback.print_exc()
+        os._exit(FAILED)
 
 
 def kill(seed: int, known: Path) -> tuple[list[str], str, int]:
@@ -95,7 +99,7 @@ def kill(seed: int, known: Path) -> tuple[list[str], str, int]:
                 came += 1
                 os.kill(process.pid or 0, signal.Signals[name])
             process.join(LONGEST)
-            if process.exitcode not in (0, STOPPED, -signal.Signals[name]):
+            if process.exitcode not in (0, STOPPED, -signal.Signals[name], 1 if name == "SIGINT" else 0):
                 wrong.append(f"ended with {process.exitcode} after {name}")
         wrong += _ended(context, config, stopped)
         for log in ("metrics", "diagnostics"):

@@ -32,15 +32,34 @@ from fuzz_draws import Draw, Trained, bare_model, drawn, optimized
 from fuzz_steps import Outcome, advance, differences, not_finite, outcome, quiet, whole
 from llqr.distributed import checkpoint
 from llqr.divergences import BasePoint, OutputTerm
+from ranks import PRELOADED
 
 SIZES = (2, 2, 2, 3)
 TOLERANCE = 1e-9
 LONGEST = 90.0
 """Seconds for one draw."""
-PRELOADED = ["torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "fuzz_ranks"]
 FULL = StateDictOptions(full_state_dict=True)
 NOT_SHARDED = ("transposed", "channels last")
 """fully_shard takes contiguous parameters alone."""
+
+PLAIN = Draw(
+    seed=0,
+    model="linear",
+    loss="classes",
+    base="sgdm",
+    base_options={},
+    paper=False,
+    llqr={},
+    closures=False,
+    micro=1,
+    steps=4,
+    groups=False,
+    frozen=False,
+    clip=False,
+    rows=[6, 6],
+    extra={"late": False, "save": None, "bucket_view": False, "parts": True},
+)
+"""Of two ranks; what a test changes is what it is about."""
 
 
 def drawn_for(kind: str, seed: int) -> Draw:

@@ -101,7 +101,8 @@ def _show(line: Line) -> None:
 def _read(out: Path | None) -> dict[int, Line]:
     if out is None or not out.exists():
         return {}
-    whole, _, _ = out.read_text(encoding="utf-8").rpartition("\n")
+    whole, end, _ = out.read_text(encoding="utf-8").rpartition("\n")
+    out.write_text(whole + end, encoding="utf-8")  # without a line that was begun
     return {line["seed"]: line for line in map(json.loads, whole.splitlines())}
 
 
