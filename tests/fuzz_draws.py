@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.optim import lr_scheduler
+from torch.utils.checkpoint import checkpoint
 
 from llqr import LLQR
 from llqr.divergences import KL, L2
@@ -79,6 +81,17 @@ def convolution(draw: random.Random, *more: nn.Module) -> nn.Sequential:
     return nn.Sequential(first, *more, nn.Tanh(), second, nn.SiLU(), pool, nn.Flatten(), nn.Linear(12, CLASSES))
 
 
+class Checkpointed(nn.Module):
+    """A layer whose activations are computed again in the backward pass."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
 def words(draw: random.Random) -> nn.Sequential:
     width = draw.randint(2, 4)
     return nn.Sequential(nn.Embedding(WORDS, width), nn.Flatten(), nn.Linear(LENGTH * width, CLASSES))
@@ -102,16 +115,20 @@ MODELS: dict[str, Callable[[random.Random], nn.Module]] = {
     "tied": lambda draw: Attention(tied=True, words=WORDS),
     "multihead": lambda draw: Layers(nn.MultiheadAttention(4, 2, batch_first=True), 4),
     "encoder": encoder,
+    "checkpointed": lambda draw: nn.Sequential(Checkpointed(linear(draw)), nn.Tanh(), nn.Linear(CLASSES, CLASSES)),
     "lstm": lambda draw: Layers(nn.LSTM(4, 4, batch_first=True), 4),
     "gru": lambda draw: Layers(nn.GRU(4, 4, draw.randint(1, 2), batch_first=True), 4),
 }
 BY_THEMSELVES: dict[str, Callable[[random.Random], nn.Module]] = {
     "batch norm": lambda draw: convolution(draw, nn.BatchNorm2d(4)),
     "dropout": lambda draw: linear(draw, True, nn.Dropout(0.3)),
+    "spectral norm": lambda draw: nn.Sequential(spectral_norm(nn.Linear(4, 4)), *linear(draw)),
+    "weight norm": lambda draw: nn.Sequential(weight_norm(nn.Linear(4, 4)), *linear(draw)),
     "dropout encoder": lambda draw: encoder(draw, 0.2),
 }
 """Of these, ranks on parts of a batch don't compute what one process does on the whole."""
-PICTURES, FLAT = ("convolution", "group norm", "channels last", "batch norm"), ("linear", "no bias", "layer norm")
+PICTURES = ("convolution", "group norm", "channels last", "batch norm")
+FLAT = ("linear", "no bias", "layer norm", "transposed", "shared", "checkpointed")
 
 
 def batch(model: str, loss: str, number: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
@@ -125,7 +142,7 @@ def batch(model: str, loss: str, number: int, rows: int = ROWS) -> tuple[Tensor,
         x = torch.randn(rows, 2, 5, 5, generator=draw, dtype=torch.float64)
     else:
         x = torch.randn(rows, 4, generator=draw, dtype=torch.float64)
-    of_floats = model in PICTURES or model in (*FLAT, "transposed", "shared", "dropout")
+    of_floats = model in (*PICTURES, *FLAT, "dropout", "spectral norm", "weight norm")
     y = functional.one_hot(classes, CLASSES).double() if loss == "squares" else classes
     return x if of_floats else tokens[:, :-1], y
 
@@ -190,8 +207,13 @@ class Draw:
     frozen: bool
     """The first trained tensor isn't."""
     clip: bool
+    clears: str = "optimizer"
+    """Who clears gradients: the optimizer, the model, or the model by zeros."""
     scheduler: str | None = None
     dtype: torch.dtype = torch.float64
+    autocast: bool = False
+    thaw: int = 0
+    """From this step on, the frozen tensor is trained; 0 is never."""
     rows: list[int] = field(default_factory=lambda: [ROWS])
     """Of each rank."""
     extra: dict[str, Any] = field(default_factory=dict)
@@ -203,20 +225,23 @@ def drawn(kind: str, seed: int, sizes: tuple[int, ...] = (1,)) -> Draw:
     draw = random.Random(f"{kind} {seed}")
     alone = sizes == (1,)
     model = draw.choice([*MODELS, *BY_THEMSELVES] if alone else list(MODELS))
-    of_floats = model in (*FLAT, *PICTURES, "transposed", "shared")
+    of_floats = model in (*FLAT, *PICTURES)
     loss = "squares" if of_floats and draw.random() < 0.2 else "classes"
     paper = draw.random() < 0.4
     llqr = _of_paper(draw, loss) if paper else _of_default(draw, loss)
     asked = getattr(llqr.get("divergence"), "needs_loss", False) or llqr.get("divergence") in ("newton", "gauss-newton")
     one_call = llqr.get("divergence") == "gauss-newton" or (asked and not paper)
     base = draw.choice([*TORCH, "own"] if alone else [name for name in [*TORCH, "own"] if name not in ONE_PROCESS])
+    options = _base_options(draw, base, alone)
     precision = draw.choice([torch.float32, torch.float32, torch.float64, torch.float64, torch.bfloat16])
+    # torch's fused SGD steps by other numbers than its own in bfloat16
+    single = base in IN_SINGLE or ("fused" in options and base in ("sgd", "sgdm", "dampened", "nesterov"))
     return Draw(
         seed,
         model,
         loss,
         base,
-        _base_options(draw, base, alone),
+        options,
         paper,
         llqr,
         closures=asked or draw.random() < 0.25,
@@ -225,8 +250,11 @@ def drawn(kind: str, seed: int, sizes: tuple[int, ...] = (1,)) -> Draw:
         groups=draw.random() < 0.25,
         frozen=draw.random() < 0.15,
         clip=draw.random() < 0.15,
+        clears=draw.choice(["optimizer", "optimizer", "model", "zeros"]),
         scheduler=_scheduler(draw, base),
-        dtype=torch.float64 if not alone else torch.float32 if base in IN_SINGLE else precision,
+        dtype=torch.float64 if not alone else torch.float32 if single else precision,
+        autocast=alone and not asked and model not in ("lstm", "gru") and draw.random() < 0.1,
+        thaw=draw.randint(0, 4) if alone and "fused" not in options else 0,  # torch's fused SGD can't
         rows=draw.choice(SPLITS[draw.choice(sizes)]),
         extra={"random": draw.getrandbits(32)},
     )

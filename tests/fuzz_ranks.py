@@ -39,6 +39,10 @@ TOLERANCE = 1e-9
 LONGEST = 90.0
 """Seconds for one draw."""
 FULL = StateDictOptions(full_state_dict=True)
+WRAPPERS: dict[str, list[dict[str, Any]]] = {
+    "ddp": [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}, {"broadcast_buffers": False}],
+    "fsdp": [{}, {"reshard_after_forward": True}, {"reshard_after_forward": False}],
+}
 NOT_SHARDED = ("transposed", "channels last")
 """fully_shard takes contiguous parameters alone."""
 
@@ -57,7 +61,7 @@ PLAIN = Draw(
     frozen=False,
     clip=False,
     rows=[6, 6],
-    extra={"late": False, "save": None, "bucket_view": False, "parts": True},
+    extra={"late": False, "save": None, "parts": True},
 )
 """Of two ranks; what a test changes is what it is about."""
 
@@ -71,7 +75,7 @@ def drawn_for(kind: str, seed: int) -> Draw:
         "save": choose.choice([None, None, "state", "checkpoint"]),
         "at": choose.randint(0, draw.steps - 1),
         "again": choose.random() < 0.5,
-        "bucket_view": choose.random() < 0.3,
+        "wrapper": choose.choice(WRAPPERS[kind]),
         "parts": choose.random() < 0.5,
     }
     changes: dict[str, Any] = {"extra": extra}
@@ -94,12 +98,12 @@ def built(draw: Draw, kind: str, other: int = 0) -> Trained:
         options = {name: value for name, value in draw.llqr.items() if name != "shard"}
         return optimized(replace(draw, llqr=options), model, model)
     if kind == "ddp":
-        called = DistributedDataParallel(model, gradient_as_bucket_view=draw.extra["bucket_view"])
+        called = DistributedDataParallel(model, **draw.extra.get("wrapper", {}))
         return replace(optimized(draw, model, model if draw.extra["late"] else called), called=called)
     if draw.extra["parts"] and draw.model != "tied":
         for part in [child for child in model.children() if list(child.parameters())][1:]:
-            fully_shard(part)
-    fully_shard(model)
+            fully_shard(part, **draw.extra.get("wrapper", {}))
+    fully_shard(model, **draw.extra.get("wrapper", {}))
     return optimized(draw, model, model)
 
 

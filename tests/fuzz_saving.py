@@ -15,15 +15,18 @@ import torch
 from fuzz_draws import Draw, Trained, bare_model, drawn, optimized
 from fuzz_steps import advance, differences, not_finite, outcome
 
+UNPICKLED = ("spectral norm", "weight norm")
+"""Torch saves parametrised modules by their state alone."""
+
 
 def save(seed: int) -> tuple[list[str], str, int]:
     """What differs, what was drawn, and how many refits there were."""
     draw = drawn("save", seed)
     choose = random.Random(draw.extra["random"])
     copies = draw.scheduler is None and choose.random() < 0.25
-    ways = ["deepcopy", "pickle", "torch"] if copies else ["file"]
+    ways = ["file"] if not copies else ["deepcopy"] if draw.model in UNPICKLED else ["deepcopy", "pickle", "torch"]
     stops = sorted({choose.randint(0, draw.steps - 1) for _ in range(choose.choice([1, 1, 1, 2, 3]))})
-    path = [(stop, choose.choice(ways), choose.choice([0, 0, 1, 2])) for stop in stops]
+    path = [(stop, choose.choice(ways), 0 if draw.thaw else choose.choice([0, 0, 1, 2])) for stop in stops]
     straight = _made(draw)
     advance(draw, straight, range(draw.steps))
     stopped = _made(draw)

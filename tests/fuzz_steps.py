@@ -41,10 +41,15 @@ def advance(draw: Draw, trained: Trained, numbers: Iterable[int], rank: int = 0)
 def _step(draw: Draw, trained: Trained, number: int, rank: int) -> float:
     """The number stands for the loss that a plateau is looked for in: ranks have the same."""
     called, optimizer, size = trained.called, trained.optimizer, len(draw.rows)
+    if draw.frozen and draw.thaw:
+        next(trained.model.parameters()).requires_grad_(number >= draw.thaw)
 
     def evaluate() -> Tensor:
         """The loss over all micro-batches, taken backward one after another."""
-        optimizer.zero_grad()
+        if draw.clears == "optimizer":
+            optimizer.zero_grad()
+        else:
+            trained.model.zero_grad(set_to_none=draw.clears == "model")
         losses = []
         for micro in range(draw.micro):
             x, y = (
@@ -52,9 +57,11 @@ def _step(draw: Draw, trained: Trained, number: int, rank: int) -> float:
             )
             correction = size * len(x) / ROWS  # DDP takes the mean over ranks, whatever they have
             with synchronised(called, not draw.extra.get("no_sync") or micro == draw.micro - 1):
-                output = called(x.to(draw.dtype) if x.is_floating_point() else x)
-                losses.append(loss_of(output, y) * correction / draw.micro)
-                losses[-1].backward()
+                with torch.autocast("cpu", torch.bfloat16, enabled=draw.autocast):
+                    output = called(x.to(draw.dtype) if x.is_floating_point() else x)
+                    losses.append(loss_of(output, y) * correction / draw.micro)
+                with torch.autocast("cpu", torch.bfloat16, enabled=draw.autocast and number % 2 == 0):
+                    losses[-1].backward()
         if draw.clip:
             nn.utils.clip_grad_norm_(trained.model.parameters(), 0.5)
         return torch.stack(losses).sum()

@@ -24,6 +24,7 @@ from llqr.linear_maps import Found, LinearMap, Sides, Use, find_uses
 from llqr.loop.inputs import copied, is_own_call
 from llqr.loop.schedule import Schedule
 from llqr.plainly import CheckpointedError, refusing_checkpoints
+from llqr.precision import no_autocast
 from llqr.statistics import Sums
 from llqr.streams import Streams
 from llqr.structures.base import Structure
@@ -158,7 +159,7 @@ class Collector:
         if awaited.sides is None or gradients[0] is None:
             return
         if torch._C._will_engine_execute_node(awaited.leaf):
-            with torch.no_grad():
+            with torch.no_grad(), no_autocast({awaited.map.weight: gradients[0]}):
                 self.add(awaited.map, awaited.sides(gradients[0].detach()))
 
     def add(self, map_: LinearMap, sides: Sides) -> None:
