@@ -40,7 +40,7 @@ LONGEST = 90.0
 """Seconds for one draw."""
 FULL = StateDictOptions(full_state_dict=True)
 WRAPPERS: dict[str, list[dict[str, Any]]] = {
-    "ddp": [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}, {"broadcast_buffers": False}],
+    "ddp": [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}],
     "fsdp": [{}, {"reshard_after_forward": True}, {"reshard_after_forward": False}],
 }
 NOT_SHARDED = ("transposed", "channels last")
