@@ -168,6 +168,13 @@ def test_a_crafted_folder_runs_nothing(tmp_path: Path) -> None:
     with pytest.raises(LLQRError, match="can't be loaded"):
         checkpoint.load(folder, optimizer)
     assert not ran.exists()
+
+    # what isn't a tensor leads elsewhere
+    metadata = pickle.loads(good)
+    for paths in ({}, {"base.state": 3}, dict.fromkeys(metadata.planner_data, ("base", "state"))):
+        (folder / ".metadata").write_bytes(pickle.dumps(replace(metadata, planner_data=paths)))
+        with pytest.raises(LLQRError, match=r"isn't as it was written|other parameters"):
+            checkpoint.load(folder, optimizer)
     assert_same(parameters_of(optimizer.model), before)
 
 

@@ -375,6 +375,7 @@ class LLQR(Wrapping):
         """Go on from there, with a base and a model that do."""
         self._processes.settle()
         self.blocks, self.stats, self._momentum.averages = blocks, stats, averages
+        self.stats.memory = sum(block.memory for block in blocks.values())
         self._schedule.go_to(step)
         self._collector.forget()
 

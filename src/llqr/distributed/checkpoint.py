@@ -24,10 +24,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    set_model_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.utils._pytree import tree_map
 
 from llqr.distributed.reading import METADATA, Planner, Reader, read_metadata
@@ -78,15 +75,22 @@ def load(folder: str | Path, optimizer: LLQR | PaperLLQR) -> None:
         files = _Files(folder, read_metadata(folder), group)
         if WORDS not in files.known:
             raise LLQRError(f"what is in {str(folder)!r} wasn't written by llqr.distributed.checkpoint.save")
-    told = json.loads(bytes(files.whole(WORDS)[WORDS].tolist()))
-    of_default = "blocks" in told
-    if of_default != isinstance(optimizer, LLQR):
-        kind = "LLQR" if of_default else "LLQR.paper"
-        raise LLQRError(f"the checkpoint in {str(folder)!r} is of {kind}: load it into an optimizer of the same kind")
-    if isinstance(optimizer, PaperLLQR):
-        _load_paper(files, optimizer, told)
-    else:
-        _load_default(files, optimizer, told)
+    try:
+        told = dict(json.loads(bytes(files.whole(WORDS)[WORDS].tolist())))
+        of_default = "blocks" in told
+        if of_default != isinstance(optimizer, LLQR):
+            kind = "LLQR" if of_default else "LLQR.paper"
+            raise LLQRError(
+                f"the checkpoint in {str(folder)!r} is of {kind}: load it into an optimizer of the same kind"
+            )
+        if isinstance(optimizer, PaperLLQR):
+            _load_paper(files, optimizer, told)
+        else:
+            _load_default(files, optimizer, told)
+    except LLQRError:
+        raise
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise LLQRError(f"what is in {str(folder)!r} isn't as it was written: {error!r}") from error
 
 
 class _Files:
