@@ -173,6 +173,7 @@ TORCH: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "rprop": (torch.optim.Rprop, {"lr": 0.01}),
 }
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+BY_GRADIENTS = ("sgd", "sgdm", "dampened", "nesterov")
 IN_SINGLE = ("nadam", "asgd")
 """Torch loads what these keep in float32 in the dtype of the parameters: in another one they don't go on as they would have,
 with or without LLQR."""
@@ -233,9 +234,11 @@ def drawn(kind: str, seed: int, sizes: tuple[int, ...] = (1,)) -> Draw:
     one_call = llqr.get("divergence") == "gauss-newton" or (asked and not paper)
     base = draw.choice([*TORCH, "own"] if alone else [name for name in [*TORCH, "own"] if name not in ONE_PROCESS])
     options = _base_options(draw, base, alone)
+    if alone and paper and base in BY_GRADIENTS:
+        options = {**options, "lr": 0.01}  # U g can be long
     precision = draw.choice([torch.float32, torch.float32, torch.float64, torch.float64, torch.bfloat16])
     # torch's fused SGD steps by other numbers than its own in bfloat16
-    single = base in IN_SINGLE or ("fused" in options and base in ("sgd", "sgdm", "dampened", "nesterov"))
+    single = base in IN_SINGLE or ("fused" in options and base in BY_GRADIENTS)
     return Draw(
         seed,
         model,
@@ -330,7 +333,7 @@ def optimized(draw: Draw, model: nn.Module, called: nn.Module) -> Trained:
         base: torch.optim.Optimizer = OwnBase(parameters, lr=0.05)
     else:
         kind, options = TORCH[draw.base]
-        base = kind(parameters, **options, **draw.base_options)
+        base = kind(parameters, **{**options, **draw.base_options})
     optimizer = (LLQR.paper if draw.paper else LLQR)(base, called, **draw.llqr)
     return Trained(model, called, optimizer, _made_scheduler(draw, optimizer))
 

@@ -90,13 +90,14 @@ def kill(seed: int, known: Path) -> tuple[list[str], str, int]:
     told = f"{preset} {method} {config.seed} {changes}, {plan}"
     with tempfile.TemporaryDirectory() as folder:
         stopped = RunFolder(Path(folder, "stopped"))
-        came, wrong = 0, []
+        came: list[str] = []
+        wrong = []
         for name, share, seconds in plan:
             process = context.Process(target=run, args=(config, stopped.path, seconds))
             process.start()
             process.join(share * took)
             if process.is_alive():
-                came += 1
+                came.append(name)
                 os.kill(process.pid or 0, signal.Signals[name])
             process.join(LONGEST)
             if process.exitcode not in (0, STOPPED, -signal.Signals[name], 1 if name == "SIGINT" else 0):
@@ -106,7 +107,7 @@ def kill(seed: int, known: Path) -> tuple[list[str], str, int]:
             mine, theirs = getattr(stopped, log), getattr(whole, log)
             if mine.exists() != theirs.exists() or (mine.exists() and mine.read_bytes() != theirs.read_bytes()):
                 wrong.append(f"{log} differ")
-        return wrong, told, came
+        return wrong, f"{told}; came: {' '.join(came)}", len(came)
 
 
 def _ended(context: ForkServerContext, config: Config, folder: RunFolder) -> list[str]:
