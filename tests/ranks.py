@@ -14,8 +14,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PRELOADED = ["torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "sklearn.datasets", "llqr"]
-"""Imported once, before the first process is forked."""
+PRELOADED = [
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.utils.tensorboard",
+    "sklearn.datasets",
+    "kornia.augmentation",
+    "llqr.distributed.checkpoint",
+    "llqr_lab.experiments.loop",
+]
+"""Imported once, before the first process is forked: all tests share one server."""
 LONGEST = 240.0
 """Seconds for all that one call does; a deadlock ends here at the latest."""
 

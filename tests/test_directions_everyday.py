@@ -380,6 +380,27 @@ def test_closures() -> None:
     assert_same(parameters_of(plain), parameters_of(closed))
 
 
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_backward_pass_under_autocast(structure: str) -> None:
+    """Torch advises against it, and people do it. The curvature is in float32 all the same; it was in bfloat16, or an error."""
+    moments = []
+    for inside in (False, True):
+        model = network(dtype=torch.float32)
+        optimizer = LLQR(sgd(model), model, structure=structure, every=1)
+        for number in range(2):
+            x, y = batch(number, dtype=torch.float32)
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = functional.cross_entropy(model(x), y)
+            with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+                loss.backward()
+            optimizer.step()
+        moments.append({f"{k} {n}": m for k, block in optimizer.blocks.items() for n, m in block.moments.items()})
+    for name, moment in moments[0].items():
+        assert moments[1][name].dtype == torch.float32
+        torch.testing.assert_close(moments[1][name], moment, rtol=0.1, atol=0.01)
+
+
 @pytest.mark.parametrize("divergence", [None, "ngd"])
 def test_autocast_and_scaler(divergence: str | None) -> None:
     """float32 parameters, a forward pass in bfloat16, a GradScaler: close to float32 alone, no step lost."""

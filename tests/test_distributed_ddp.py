@@ -5,6 +5,7 @@ g and H of the joined batch are means of the ranks' own, weighted by what they h
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from fuzz_ranks import PLAIN
+from fuzz_ranks import on_ranks as on_drawn_ranks
 from llqr.divergences import KL, Intermediate
 from llqr.solvers import SGDM, Adam, ConjugateGradient
 from llqr.structures import Dense, Scalar
@@ -105,3 +108,12 @@ def test_in_single_precision(tmp_path: Path) -> None:
         for key, tensor in trained(case)["parameters"].items():
             torch.testing.assert_close(found[0][name]["parameters"][key], tensor, rtol=1e-4, atol=1e-4)
             assert torch.equal(found[0][name]["parameters"][key], found[1][name]["parameters"][key])
+
+
+def test_the_loss_of_a_closure_counts_alike_on_uneven_ranks() -> None:
+    """As its gradients do, with the default LLQR too; it counted by the examples of a rank."""
+    draws = [
+        replace(PLAIN, llqr={"divergence": divergence, "every": 2}, closures=True, rows=[10, 2])
+        for divergence in ("gauss-newton", "newton")
+    ]
+    assert [line["wrong"] for line in on_drawn_ranks("ddp", draws)] == [[], []]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional
 
+from fuzz_ranks import PLAIN
+from fuzz_ranks import on_ranks as on_drawn_ranks
 from llqr import LLQR
 from llqr.errors import LLQRError
 from loops import STRUCTURES, batch, network, parameters_of, sgd
@@ -143,3 +146,12 @@ def test_sharded_parameters(size: int, tmp_path: Path) -> None:
         assert "FSDP1" in rank["refused"]["old"]
         assert "so is U" in rank["refused"]["whole U"]
         assert "several dtypes" in rank["refused"]["mixed"]
+
+
+def test_gradients_that_wait_to_be_reduced_count() -> None:
+    """Those of micro-batches before the last: the default LLQR took them for thrown away, since they aren't in `.grad`."""
+    draws = [
+        replace(PLAIN, llqr={"every": 2}, micro=3, extra={**PLAIN.extra, "no_sync": True, "parts": parts})
+        for parts in (True, False)
+    ]
+    assert [line["wrong"] for line in on_drawn_ranks("fsdp", draws)] == [[], []]

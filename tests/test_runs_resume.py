@@ -17,6 +17,7 @@ from llqr_lab.experiments.folder import RunFolder
 from llqr_lab.experiments.loop import train
 from llqr_lab.experiments.presets import resolve
 from llqr_lab.experiments.stopping import StoppedError, listening
+from ranks import PRELOADED
 
 pytestmark = pytest.mark.filterwarnings("ignore:U would have turned the gradient")
 RUNS = {
@@ -51,7 +52,7 @@ def run(config: Config, folder: Path, at_step: int = 0, there: Event | None = No
 def server() -> ForkServerContext:
     """Processes that have everything imported when they begin, so that a test can kill many of them."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["llqr_lab.experiments.loop", "torch.utils.tensorboard", "kornia.augmentation"])
+    context.set_forkserver_preload(PRELOADED)
     return context
 
 

@@ -19,10 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from llqr.checks import tensors_in
+from llqr.distributed.groups import holds_gradients
 from llqr.linear_maps import Found, LinearMap, Sides, Use, find_uses
 from llqr.loop.inputs import copied, is_own_call
 from llqr.loop.schedule import Schedule
 from llqr.plainly import CheckpointedError, refusing_checkpoints
+from llqr.precision import no_autocast
 from llqr.statistics import Sums
 from llqr.streams import Streams
 from llqr.structures.base import Structure
@@ -113,13 +115,13 @@ class Collector:
         if self._schedule is not None:
             self.sums, self.calls = {}, []
 
-    def hear(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def hear(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         outputs = [tensor for tensor in returned(output) if tensor.requires_grad]
         if not outputs or self._schedule is None or not self._schedule.may_be_due():
             return
         if not self.heard:
             self.heard, self.others = True, {}
-        if all(parameter.grad is None for parameter in self.of.values()):
+        if all(parameter.grad is None for parameter in self.of.values()) and not holds_gradients(module):
             self.sums, self.calls = {}, []  # what has come back was thrown away
         if not any(parameter.requires_grad for parameter in self.of.values()):
             return  # a gradient goes through the model, to something else, as in a GAN
@@ -157,7 +159,7 @@ class Collector:
         if awaited.sides is None or gradients[0] is None:
             return
         if torch._C._will_engine_execute_node(awaited.leaf):
-            with torch.no_grad():
+            with torch.no_grad(), no_autocast({awaited.map.weight: gradients[0]}):
                 self.add(awaited.map, awaited.sides(gradients[0].detach()))
 
     def add(self, map_: LinearMap, sides: Sides) -> None:
@@ -197,7 +199,7 @@ def _listen(
     collector: Collector, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:
     if torch.is_grad_enabled() and is_own_call(module):
-        collector.hear(args, kwargs, output)
+        collector.hear(module, args, kwargs, output)
 
 
 @torch.compiler.substitute_in_graph(_listen, skip_signature_check=True)

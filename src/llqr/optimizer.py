@@ -13,6 +13,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -149,6 +150,9 @@ class LLQR(Wrapping):
         self._processes, self._standing, self._before = processes, now, {}
         self._collector.runs_again |= processes.sharded
 
+    def _together(self) -> AbstractContextManager[None]:
+        return self._processes.together()
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """To the base. The new parameters are stepped by the base until the next refit."""
         self.base.add_param_group(param_group)
@@ -218,10 +222,11 @@ class LLQR(Wrapping):
         seed = SEED + self._schedule.step + (self._processes.rank << 32)  # ranks draw each for themselves
         generator = torch.Generator(next(iter(trained.values())).device).manual_seed(seed)
         share = 1.0 if self.divergence is None else self._processes.share(self._second_run.examples(calls[-1]))
+        ranks = self._processes.size
         self._collector.sums = {}  # of a refit that failed
         with self._collector.silent():
             for call in calls if self.divergence is None else calls[-1:]:
-                for map_, sides in self._second_run(trained, call, closure, generator, share):
+                for map_, sides in self._second_run(trained, call, closure, generator, share, ranks):
                     self._collector.add(map_, sides)
         self._collector.others = self._second_run.others
 
@@ -358,16 +363,21 @@ class LLQR(Wrapping):
         own = state_dict.pop(KEY, None)
         parameters = stepped_parameters(self.base, self.model)
         self._meet(parameters, loads=True)
-        blocks, step, stats, averages = self._checked_state(own, parameters)
+        checked = self._checked_state(own, parameters)
         self.base.load_state_dict(state_dict)
-        self._processes.settle()
-        self.blocks, self.stats, self._momentum.averages = blocks, stats, averages
-        self._schedule.go_to(step)
-        self._collector.forget()
+        self._resume(*checked)
         if own is None:
             warnings.warn("the state is of a plain optimizer: U begins anew", LLQRWarning, stacklevel=callers_level())
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+    def _resume(self, blocks: dict[str, Block], step: int, stats: Stats, averages: dict[str, Tensor]) -> None:
+        """Go on from there, with a base and a model that do."""
+        self._processes.settle()
+        self.blocks, self.stats, self._momentum.averages = blocks, stats, averages
+        self.stats.memory = sum(block.memory for block in blocks.values())
+        self._schedule.go_to(step)
+        self._collector.forget()
 
     def _checked_state(
         self, own: Any, parameters: Mapping[str, Tensor]

@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge
 from llqr import sites
 from llqr.checks import batch_size_of, check_finite
 from llqr.collector import Call, returned
-from llqr.divergences import L2, ActivationTerm, BasePoint, Divergence, OutputTerm
+from llqr.divergences import L2, ActivationTerm, BasePoint, Divergence, OutputTerm, Term
 from llqr.errors import LLQRError, NonFiniteError
 from llqr.families import Bernoulli, Categorical, Gaussian
 from llqr.linear_maps import LinearMap, Sides, find_uses
@@ -44,7 +44,7 @@ class SecondRun:
         self._model, self._called, self._output = model, called, output
         self._terms = [] if divergence is None else list(divergence.terms())
         self._places = sites.metric_modules(model, self._terms)
-        self._needs_loss = any(isinstance(term, OutputTerm) and term.needs_loss for _, term in self._terms)
+        self._needs_loss = any(needs_loss(term) for _, term in self._terms)
         self._has_classes = any(isinstance(getattr(term, "family", None), Categorical) for _, term in self._terms)
         self.divergence = divergence
         self.others: Mapping[str, str] = {}
@@ -69,8 +69,9 @@ class SecondRun:
         closure: Closure | None,
         generator: torch.Generator,
         share: float = 1.0,
+        ranks: int = 1,
     ) -> Iterator[tuple[LinearMap, Sides]]:
-        """What meets each side of every linear map, use by use. `share`: how many of all ranks' examples are here."""
+        """What meets each side of every linear map, use by use. `share`: how many of all the ranks' examples are here."""
         leaves = {name: raised(p.detach()).requires_grad_() for name, p in parameters.items()}
         inputs = as_inputs(self._model, call.args, call.kwargs)
         recorder = (
@@ -82,7 +83,7 @@ class SecondRun:
             outputs = recorder.run(leaves, inputs)
         found = find_uses(outputs, {id(leaf): name for name, leaf in leaves.items()})
         uses, self.others = found.uses, found.others
-        slopes = self._slopes(outputs, call, closure, batch_size_of(inputs), generator, share)
+        slopes = self._slopes(outputs, call, closure, batch_size_of(inputs), generator, share, ranks)
         pairs = [(output, slope) for output, slope in zip(outputs, slopes, strict=True) if slope is not None]
         if not uses or not pairs:
             return
@@ -102,6 +103,7 @@ class SecondRun:
         examples: int,
         generator: torch.Generator,
         share: float,
+        ranks: int,
     ) -> list[Tensor | None]:
         if not self._terms:
             return [raised(call.gradients[i]) if i in call.gradients else None for i in range(len(outputs))]
@@ -128,7 +130,9 @@ class SecondRun:
                 term.check(values[0])
                 _check_family(term, call, values[0], self._has_classes)
                 drawn = term.draw(BasePoint(values[0], loss, _counted(term, call, base)), generator)
-            drawn = drawn * (weight if term.additive else weight * share) ** 0.5
+            # the loss of a closure counts as its gradients do: all ranks alike, whatever they have
+            counts = 1.0 if term.additive else 1 / ranks if needs_loss(term) else share
+            drawn = drawn * (weight * counts) ** 0.5
             slope = slopes[index]
             slopes[index] = drawn if slope is None else slope + drawn
         return slopes
@@ -136,6 +140,10 @@ class SecondRun:
     def diagonal(self, parameters: Mapping[str, Tensor]) -> dict[str, float]:
         """What the divergence adds to H's diagonal, for each parameter."""
         return sites.diagonal(self._model, parameters, self._terms, 0.0)
+
+
+def needs_loss(term: Term) -> bool:
+    return isinstance(term, OutputTerm) and term.needs_loss
 
 
 class Everything(Recorder):

@@ -361,8 +361,8 @@ def block_from_state(
     given = {name: tuple(moment.shape) for name, moment in state["moments"].items()}
     if wanted != given:
         raise LLQRError(f"the state has {given} for {key!r}, and {structure!r} has {wanted}: give the same structure")
-    moments = {
-        name: m.to(weight.device, at_least_single(weight.dtype), copy=True) for name, m in state["moments"].items()
+    moments = {  # in the order in which the structure has them
+        name: state["moments"][name].to(weight.device, at_least_single(weight.dtype), copy=True) for name in wanted
     }
     block = Block(map_, structure, moments, state["refits"], diagonal=float(state["diagonal"]))
     block.invert()

@@ -39,6 +39,21 @@ def reshard(model: nn.Module) -> bool:
     return bool(found)
 
 
+def holds_gradients(model: nn.Module) -> bool:
+    """Whether gradients wait to be reduced, as after set_requires_gradient_sync(False): they aren't in `.grad` then."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+            held = [param for group in groups if group is not None for param in group.fsdp_params]
+            if any(p.unsharded_accumulated_grad is not None for p in held):
+                return True
+            wholes = [getattr(param, "_unsharded_param", None) for param in held]
+            if any(whole is not None and whole.grad is not None for whole in wholes):
+                return True
+    return False
+
+
 def check(model: nn.Module) -> None:
     """Raise for what is sharded otherwise than by `fully_shard` over one group of ranks."""
     for name, module in model.named_modules():

@@ -61,3 +61,12 @@ def standing(parameters: Iterable[Tensor]) -> tuple[bool, bool]:
     from torch.distributed.tensor import DTensor
 
     return True, any(isinstance(parameter, DTensor) for parameter in parameters)
+
+
+def holds_gradients(model: nn.Module) -> bool:
+    """Whether a sharded model has gradients that aren't in `.grad` yet."""
+    if not dist.is_available() or not dist.is_initialized():
+        return False
+    from llqr.distributed import fsdp
+
+    return fsdp.holds_gradients(model)

@@ -23,6 +23,8 @@ from llqr.statistics import COLUMNS, ROWS, Block, Moments, Sums, block_from_stat
 from llqr.structures.base import Structure
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from llqr.distributed.ranks import Ranks
     from llqr.distributed.team import Team
 
@@ -33,7 +35,8 @@ Blocks = dict[str, Block]
 class Process:
     """The only process."""
 
-    rank = 0
+    rank, size = 0, 1
+    group: ProcessGroup | None = None
     several = False
     sharded = False
     """The parameters are in shards, and every block of U is on one rank alone."""
@@ -49,6 +52,10 @@ class Process:
 
     def stepping(self) -> AbstractContextManager[None]:
         """For the time of a step that asks for `turn`."""
+        return nullcontext()
+
+    def together(self) -> AbstractContextManager[None]:
+        """What one process raises in there, all do."""
         return nullcontext()
 
     def share(self, examples: int) -> float:
@@ -113,7 +120,10 @@ class Replicas(Process):
 
     def __init__(self, team: Team) -> None:
         self._team, self._ranks = team, team.ranks
-        self.rank = team.ranks.rank
+        self.rank, self.size, self.group = team.ranks.rank, team.ranks.size, team.ranks.group
+
+    def together(self) -> AbstractContextManager[None]:
+        return self._ranks.together()
 
     def due(self, schedule: Schedule) -> bool:
         if isinstance(schedule.every, int) or schedule.every is often_at_first:

@@ -46,8 +46,7 @@ class Shards(Replicas):
             yield {name: p for name, p in self._model.named_parameters() if name in parameters}
 
     def stepping(self) -> AbstractContextManager[None]:
-        """What one rank raises in there, all do."""
-        return self._ranks.together()
+        return self.together()
 
     # --- refits ---
 
@@ -117,7 +116,9 @@ class Shards(Replicas):
         return {
             key: block_from_state(key, state, parameters, structures)
             if self._dealt[maps[key].weight] == self.rank
-            else Block(maps[key], structures[maps[key].weight], refits=state["refits"])
+            else Block(
+                maps[key], structures[maps[key].weight], refits=state["refits"], diagonal=float(state["diagonal"])
+            )
             for key, state in states.items()
         }
 
