@@ -78,6 +78,10 @@ def test_command_is_understood(line: str, tmp_path: Path, monkeypatch: pytest.Mo
         package, _, rest = target.partition("[")
         assert (verb, package in (".", "llqr")) == ("install", True)
         assert set(rest.rstrip("]").split(",")) - {""} <= set(extras)
+    elif program == ".venv/bin/python":
+        script, *rest = arguments
+        source = text_of(ROOT / script)
+        assert all(f'"{word}"' in source for word in rest if re.match(r"--|[a-z]+$", word))
     else:
         assert program == "llqr", f"nothing checks {line!r}"
         for folder in ("docs/figures", "runs/mine"):
