@@ -10,7 +10,6 @@ the draw has a reason for it. What is wrong, or raises anything else, is printed
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import re
 import sys
@@ -31,6 +30,7 @@ from fuzz_cases import Case, made, streams
 from fuzz_truth import Truth, flat
 from llqr import QuadraticModel
 from llqr.errors import LLQRError
+from llqr_lab.results import provenance, write_json
 
 TOLERANCE = 1e-9
 """Of the product's length; and a thousandth of it of the longest that it could be."""
@@ -228,9 +228,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{count:7d}  {kind}")
     print(f"{len(given.seeds):7d}  networks in {time.monotonic() - begun:.0f} s, torch {torch.__version__}")
     if given.json is not None:
-        told = {"command": " ".join(["python", *sys.argv]), "torch": torch.__version__, "failed": failures}
-        told["counts"] = dict(sorted(counts.items()))
-        given.json.write_text(json.dumps(told, indent=2, ensure_ascii=False) + "\n")
+        told = provenance(" ".join(["python", *sys.argv]), given.seeds[0])
+        write_json(given.json, {**told, "failed": failures, "counts": dict(sorted(counts.items()))})
     return 1 if failures else 0
 
 
