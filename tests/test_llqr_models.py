@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from llqr import LLQR, Preconditioner, QuadraticModel, fit
 from llqr.divergences import KL, Divergence, GaussNewton, Newton
-from llqr.errors import LLQRError
+from llqr.errors import LLQRError, LLQRWarning
 from llqr.paper import PaperLLQR
 from llqr.solvers import SGDM, ScaleFree, Solver
 from llqr.structures import Dense
@@ -570,6 +570,85 @@ def test_without_the_loss_gradient_and_curvature_are_of_the_network_that_trains(
     torch.set_rng_state(after)
     torch.rand(3)
     assert_close(gradients_of(model), q.gradient)
+    optimizer.step()
+    assert_close(blocks_of(optimizer), fitted(q))
+
+
+def trained(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    """The blocks of a fit to the network as it trains, with the dropout masks of seed 3."""
+    torch.manual_seed(3)
+    return fitted(QuadraticModel.build(model, x, y, functional.cross_entropy, KL(), DAMPING))
+
+
+@pytest.mark.parametrize("how", ["the closure trains", "evaluated before the step", "another output in evaluation"])
+def test_where_it_cannot_be_evaluated_both_are_of_the_network_that_trains(how: str) -> None:
+    """g and H of one network all the same; and statistics move once."""
+    model, (x, y) = moody(), batch()
+    expected = trained(copy.deepcopy(model), x, y)
+    if how == "another output in evaluation":
+        model.register_forward_hook(lambda module, args, output: output if module.training else {"logits": output})
+    optimizer = wrapped(model)
+
+    def closure() -> Tensor:
+        if how == "the closure trains":
+            model.train()
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    torch.manual_seed(3)
+    if how == "evaluated before the step":
+        backward(model, (x, y))
+        model.eval()
+        optimizer.step()
+    elif how == "the closure trains":
+        optimizer.step(closure)
+    else:
+        with pytest.warns(LLQRWarning, match="doesn't run with the modules in evaluation mode: TypeError"):
+            optimizer.step(closure)
+    assert_close(blocks_of(optimizer), expected)
+    assert model.get_submodule("0.1").num_batches_tracked == 1
+
+
+def test_gradients_in_memory_that_is_written_to_again() -> None:
+    """As DDP's with gradient_as_bucket_view=True, where every backward pass writes to the same buckets."""
+    model, (x, y) = moody(), batch()
+    optimizer, buckets = wrapped(model), {p: torch.zeros_like(p) for p in model.parameters()}
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(x), y)
+        loss.backward()
+        for p, bucket in buckets.items():
+            p.grad = bucket.copy_(torch.as_tensor(p.grad))
+        return loss
+
+    plain = copy.deepcopy(model)
+    torch.manual_seed(3)
+    backward(plain, (x, y))
+    torch.manual_seed(3)
+    optimizer.step(closure)
+    assert_close(gradients_of(model), gradients_of(plain))
+    assert all(p.grad is bucket for p, bucket in buckets.items())
+
+
+def test_generators_in_containers_are_drawn_from_again() -> None:
+    """H has the noise that g had, from a generator that the model keeps in a dictionary."""
+
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.streams = nn.Linear(4, 3).double(), {"noise": torch.Generator().manual_seed(5)}
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.as_tensor(self.linear(x * torch.randn(x.shape, generator=self.streams["noise"]).double()))
+
+    torch.manual_seed(0)
+    model, (x, y) = Noisy(), batch()
+    q = QuadraticModel.build(copy.deepcopy(model), x, y, functional.cross_entropy, KL(), DAMPING)
+    optimizer = wrapped(model)
+    backward(model, (x, y))
     optimizer.step()
     assert_close(blocks_of(optimizer), fitted(q))
 

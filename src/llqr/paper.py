@@ -234,14 +234,29 @@ class PaperLLQR(Together):
     ) -> Source:
         """What a refit is about. `streams` are as they were before the closure was evaluated."""
         seen = self._hook.inputs(self.model) if batch is None else None
+        called = self._hook.called if batch is None else None
         known = batch is not None and (loss_fn or self._refit.loss_fn) is not None
         if closure is None or streams is None or known:
-            own = self._hook.streams if batch is None else None
-            return Source(gradients_of(parameters), seen, closure, batch, loss_fn, None if known else own, known)
+            return Source(gradients_of(parameters), seen, closure, batch, loss_fn, called, streams, evaluated=known)
         with self._hook.listening(False):
-            gradients = evaluated_gradients(closure, self.model, parameters, streams)
-        evaluated = bool(gradients)  # a closure that takes nothing backward leaves the step's own
-        return Source(gradients or gradients_of(parameters), seen, closure, batch, loss_fn, streams, evaluated)
+            gradients = self._evaluated(closure, parameters, streams)
+        own = gradients_of(parameters) if gradients is None else gradients
+        return Source(own, seen, closure, batch, loss_fn, called, streams, evaluated=gradients is not None)
+
+    def _evaluated(
+        self, closure: Closure, parameters: Mapping[str, Tensor], streams: Streams
+    ) -> dict[str, Tensor] | None:
+        try:
+            return evaluated_gradients(closure, self.model, parameters, streams)
+        except Exception as error:
+            if self._team is not None:
+                raise  # the others may be waiting in their backward passes
+            self._warn(
+                "evaluated",
+                "a refit's gradient and curvature are of the network in training, because the closure doesn't run with the "
+                f"modules in evaluation mode: {type(error).__name__}: {error}",
+            )
+            return None
 
     def _own_batch(self) -> Batch | None:
         return None if self.refit_batch is None else checked_batch(self.refit_batch())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -53,7 +53,7 @@ def _streams(model: nn.Module) -> Iterator[Stream]:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         yield numpy.random.get_state, numpy.random.set_state
-    held = {id(value): value for module in model.modules() for value in vars(module).values()}
+    held = {id(one): one for module in model.modules() for value in vars(module).values() for one in _within(value)}
     for value in held.values():
         if isinstance(value, torch.Generator):
             yield value.get_state, value.set_state
@@ -63,6 +63,17 @@ def _streams(model: nn.Module) -> Iterator[Stream]:
             yield value.get_state, value.set_state
         elif numpy is not None and isinstance(value, numpy.random.Generator):
             yield partial(getattr, value.bit_generator, "state"), partial(setattr, value.bit_generator, "state")
+
+
+SHORT = 100
+"""Longer lists are data."""
+
+
+def _within(value: Any) -> Collection[Any]:
+    """An attribute, or what is in it where it is a short list, a tuple or a dictionary."""
+    if not isinstance(value, (dict, list, tuple)) or len(value) > SHORT:
+        return (value,)
+    return value.values() if isinstance(value, dict) else value
 
 
 def _of_device(device: torch.device) -> Stream:

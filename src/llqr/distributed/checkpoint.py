@@ -89,7 +89,7 @@ def load(folder: str | Path, optimizer: LLQR | PaperLLQR) -> None:
             _load_default(files, optimizer, told)
     except LLQRError:
         raise
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, IndexError, KeyError, MemoryError, TypeError, ValueError) as error:
         raise LLQRError(f"what is in {str(folder)!r} isn't as it was written: {error!r}") from error
 
 

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from llqr.errors import LLQRError
 from llqr.loop.gradients import gradients_of
+from llqr.plainly import unfused
 from llqr.recorder import in_modes
 from llqr.streams import Streams
 
@@ -40,17 +41,32 @@ def whole_loss(closure: Closure, model: nn.Module) -> Callable[[], Tensor]:
 
 def evaluated_gradients(
     closure: Closure, model: nn.Module, parameters: Mapping[str, Tensor], streams: Streams
-) -> dict[str, Tensor]:
-    """The gradients that a closure leaves with the modules in evaluation mode; those that are there stay.
+) -> dict[str, Tensor] | None:
+    """The gradients that a closure leaves with the modules in evaluation mode; None where it leaves none, or trains them.
 
-    `streams` are as they were before the closure was evaluated for the step.
+    What is there stays: gradients (in their own memory, which a DDP may write to), buffers, random streams. `streams` are as
+    they were before the closure was evaluated for the step.
     """
-    if not any(module.training for module in model.modules()):
+    modules = list(model.modules())
+    if not any(module.training for module in modules):
         return gradients_of(parameters)
-    modes = [(module, False) for module in model.modules()]
-    with _gradients_kept(parameters.values()), in_modes(modes), streams.again(), torch.enable_grad():
-        closure()
-        return gradients_of(parameters)
+    held = [(tensor, tensor.detach().clone()) for tensor in [*gradients_of(parameters).values(), *model.buffers()]]
+    modes = [(module, False) for module in modules]
+    try:
+        with (
+            _gradients_kept(parameters.values()),
+            in_modes(modes),
+            streams.again(),
+            unfused(model),
+            torch.enable_grad(),
+        ):
+            closure()
+            found = {name: gradient.detach().clone() for name, gradient in gradients_of(parameters).items()}
+            return None if any(module.training for module in modules) else found or None
+    finally:
+        with torch.no_grad():
+            for tensor, value in held:
+                tensor.copy_(value)
 
 
 def _evaluation(closure: Closure, model: nn.Module) -> Callable[[], Tensor]:

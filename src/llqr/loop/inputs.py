@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,13 @@ from llqr.checks import Inputs
 from llqr.errors import LLQRError
 from llqr.loop.schedule import Schedule
 from llqr.streams import Streams
+
+
+class Called(NamedTuple):
+    """How a model was when it was called: what it drew from, and the modes of its modules."""
+
+    streams: Streams
+    modes: list[tuple[nn.Module, bool]]
 
 
 class InputHook:
@@ -29,15 +36,15 @@ class InputHook:
         self._schedule = schedule
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._listens: bool | None = None
-        self.streams: Streams | None = None
-        """What that call drew from, as it was then."""
+        self.called: Called | None = None
+        """How the model was, in that call."""
 
     def attach(self, model: nn.Module) -> RemovableHandle:
         """Listen to the calls of a model."""
         return model.register_forward_pre_hook(partial(_listen, self), with_kwargs=True)
 
-    def hold(self, args: tuple[Any, ...], kwargs: dict[str, Any], streams: Streams | None = None) -> None:
-        self._call, self.streams = (copied(args), copied(kwargs)), streams
+    def hold(self, args: tuple[Any, ...], kwargs: dict[str, Any], called: Called | None = None) -> None:
+        self._call, self.called = (copied(args), copied(kwargs)), called
 
     def has_schedule(self) -> bool:
         return self._schedule is not None
@@ -50,11 +57,11 @@ class InputHook:
     @contextmanager
     def listening(self, listens: bool) -> Iterator[None]:
         """For a while hold any call, or none (a refit calls the model itself); then hold what was held before."""
-        before, self._listens = (self._call, self.streams), listens
+        before, self._listens = (self._call, self.called), listens
         try:
             yield
         finally:
-            (self._call, self.streams), self._listens = before, None
+            (self._call, self.called), self._listens = before, None
 
     def inputs(self, module: nn.Module) -> Inputs | None:
         """What the module was called with: a tensor, a tuple, or a dict where there were keywords."""
@@ -63,7 +70,7 @@ class InputHook:
         return as_inputs(module, *self._call)
 
     def forget(self) -> None:
-        self._call = self.streams = None
+        self._call = self.called = None
 
     def __reduce__(self) -> tuple[type[InputHook], tuple[()]]:
         return InputHook, ()
@@ -72,7 +79,7 @@ class InputHook:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _listen(hook: InputHook, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if torch.is_grad_enabled() and is_own_call(module) and hook.wanted():
-        hook.hold(args, kwargs, Streams(module))
+        hook.hold(args, kwargs, Called(Streams(module), [(each, each.training) for each in module.modules()]))
 
 
 @torch.compiler.substitute_in_graph(_listen, skip_signature_check=True)

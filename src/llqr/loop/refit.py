@@ -20,12 +20,13 @@ from llqr.errors import LLQRError
 from llqr.loop.blocks import Blocks
 from llqr.loop.closures import Closure, loss_of_output, tensor_alone, whole_loss
 from llqr.loop.gradients import check_parameters
+from llqr.loop.inputs import Called
 from llqr.naming import PerLayer
 from llqr.parts import Portion
 from llqr.precision import is_low, raised
 from llqr.preconditioner import Preconditioner
 from llqr.quadratic import QuadraticModel
-from llqr.recorder import Selector
+from llqr.recorder import Selector, in_modes
 from llqr.relaxation import checked_solver, fit
 from llqr.solvers import Quadratic, Solver
 from llqr.solvers.totals import totals_of
@@ -55,8 +56,10 @@ class Source:
     closure: Closure | None = None
     batch: Batch | None = None
     loss_fn: Loss | None = None
+    called: Called | None = None
+    """How the model was when it was called with what was seen."""
     streams: Streams | None = None
-    """What the step drew its dropout masks from, as it was then."""
+    """What the closure drew from, as it was then."""
     evaluated: bool = False
     """The network is the evaluated one (running BatchNorm statistics, no dropout), for g and H alike; else as it is now."""
     division: Division | None = None
@@ -205,26 +208,27 @@ class Refit:
         sampled_from: tuple[Inputs, list[int]] | None = None,
     ) -> Quadratic:
         weights = None if self.weights is None or closure is not None else self.weights(inputs)
-        by_closure, division = closure is not None or output is not None, source.division
-        q = QuadraticModel.build(
-            self.model,
-            inputs,
-            targets,
-            loss_fn,
-            self.divergence,
-            self.damping,
-            self.chunk_size,
-            output=output or self.output,
-            weights=weights,
-            training=False if source.evaluated else None,
-            streams=source.streams,
-            gradient=gradient,
-            only=only,
-            closure=closure,
-            shared=self.shared,
-            sampled_from=sampled_from,
-            portion=None if division is None else self._portion(division, None if by_closure else inputs, weights),
-        )
+        by_closure, division, called = closure is not None or output is not None, source.division, source.called
+        with in_modes(called.modes if called is not None else []):
+            q = QuadraticModel.build(
+                self.model,
+                inputs,
+                targets,
+                loss_fn,
+                self.divergence,
+                self.damping,
+                self.chunk_size,
+                output=output or self.output,
+                weights=weights,
+                training=False if source.evaluated else None,
+                streams=source.streams if closure is not None else called and called.streams,
+                gradient=gradient,
+                only=only,
+                closure=closure,
+                shared=self.shared,
+                sampled_from=sampled_from,
+                portion=None if division is None else self._portion(division, None if by_closure else inputs, weights),
+            )
         return q if division is None else Divided(q, division, joined=gradient is not None)
 
     def _portion(self, division: Division, inputs: Inputs | None, weights: Tensor | None) -> Portion:
