@@ -380,11 +380,12 @@ def test_which_output() -> None:
     assert set(optimizer.blocks) == {"inner.0.weight", "inner.2.weight"}
 
 
+@pytest.mark.parametrize("kind", [LLQR, LLQR.paper])
 @pytest.mark.parametrize("loss", ["squares", "binary"])
-def test_a_family_that_does_not_fit_the_loss(loss: str) -> None:
+def test_a_family_that_does_not_fit_the_loss(loss: str, kind: Any) -> None:
     """The logits' gradient of a cross-entropy sums to 0 over the classes; where it doesn't, there are no such classes."""
     model = network()
-    optimizer = LLQR(sgd(model), model, "ngd")
+    optimizer = kind(sgd(model), model, "ngd")
     x, y = batch()
     before = parameters_of(model)
     targets = functional.one_hot(y, CLASSES).double()

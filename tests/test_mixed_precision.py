@@ -127,7 +127,7 @@ def refitted(model: nn.Module, forward: Callable[[], Any], **options: Any) -> Pa
 def fitted(model: nn.Module, gradients: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
     """U of the same model in float32, at a gradient that is given."""
     optimizer = wrapped(model, ema=0.0, **options)
-    model(batch(dtype=torch.float32)[0]).sum().backward()
+    model(batch(dtype=torch.float32)[0]).log_softmax(1)[:, 0].sum().backward()
     for name, p in model.named_parameters():
         p.grad = gradients[name].float()
     optimizer.step()

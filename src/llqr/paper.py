@@ -160,7 +160,7 @@ class PaperLLQR(Together):
         super()._begin()
         self._stepped = Stepped(self.base, self.model)
         self._hook = InputHook(self._schedule if self.refit_batch is None else None)
-        self._unhook = weakref.finalize(self, self._hook.attach(self._called).remove)
+        self._unhook = weakref.finalize(self, self._hook.attach(self._called))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """To the base. U is the identity for the new parameters until the next refit."""
@@ -235,6 +235,7 @@ class PaperLLQR(Together):
         """What a refit is about. `streams` are as they were before the closure was evaluated."""
         seen = self._hook.inputs(self.model) if batch is None else None
         called = self._hook.called if batch is None else None
+        self._refit.check_family(self._hook.slopes)
         known = batch is not None and (loss_fn or self._refit.loss_fn) is not None
         if closure is None or streams is None or known:
             return Source(gradients_of(parameters), seen, closure, batch, loss_fn, called, streams, evaluated=known)

@@ -7,7 +7,6 @@ no gradient of a parameter is formed. Without a divergence the slopes are those 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -20,19 +19,13 @@ from llqr.checks import batch_size_of, check_finite
 from llqr.collector import Call, returned
 from llqr.divergences import L2, ActivationTerm, BasePoint, Divergence, OutputTerm, Term
 from llqr.errors import LLQRError, NonFiniteError
-from llqr.families import Bernoulli, Categorical, Gaussian
+from llqr.families import Categorical
+from llqr.family_of_loss import check_family
 from llqr.linear_maps import LinearMap, Sides, find_uses
 from llqr.loop.closures import Closure, loss_of_output
 from llqr.loop.inputs import as_inputs
 from llqr.precision import no_autocast, raised
 from llqr.recorder import Recorder, Selector
-
-NOT_CATEGORICAL = 0.1
-"""How far from zero the gradient of a loss may sum up over the classes, as a share of its size; rounding leaves far less."""
-ROUNDING = 1e-5
-"""What rounding in float32 leaves of a sum that is zero, as a share of the size of what is summed."""
-PROBABILITIES = 0.01
-"""How far from one the sum of probabilities may be."""
 
 
 class SecondRun:
@@ -128,7 +121,7 @@ class SecondRun:
             else:
                 index = 0
                 term.check(values[0])
-                _check_family(term, call, values[0], self._has_classes)
+                check_family(term, _loss_slope(call, values[0]), values[0], self._has_classes)
                 drawn = term.draw(BasePoint(values[0], loss, _counted(term, call, base)), generator)
             # the loss of a closure counts as its gradients do: all ranks alike, whatever they have
             counts = 1.0 if term.additive else 1 / ranks if needs_loss(term) else share
@@ -168,56 +161,6 @@ def _counted(term: OutputTerm, call: Call, base: BasePoint) -> Tensor | None:
 def _loss_slope(call: Call, output: Tensor) -> Tensor | None:
     """What the loss has sent back to the output."""
     return next((g for g in call.gradients.values() if g.shape == output.shape), None)
-
-
-def _check_family(term: OutputTerm, call: Call, output: Tensor, has_classes: bool) -> None:
-    """Raise where the family is one of classes and the loss isn't, or the loss is and no term `has_classes`.
-
-    A loss of classes doesn't change by logits that move together.
-    """
-    family, slope = getattr(term, "family", None), _loss_slope(call, output)
-    if slope is None:
-        return
-    without = not has_classes and isinstance(family, (Bernoulli, Gaussian))
-    if without and (dim := _dimension_of_classes(slope, output)) is not None:
-        right = "'categorical'" if dim == output.dim() - 1 else f"Categorical(dim={dim})"
-        raise LLQRError(
-            f"the loss is that of a categorical distribution along dimension {dim} of the output: its gradient there is that "
-            f"of a cross-entropy. In place of {term!r} write KL(family={right}), or leave divergence out"
-        )
-    if not isinstance(family, Categorical):
-        return
-    if float(raised(output).logsumexp(family.dim).abs().max()) < PROBABILITIES:
-        return  # log-probabilities, which a log_softmax has made: their loss sees where they move together
-    slope = raised(slope)
-    if float(slope.sum(family.dim).norm()) > NOT_CATEGORICAL * float(slope.norm()):
-        raise LLQRError(
-            f"the loss isn't that of a categorical distribution along dimension {family.dim} of the output: its gradient there "
-            f"doesn't sum to zero. In place of {term!r} write KL(family='bernoulli') for one logit a variable, "
-            "KL(family='gaussian') for regression, KL(family=Categorical(dim=…)) for classes along another dimension, or leave "
-            "divergence out"
-        )
-
-
-def _dimension_of_classes(slope: Tensor, output: Tensor) -> int | None:
-    """The dimension of logits whose cross-entropy has this slope: class probabilities, less 1 for the class that was right.
-
-    They sum to zero, and one at most is negative: losses that don't see the mean of the output have many that are. Outputs
-    that are probabilities themselves are left out, since their squared error has such a slope too.
-    """
-    rounding = max(ROUNDING, torch.finfo(slope.dtype).eps)
-    slope = raised(slope)
-    size = float(slope.norm())
-    for dim in sorted({output.dim() - 1, 1} & set(range(1, output.dim())), reverse=True):
-        if (
-            output.shape[dim] > 2
-            and 0 < size < math.inf
-            and float(slope.sum(dim).norm()) <= rounding * size
-            and int((slope < 0).sum(dim).max()) == 1
-            and float((output.sum(dim) - 1).abs().max()) > PROBABILITIES
-        ):
-            return dim
-    return None
 
 
 def _no_loss(output: Tensor) -> Tensor:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from llqr.checks import Inputs
+from llqr.checks import Inputs, tensors_in
 from llqr.errors import LLQRError
 from llqr.loop.schedule import Schedule
 from llqr.streams import Streams
@@ -38,13 +37,24 @@ class InputHook:
         self._listens: bool | None = None
         self.called: Called | None = None
         """How the model was, in that call."""
+        self.slopes: list[tuple[Tensor, Tensor]] = []
+        """What it returned in that call, with the gradients that came back to it."""
 
-    def attach(self, model: nn.Module) -> RemovableHandle:
-        """Listen to the calls of a model."""
-        return model.register_forward_pre_hook(partial(_listen, self), with_kwargs=True)
+    def attach(self, model: nn.Module) -> Callable[[], None]:
+        """Listen to the calls of a model. Returns what takes the hooks off again."""
+        hooks = ExitStack()
+        hooks.callback(model.register_forward_pre_hook(partial(_listen, self), with_kwargs=True).remove)
+        hooks.callback(model.register_forward_hook(partial(_await, self)).remove)
+        return hooks.close
 
     def hold(self, args: tuple[Any, ...], kwargs: dict[str, Any], called: Called | None = None) -> None:
-        self._call, self.called = (copied(args), copied(kwargs)), called
+        self._call, self.called, self.slopes = (copied(args), copied(kwargs)), called, []
+
+    def await_slopes(self, output: Any) -> None:
+        """Hear what comes back to what the model has returned."""
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None and tensor.is_floating_point() and tensor.dim() > 1:
+                tensor.grad_fn.register_prehook(partial(_keep, self.slopes, tensor.detach(), tensor.output_nr))
 
     def has_schedule(self) -> bool:
         return self._schedule is not None
@@ -57,11 +67,11 @@ class InputHook:
     @contextmanager
     def listening(self, listens: bool) -> Iterator[None]:
         """For a while hold any call, or none (a refit calls the model itself); then hold what was held before."""
-        before, self._listens = (self._call, self.called), listens
+        before, self._listens = (self._call, self.called, self.slopes), listens
         try:
             yield
         finally:
-            (self._call, self.called), self._listens = before, None
+            (self._call, self.called, self.slopes), self._listens = before, None
 
     def inputs(self, module: nn.Module) -> Inputs | None:
         """What the module was called with: a tensor, a tuple, or a dict where there were keywords."""
@@ -70,7 +80,7 @@ class InputHook:
         return as_inputs(module, *self._call)
 
     def forget(self) -> None:
-        self._call = self.called = None
+        self._call, self.called, self.slopes = None, None, []
 
     def __reduce__(self) -> tuple[type[InputHook], tuple[()]]:
         return InputHook, ()
@@ -80,6 +90,23 @@ class InputHook:
 def _listen(hook: InputHook, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if torch.is_grad_enabled() and is_own_call(module) and hook.wanted():
         hook.hold(args, kwargs, Called(Streams(module), [(each, each.training) for each in module.modules()]))
+
+
+def _keep(slopes: list[tuple[Tensor, Tensor]], output: Tensor, place: int, gradients: Sequence[Tensor | None]) -> None:
+    slope = gradients[place]
+    if slope is not None:
+        slopes.append((output, slope.detach()))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _await(hook: InputHook, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    if torch.is_grad_enabled() and is_own_call(module) and hook.wanted():
+        hook.await_slopes(output)
+
+
+@torch.compiler.substitute_in_graph(_await, skip_signature_check=True)
+def _traced_await(hook: InputHook, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """What stands for it inside of a compiled graph."""
 
 
 @torch.compiler.substitute_in_graph(_listen, skip_signature_check=True)
