@@ -490,3 +490,47 @@ def test_slopes_that_are_not_of_a_cross_entropy(case: str, dtype: torch.dtype) -
     output.backward(slope(output.detach(), functional.one_hot(y, CLASSES)))
     optimizer.step()
     assert optimizer.stats.refits == 1
+
+
+@pytest.mark.parametrize("of", ["weights", "inputs"])
+def test_gradients_that_the_loop_asks_for_itself(of: str) -> None:
+    """torch.autograd.grad, as in penalties, adds nothing to `.grad`, and nothing to the curvature."""
+    alone, beside = network(), network()
+    optimizers = [LLQR(sgd(model), model) for model in (alone, beside)]
+    x, y = batch()
+    x.requires_grad_()
+    loss = functional.cross_entropy(beside(x), y)
+    torch.autograd.grad(loss, list(beside.parameters()) if of == "weights" else [x], retain_graph=True)
+    loss.backward()
+    functional.cross_entropy(alone(x), y).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert_same(parameters_of(alone), parameters_of(beside))
+
+
+class Experts(nn.Module):
+    """Each example goes to one expert; all are called, also those that no example goes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(network() for _ in range(3))
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        parts = [expert(x[chosen == number]) for number, expert in enumerate(self.experts)]
+        return torch.cat(parts)
+
+
+def test_a_map_that_met_no_example_leaves_the_others_alone() -> None:
+    """Its block stays as it was, or isn't there yet; no refit is left out for it."""
+    model = Experts()
+    optimizer = LLQR(sgd(model), model)
+    for k in range(3):
+        x, y = batch(k)
+        chosen = torch.zeros(len(x)).long() if k < 2 else torch.arange(len(x)) % 2
+        optimizer.zero_grad()
+        functional.cross_entropy(model(x, chosen), y).backward()
+        optimizer.step()
+        assert len(optimizer.blocks) == (2 if k < 2 else 4)
+    assert (optimizer.stats.refits, optimizer.stats.rejected) == (3, 0)
+    assert optimizer.blocks["experts.0.0.weight"].refits == 3
+    assert optimizer.blocks["experts.1.0.weight"].refits == 1

@@ -1202,3 +1202,33 @@ def test_a_refit_listens_to_no_call_of_its_own(monkeypatch: pytest.MonkeyPatch) 
     optimizer.step(closure)
     assert optimizer.stats.refits == 1
     assert len(copies) == 2  # the arguments and the keywords of the one call of the step
+
+
+@pytest.mark.parametrize("base", [torch.optim.SGD, torch.optim.RMSprop])
+def test_another_dtype_in_mid_training(base: Any) -> None:
+    """As with the base alone; U comes back at the next refit, with what was known."""
+    model = network(dtype=torch.float32)
+    optimizer = LLQR(base(model.parameters(), lr=0.01), model, every=2)
+    train(model, optimizer, range(3))
+    model.double()
+    for k in (3, 4):
+        optimizer.zero_grad()
+        backward(model, batch(k))
+        optimizer.step()
+    assert all(block.refits == 3 for block in optimizer.blocks.values())
+    assert {tensor.dtype for block in optimizer.blocks.values() for tensor in block.inverse.values()} == {torch.float64}
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_a_bias_that_is_frozen_in_mid_training() -> None:
+    """The weight goes on along U m, from the next refit on without the bias."""
+    model = network()
+    optimizer = LLQR(sgd(model), model, every=2)
+    train(model, optimizer, range(2))
+    model[0].bias.requires_grad_(False)
+    model[0].bias.grad = None
+    train(model, optimizer, range(2, 4))
+    assert optimizer.blocks["0.weight"].map.bias is None
+    told = optimizer.assignments()
+    assert told["0.bias"] == "frozen"
+    assert told["0.weight"].startswith("along U m")

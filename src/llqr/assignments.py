@@ -48,10 +48,10 @@ def assignments(
             found.setdefault(name, []).append(block)
     told = {}
     for name, parameter in parameters.items():
-        if name in found:
-            told[name] = _along(found[name], name)
-        elif not parameter.requires_grad:
+        if not parameter.requires_grad:
             told[name] = "frozen"
+        elif name in found:
+            told[name] = _along(found[name], name)
         elif name in others:
             kind = re.sub(r"Backward\d*$", "", others[name])
             told[name] = f"by the base: used by {IN_WORDS.get(kind, kind)}"

@@ -53,7 +53,7 @@ class Momentum:
                 signed = signed.add(parameters[name], alpha=float(groups[name]["weight_decay"]))
             if name not in self.averages:
                 self.averages[name] = torch.zeros_like(gradient)
-            self.averages[name].lerp_(signed, 1 - OWN_MOMENTUM)
+            self.averages[name] = self.averages[name].to(signed).lerp_(signed, 1 - OWN_MOMENTUM)
 
     def of(self, name: str, parameter: Tensor, before: Tensor, group: Group) -> Tensor | None:
         """After the base has stepped from `before`."""

@@ -158,7 +158,11 @@ class Collector:
         """A gradient has come back, in a pass that adds to the weight's: not in one that only asks for others."""
         if awaited.sides is None or gradients[0] is None:
             return
-        if torch._C._will_engine_execute_node(awaited.leaf):
+        try:
+            adds = torch._C._will_engine_execute_node(awaited.leaf)
+        except RuntimeError:  # torch.autograd.grad() by the weight itself
+            return
+        if adds:
             with torch.no_grad(), no_autocast({awaited.map.weight: gradients[0]}):
                 self.add(awaited.map, awaited.sides(gradients[0].detach()))
 

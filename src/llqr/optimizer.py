@@ -177,7 +177,7 @@ class LLQR(Wrapping):
                 loss = closure()
         parameters = self._look_up()
         self._meet(parameters)
-        if self._processes.due(self._schedule):
+        if self._unhook.alive and self._processes.due(self._schedule):
             self._refit(parameters, closure, loss)
         self._collector.forget()
         with torch.no_grad(), no_autocast(parameters):
@@ -190,7 +190,7 @@ class LLQR(Wrapping):
         settings = (self._schedule.step, self.structure, self.divergence)
         try:
             with no_autocast(parameters), self._processes.refitting(settings, parameters) as whole:
-                if closure is not None:
+                if closure is not None and self.divergence is not None:
                     checked_loss(loss)
                 found = self._second_moments(whole, closure)
                 with torch.no_grad():
@@ -232,15 +232,18 @@ class LLQR(Wrapping):
 
     def _inverted(self, found: Mapping[str, Sums]) -> dict[str, Block]:
         """New blocks, with what was found averaged in; the ones that are used stay as they are."""
-        if found and not any(sums.places for sums in found.values()):
+        seen = {key: sums for key, sums in found.items() if sums.places}  # an expert may have met no example
+        if found and not seen:
             raise NonFiniteError("the batch is empty")
-        moments = {key: sums.moments() for key, sums in found.items()}
+        moments = {key: sums.moments() for key, sums in seen.items()}
         wrong = [key for key, parts in moments.items() if not all(bool(m.sum().isfinite()) for m in parts.values())]
         if wrong:
             raise NonFiniteError(f"the gradients or inputs of {wrong[0]!r} aren't finite")
         blocks = {}
-        for key, sums in found.items():
+        for key, sums in seen.items():
             known = self.blocks.get(key)
+            if known is not None and sums.map.bias is None and self._is_frozen(known.map.bias):
+                known = None
             if known is None or not known.takes(sums.map, moments[key]) or known.structure != sums.structure:
                 known = Block(sums.map, sums.structure)
             diagonal = self._diagonal.get(known.map.weight, 0.0)
@@ -248,6 +251,9 @@ class LLQR(Wrapping):
             blocks[key].take(moments[key])
         self._processes.invert(blocks)
         return blocks
+
+    def _is_frozen(self, name: str | None) -> bool:
+        return name is not None and not self._collector.of[name].requires_grad
 
     def _take(self, blocks: dict[str, Block]) -> None:
         self._processes.settle()

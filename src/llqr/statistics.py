@@ -157,7 +157,10 @@ class Block:
     """Of blocks like this one, which U was last applied with."""
 
     def fits(self, parameters: Mapping[str, Tensor]) -> bool:
-        """Whether they have the shapes that they had when it was made."""
+        """Whether they are as they were when it was made: their shapes, their dtype, their device."""
+        weight, like = parameters[self.map.weight], next(iter(self.inverse.values()), None)
+        if like is not None and (like.dtype != at_least_single(weight.dtype) or like.device != weight.device):
+            return False
         return self.map.lies_in(parameters)
 
     def takes(self, map_: LinearMap, moments: Moments) -> bool:
@@ -175,7 +178,7 @@ class Block:
         self.refits += 1
         share = (1 - MEMORY) / (1 - MEMORY**self.refits)
         for name, moment in moments.items():
-            self.moments[name] = moment if self.refits == 1 else torch.lerp(self.moments[name], moment, share)
+            self.moments[name] = moment if self.refits == 1 else torch.lerp(self.moments[name].to(moment), moment, share)
 
     def invert(self) -> None:
         """U, from the curvature that is known."""

@@ -141,8 +141,8 @@ def _named(forward: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Any]
     }
     if len(by_name) != len(args):
         raise LLQRError(
-            "the model was called with keywords and with arguments that have no name: call it with one kind, or give a "
-            "refit_batch"
+            "the model was called with keywords and with arguments that have no name: call it with one kind, "
+            "positions or keywords (or give LLQR.paper a refit_batch)"
         )
     return by_name
 
