@@ -346,13 +346,16 @@ def test_a_loss_that_is_not_told(divergence: Any) -> None:
 
 
 def test_a_closure_without_a_loss() -> None:
-    """Its gradients are there, but nothing is stepped."""
+    """Its gradients are enough, unless there is a divergence, which may ask for the loss: then nothing is stepped."""
     model = network()
-    optimizer = LLQR(sgd(model), model)
+    optimizer = LLQR(sgd(model), model, "gauss-newton")
     before = parameters_of(model)
     with pytest.raises(LLQRError, match="must return the loss"):
         optimizer.step(lambda: backward(model, batch()) and None)
     assert_same(parameters_of(model), before)
+    optimizer = LLQR(sgd(model), model)
+    assert optimizer.step(lambda: backward(model, batch()) and None) is None
+    assert optimizer.stats.refits == 1
 
 
 class Several(nn.Module):

@@ -320,7 +320,7 @@ def test_calls_that_have_no_names_or_no_tensors() -> None:
 
     x, y = batch()
     for call, message in [
-        (lambda model: model(x, scale=1.0), "call it with one kind, or give a refit_batch"),
+        (lambda model: model(x, scale=1.0), "call it with one kind, positions or keywords"),
         (lambda model: model(Held(x)), r"called with a Held and no tensor.*model\(\*\*batch\)"),
     ]:
         model = Loose()

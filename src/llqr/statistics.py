@@ -178,7 +178,9 @@ class Block:
         self.refits += 1
         share = (1 - MEMORY) / (1 - MEMORY**self.refits)
         for name, moment in moments.items():
-            self.moments[name] = moment if self.refits == 1 else torch.lerp(self.moments[name].to(moment), moment, share)
+            self.moments[name] = (
+                moment if self.refits == 1 else torch.lerp(self.moments[name].to(moment), moment, share)
+            )
 
     def invert(self) -> None:
         """U, from the curvature that is known."""

@@ -49,7 +49,7 @@ LONGEST = 40
 
 
 def often_at_first(step: int) -> bool:
-    """Whether the default schedule refits before a step: each of the first eleven, and then after a tenth of the steps so far."""
+    """Whether the default schedule refits before a step: the first eleven, and then after a tenth of the steps so far."""
     regular = 11 * LONGEST  # from before here on the gaps are all the longest
     if step > regular:
         step = regular - (regular - step) % LONGEST
