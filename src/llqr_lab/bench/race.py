@@ -39,7 +39,7 @@ from llqr_lab.tables import show_table
 Grids = dict[str, tuple[float | None, list[Result]]]
 """Of each optimizer: its rate with the best end, and the runs that say so."""
 Wanted = list[tuple[Config, dict[str, Any]]]
-TARGETS = ("SGDM", "AdamW", "Muon")
+TARGETS = ("SGDM", "AdamW", "Muon", "SOAP")
 """What these come to with every seed, at their best rates, is what everybody is timed to."""
 SMOOTH = 3
 """Records that a training loss is the mean of, so that nobody is there by a lucky batch."""
