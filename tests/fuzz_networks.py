@@ -42,7 +42,7 @@ REFUSALS: dict[str, tuple[set[str], str]] = {
     "refused: a formula by hand hides (Newton)": ({"hiding"}, "formula written by hand hides"),
     "refused: gradients that aren't derivatives, forward": ({"hooked"}, "gradients of the model aren't its derivatives"),
     "torch can't: no second derivative of the model (Newton)": (
-        {"once", "hiding", "once loss"}, "model can't be differentiated twice"),
+        {"once", "hiding", "once loss"}, "model or its loss can't be differentiated twice"),
     "torch can't: neither twice nor in forward mode": ({"once", "hiding"}, "neither twice nor in forward mode"),
     "torch can't: no second derivative of the loss": ({"once loss"}, "the loss .*can't be differentiated twice"),
 }  # fmt: skip
