@@ -506,3 +506,60 @@ def test_functions_are_themselves_again() -> None:
     model = nn.Sequential(nn.Linear(3, 4), Failing(), nn.Linear(4, 2)).double()
     QuadraticModel.build(model, torch.randn(9, 3).double(), torch.randint(2, (9,)), LOSS, Newton(), 0.1)
     assert vars(torch.autograd.function._SingleLevelFunction).keys() == before
+
+
+class Single(torch.autograd.Function):
+    """A norm that computes in float32 whatever it is given, as fused ones do, and keeps what its backward pass needs."""
+
+    keeps = True
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.kept = _inverse_size(x.float())
+        return (x.float() * ctx.kept).to(x.dtype)
+
+    @classmethod
+    def backward(cls, ctx: Any, u: Tensor) -> Tensor:
+        x = ctx.saved_tensors[0].float()
+        inverse = ctx.kept if cls.keeps else _inverse_size(x)
+        n = x * inverse
+        return (inverse * (u.float() - n * (u.float() * n).mean(-1, keepdim=True))).to(u.dtype)
+
+
+class SingleAndHonest(Single):
+    """The same without what is kept."""
+
+    keeps = False
+
+
+class SingleRamp(torch.autograd.Function):
+    """With kinks, and no curvature anywhere else."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.float().clamp(min=0).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, u: Tensor) -> Tensor:
+        return ((ctx.saved_tensors[0] > 0) * u).float().to(u.dtype)
+
+
+def _inverse_size(x: Tensor) -> Tensor:
+    return torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+
+
+@pytest.mark.parametrize("function", [Single, SingleAndHonest, SingleRamp])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_functions_that_compute_in_float32_are_judged_too(function: Any, dtype: torch.dtype) -> None:
+    """Along longer steps, and so that kinks aren't taken for something hidden."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), By(function), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
+    x, y = torch.randn(64, 5, dtype=dtype), torch.randint(3, (64,))
+    if function is Single:
+        with pytest.raises(NotTwiceDifferentiableError, match=r"hides a part of itself.*Single"):
+            QuadraticModel.build(model, x, y, LOSS, Newton())
+        return
+    q = QuadraticModel.build(model, x, y, LOSS, Newton())
+    assert all(bool(part.isfinite().all()) for part in q.curvature(q.gradient).values())

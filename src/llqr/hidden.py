@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,22 @@ TOLERANCE = 1e-3
 """Relative; what is hidden is usually a large part of the whole."""
 NOISE = 1e-14
 """Of the numbers that differences are taken of."""
+
+
+class Fineness(NamedTuple):
+    """How differences are taken: along how long a step, and what they may be off by."""
+
+    step: float
+    tolerance: float
+    noise: float
+    """What rounding leaves, relative to the numbers that a value is summed of."""
+    coordinates: int | None = None
+    """How many of each tensor are moved; None: all. Of a few, hardly any comes to a kink."""
+
+
+FINE = Fineness(STEP, TOLERANCE, NOISE)
+COARSE = Fineness(1e-3, 0.05, 1e-7, 64)
+"""For functions that compute in float32, whatever they are given."""
 
 Run = Callable[[list[Tensor]], Tensor]
 Scalar = Callable[[list[Tensor]], Tensor]
@@ -151,43 +167,60 @@ def _hides_by_itself(function: Any, args: Sequence[Any]) -> bool | None:
     except Exception:  # it can't be called once more
         return None
     curved, size = _curved(run, start, torch.linspace(-40, 40, start.numel()).sin().to(start))
-    return _judged(curved, point, size)
+    verdict = _judged(curved, point, size)
+    return _judged(curved, point, size, COARSE) if not verdict and _in_single(run, point) else verdict
+
+
+def _in_single(run: Run, point: Sequence[Tensor]) -> bool:
+    """Whether a function that is given doubles, or its gradient, has numbers of float32 alone."""
+    if any(tensor.dtype != torch.float64 for tensor in point):
+        return False
+    with torch.enable_grad():
+        leaves = _leaves(point)
+        output = run(leaves)
+        slope = torch.linspace(-40, 40, output.numel()).sin().to(output)
+        try:
+            found = [output, *torch.autograd.grad(output, leaves, slope, materialize_grads=True)]
+        except RuntimeError:
+            return False
+    return any(bool(each.any()) and torch.equal(each, each.float().to(each.dtype)) for each in found)
 
 
 def _leaves(point: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.detach().requires_grad_() for tensor in point]
 
 
-def _judged(function: Scalar, point: Sequence[Tensor], size: float) -> bool | None:
+def _judged(function: Scalar, point: Sequence[Tensor], size: float, fineness: Fineness = FINE) -> bool | None:
     """`hides`, where that can be told; else None."""
 
     def precise(leaves: list[Tensor]) -> Tensor:
         value = function(leaves)
-        if value.dtype != torch.float64:
+        if fineness is FINE and value.dtype != torch.float64:
             raise TypeError("computed in another precision")
         return value
 
     try:
         with torch.autocast(point[0].device.type, enabled=False):
-            return hides(precise, point, size)
+            return hides(precise, point, size, fineness)
     except Exception:  # it doesn't run in double precision: a kernel, a dtype that is written out
         return None
 
 
-def hides(function: Scalar, point: Sequence[Tensor], size: float) -> bool:
+def hides(function: Scalar, point: Sequence[Tensor], size: float, fineness: Fineness = FINE) -> bool:
     """Whether the second derivative of a scalar function isn't the derivative of its gradient, while the gradient is one.
 
     `point` is in double precision, and so is what the function computes; `size` is that of the numbers that its value is summed
     of. A gradient that isn't the function's own (straight-through estimators) is meant so: nothing is said about it.
     """
-    direction = _direction(point)
+    step, tolerance, noise, coordinates = fineness
+    direction = _direction(point, coordinates)
     leaves = _leaves(point)
     with torch.enable_grad():
         value = function(leaves)
         slope = torch.autograd.grad(value, leaves, create_graph=True, materialize_grads=True)
     product = _product(slope, leaves, direction)
     along = _dot(slope, direction)
-    for length in (STEP, -STEP):  # a kink in between is on one side
+    for length in (step, -step):  # a kink in between is on one side
         moved = [
             tensor.detach().add(v, alpha=length).requires_grad_() for tensor, v in zip(point, direction, strict=True)
         ]
@@ -195,20 +228,23 @@ def hides(function: Scalar, point: Sequence[Tensor], size: float) -> bool:
             other = function(moved)
             there = torch.autograd.grad(other, moved, materialize_grads=True)
         climbed = float(other.detach() - value.detach()) / length
-        if abs(climbed - along) > TOLERANCE * max(abs(climbed), abs(along)) + NOISE / STEP * size:
+        larger, floor = max(abs(climbed), abs(along)), noise / step * size
+        if abs(climbed - along) > tolerance * larger + floor or (fineness is COARSE and larger < 2 * floor):
             return False
         turned = [(b - a.detach()) / length for a, b in zip(slope, there, strict=True)]
         difference = _norm([a - b for a, b in zip(turned, product, strict=True)])
         scale = max(_norm(turned), _norm(product))
-        if not difference > TOLERANCE * scale + NOISE / STEP * _norm(slope):
+        if not difference > tolerance * scale + noise / step * _norm(slope):
             return False
     return True
 
 
-def _direction(point: Sequence[Tensor]) -> list[Tensor]:
+def _direction(point: Sequence[Tensor], coordinates: int | None = None) -> list[Tensor]:
     """Random, each tensor as large as the one it moves; the same at every call, and no draw from torch's stream."""
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype).to(tensor.device) for tensor in point]
+    for v in drawn if coordinates is not None else ():
+        v.view(-1)[torch.randperm(v.numel(), generator=generator)[coordinates:].to(v.device)] = 0
     sizes = [float(tensor.square().mean().sqrt()) if tensor.numel() else 0.0 for tensor in point]
     typical = max(sizes, default=0.0) or 1.0
     return [v * max(size, 1e-3 * typical) for v, size in zip(drawn, sizes, strict=True)]

@@ -251,6 +251,6 @@ def _not_once(error: Exception) -> LLQRError:
 
 def _not_twice(error: Exception) -> NotTwiceDifferentiableError:
     return NotTwiceDifferentiableError(
-        f"the model or its loss can't be differentiated twice, as Newton asks ({error}): replace the operation, or use KL if it "
-        "is in the loss, or LLQR(base, model) without a divergence, which asks for no second derivative"
+        f"the model or its loss can't be differentiated twice, as Newton asks ({error}): replace the operation, or use KL if "
+        "it is in the loss, or LLQR(base, model) without a divergence, which asks for no second derivative"
     )
