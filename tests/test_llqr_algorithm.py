@@ -1,6 +1,6 @@
 """Promise: LLQR.paper is Algorithm 1 of the paper, number for number.
 
-The reference is written out here: dense H, U's action by its formula, ∇_U J by autograd, the paper's inner solver.
+The reference is written out here: dense H, U's action as in `llqr.minimal`, ∇_U J by autograd, the paper's inner solver.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from llqr import LLQR
 from llqr.divergences import KL, Divergence, Newton
 from llqr.errors import LLQRError
+from llqr.minimal import apply, identity
 from llqr.solvers import SGDM
 from loops import STRUCTURES, batch, closure_of, network, parameters_of
 
@@ -48,32 +49,6 @@ DIVERGENCES: dict[str, Divergence] = {
     "sum": KL(reduction="sum"),
     "newton": Newton(),
 }
-
-
-def identity(structure: str, shape: torch.Size) -> Tensors:
-    if structure == "scalar":
-        return {"u": torch.ones((), dtype=torch.float64)}
-    if structure == "dense":
-        return {"M": torch.eye(shape.numel(), dtype=torch.float64)}
-    if structure == "diagonal" or len(shape) < 2:
-        return {"d": torch.ones(shape, dtype=torch.float64)}
-    left, right = (torch.eye(side, dtype=torch.float64) for side in shape)
-    if structure == "kfac":
-        return {"C": left, "D": right}
-    return {"L": left, "R": right, "s": torch.ones(shape, dtype=torch.float64)}
-
-
-def action(u: Tensors, x: Tensor) -> Tensor:
-    """U x."""
-    if "u" in u:
-        return u["u"] * x
-    if "d" in u:
-        return u["d"] * x
-    if "M" in u:
-        return (u["M"] @ x.reshape(-1)).reshape(x.shape)
-    if "C" in u:
-        return u["C"] @ x @ u["D"].T
-    return u["L"] @ (u["s"] * (u["L"].T @ x @ u["R"])) @ u["R"].T
 
 
 def dense_curvature(model: nn.Module, x: Tensor, y: Tensor, divergence: str) -> Tensor:
@@ -109,7 +84,7 @@ def fitted(start: dict[str, Tensors], g: Tensors, curvature: Tensor, inner: Inne
     for _ in range(inner.steps):
         leaves = {(name, n): t.clone().requires_grad_() for name, tensors in u.items() for n, t in tensors.items()}
         of = {name: {n: leaf for (owner, n), leaf in leaves.items() if owner == name} for name in u}
-        delta = torch.cat([-action(of[name], g[name]).reshape(-1) for name in g])
+        delta = torch.cat([-apply(of[name], g[name]).reshape(-1) for name in g])
         slopes = torch.autograd.grad(flat @ delta + 0.5 * delta @ curvature @ delta, list(leaves.values()))
         for (name, n), slope in zip(leaves, slopes, strict=True):
             kept = slope * min(1.0, inner.clip / float(slope.norm()))
@@ -124,7 +99,7 @@ def reference(
     """Algorithm 1."""
     model = network()
     optimizer = BASES[base](model.parameters())
-    one = {name: identity(structure, p.shape) for name, p in model.named_parameters()}
+    one = {name: identity(structure, p.detach()) for name, p in model.named_parameters()}
     u = one
     for k in range(EVERY * REFITS):
         x, y = scaled(k, scale)
@@ -135,7 +110,7 @@ def reference(
             new = fitted(u if warm_start else one, g, dense_curvature(model, x, y, divergence), inner)
             u = {name: {n: ema * t + (1 - ema) * new[name][n] for n, t in own.items()} for name, own in u.items()}
         for name, p in model.named_parameters():
-            p.grad = action(u[name], g[name])
+            p.grad = apply(u[name], g[name])
         optimizer.step()
     return parameters_of(model)
 

@@ -193,7 +193,7 @@ def categorical(logits: Tensor, generator: torch.Generator) -> Tensor:
     """Slopes of the mean cross-entropy, but for labels drawn from the model: with them H is the Fisher matrix ("ngd")."""
     p = logits.softmax(-1)
     labels = torch.multinomial(p.flatten(0, -2), 1, generator=generator).reshape(p.shape[:-1])
-    return (p - functional.one_hot(labels, p.shape[-1])) / labels.numel() ** 0.5
+    return (p - functional.one_hot(labels, p.shape[-1])).div(labels.numel() ** 0.5)
 
 
 # --- the paper's method: U fitted to one gradient ---
