@@ -214,3 +214,8 @@ def test_paper(structure: str, divergence: str) -> None:
     assert optimizer.preconditioner is not None
     torch.testing.assert_close(optimizer.preconditioner.blocks, u, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(dict(model.named_parameters()), parameters, rtol=1e-9, atol=1e-12)
+
+
+def test_unknown_structures_are_refused() -> None:
+    with pytest.raises(ValueError, match="ekfac or dense, not 'kfak'"):
+        identity("kfak", torch.zeros(2, 2))

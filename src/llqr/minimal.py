@@ -5,8 +5,9 @@
     Δ, m  the base's step by the raw gradients, and its momentum
     θ   ← θ - ‖Δ‖ U m / ‖U m‖,   tensor by tensor
 
-`MinimalLLQR` is that, for `nn.Linear` and `nn.Conv2d`; the base steps all other parameters. There is no safety, no speed and
-no checkpoint: train with `llqr.LLQR`. At the end is the paper's own method, `fit_along_gradient`.
+`MinimalLLQR` is that, for `nn.Linear` and `nn.Conv2d` whose weights nothing else uses; the base steps all other parameters.
+There is no safety, no speed and no checkpoint, and `maximize` and Muon's momentum aren't known: train with `llqr.LLQR`. At the
+end is the paper's own method, `fit_along_gradient`.
 """
 
 from __future__ import annotations
@@ -233,6 +234,8 @@ def fit_along_gradient(
 
 def identity(structure: str, p: Tensor) -> Tensors:
     """The block of U = I for a parameter (m, ...), seen as m × n; K-FAC's and E-KFAC's for a vector are diagonal."""
+    if structure not in ("scalar", "diagonal", "kfac", "ekfac", "dense"):
+        raise ValueError(f"the structure is scalar, diagonal, kfac, ekfac or dense, not {structure!r}")
     if structure == "scalar":
         return {"u": p.new_ones(())}
     if structure == "dense":
