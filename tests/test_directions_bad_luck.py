@@ -244,23 +244,55 @@ def test_no_learning_rate(base: Any) -> None:
     assert optimizer.stats.refits == 3
 
 
-@pytest.mark.parametrize("divergence", [None, "ngd"])
-def test_a_model_that_is_called_otherwise(divergence: str | None) -> None:
+def test_a_model_that_is_called_otherwise_with_a_divergence() -> None:
     """By its forward, which no hook sees: the base's steps, bit for bit; said once."""
     model, plain = network(), network()
-    optimizer, base = LLQR(sgd(model), model, divergence), sgd(plain)
+    optimizer, base = LLQR(sgd(model), model, "ngd"), sgd(plain)
     for number in range(3):
         x, y = batch(number)
         optimizer.zero_grad()
         functional.cross_entropy(model.forward(x), y).backward()
         if number == 0:
-            with pytest.warns(LLQRWarning, match=r"wasn't called as model\(...\).*said once"):
+            with pytest.warns(LLQRWarning, match=r"wasn't called as model\(...\).*With a divergence.*said once"):
                 optimizer.step()
         else:
             optimizer.step()
         train(plain, base, [number])
     assert_same(parameters_of(model), parameters_of(plain))
     assert (optimizer.stats.refits, optimizer.stats.rejected) == (0, 3)
+
+
+class Masters(SGD):
+    """Steps weights of its own, and writes them over the parameters."""
+
+    def __init__(self, parameters: Any, **options: Any) -> None:
+        super().__init__(parameters, **options)
+        self.own = [[p.detach().clone() for p in group["params"]] for group in self.param_groups]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group, own in zip(self.param_groups, self.own, strict=True):
+            for p, weight in zip(group["params"], own, strict=True):
+                p.data.copy_(weight)
+        super().step(closure)
+        for group, own in zip(self.param_groups, self.own, strict=True):
+            for p, weight in zip(group["params"], own, strict=True):
+                weight.copy_(p.data)
+
+
+class Own(SGD):
+    """As torch's; but LLQR can't know that."""
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_base_that_takes_steps_back(momentum: float) -> None:
+    """One that steps from weights of its own is an error within twenty steps; any other base isn't, at whatever rate."""
+    model = network()
+    optimizer = LLQR(Masters(model.parameters(), lr=0.05, momentum=momentum), model)
+    with pytest.raises(LLQRError, match="Masters takes back what LLQR puts in the place of its steps"):
+        train(model, optimizer, range(20))
+    for lr in (0.01, 0.1, 1.0):
+        model = network()
+        train(model, LLQR(Own(model.parameters(), lr=lr, momentum=momentum), model), range(32))
 
 
 @pytest.mark.parametrize("divergence", [None, "ngd"])

@@ -1232,3 +1232,83 @@ def test_a_bias_that_is_frozen_in_mid_training() -> None:
     told = optimizer.assignments()
     assert told["0.bias"] == "frozen"
     assert told["0.weight"].startswith("along U m")
+
+
+# --- loops that don't call the model as a whole ---
+
+
+class Encoder(nn.Module):
+    """Called by methods of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = network()
+
+    def encode(self, x: Tensor) -> Tensor:
+        for layer in self.layers:  # type: ignore[attr-defined]
+            x = layer(x)
+        return x
+
+
+class Forwarding(Encoder):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+CALLS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Tensor], Tensor]]] = {
+    "forward": (network, lambda m, x: m.forward(x)),
+    "a method": (Encoder, lambda m, x: m.encode(x)),
+    "a method beside forward": (Forwarding, lambda m, x: m.encode(x)),
+    "modules of a list": (lambda: nn.ModuleList([network()]), lambda m, x: m[0](x)),
+    "modules of a dict": (lambda: nn.ModuleDict({"all": network()}), lambda m, x: m["all"](x)),
+}
+
+
+def train_by(call: Callable[[Any, Tensor], Tensor], model: nn.Module, optimizer: LLQR, steps: range) -> None:
+    for number in steps:
+        x, y = batch(number)
+        optimizer.zero_grad()
+        functional.cross_entropy(call(model, x), y).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_loops_that_call_what_is_inside(case: str) -> None:
+    """The same steps as of a loop that calls the model, from the second on where that wasn't to be known; no hook stays."""
+    make, call = CALLS[case]
+    model, whole = make(), network()
+    optimizer, truth = LLQR(sgd(model), model, every=2), LLQR(sgd(whole), whole, every=2)
+    known = type(model).forward is nn.Module.forward
+    if not known:
+        with pytest.warns(LLQRWarning, match="modules inside count too"):
+            train_by(call, model, optimizer, range(1))
+        train(whole, truth.base, range(1))
+        truth.load_state_dict({**truth.state_dict(), "llqr": {**truth.state_dict()["llqr"], "step": 1}})
+    start = 0 if known else 1
+    train_by(call, model, optimizer, range(start, END))
+    train(whole, truth, range(start, END))
+    assert (optimizer.stats.refits, optimizer.stats.rejected) == (3 + known, 1 - known)
+    assert_same(dict(enumerate(model.parameters())), dict(enumerate(whole.parameters())))  # type: ignore[arg-type]
+    optimizer.close()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("saved", ["state", "copy"])
+def test_loops_that_call_what_is_inside_go_on(saved: str) -> None:
+    """Bit for bit, as if they hadn't been interrupted."""
+    make, call = CALLS["a method beside forward"]
+    model = make()
+    optimizer = LLQR(sgd(model), model, every=2)
+    with pytest.warns(LLQRWarning):
+        train_by(call, model, optimizer, range(3))
+    if saved == "copy":
+        other, resumed = copy.deepcopy((model, optimizer))
+    else:
+        other = make()
+        other.load_state_dict(model.state_dict())
+        resumed = LLQR(sgd(other), other, every=2)
+        resumed.load_state_dict(through_a_file(optimizer.state_dict()))
+    train_by(call, model, optimizer, range(3, END))
+    train_by(call, other, resumed, range(3, END))
+    assert_same(parameters_of(other), parameters_of(model))
+    assert resumed.stats.refits == optimizer.stats.refits == 3

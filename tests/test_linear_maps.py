@@ -72,6 +72,12 @@ CASES: dict[str, Case] = {
     "linear of 4d without bias": (lambda: nn.Linear(4, 3, bias=False), lambda: vectors(2, 3)),
     "F.linear": (lambda: Own(lambda m, x: functional.linear(x, m.w, m.b), w=(3, 4), b=(3,)), vectors),
     "a scaled bias": (lambda: Own(lambda m, x: functional.linear(x, m.w, 2 * m.b), w=(3, 4), b=(3,)), vectors),
+    "linear of a transposed input": (
+        lambda: Own(lambda m, x: functional.linear(x.transpose(0, 1), m.w, m.b), w=(3, 4), b=(3,)),
+        lambda: vectors(5),
+    ),
+    "x @ W + b": (lambda: Own(lambda m, x: m.b + x @ m.w, w=(4, 3), b=(3,)), vectors),
+    "x @ W + b twice": (lambda: Own(lambda m, x: (y := x @ m.w) * (y + m.b), w=(4, 3), b=(3,)), vectors),
     "x @ W": (lambda: Own(lambda m, x: x @ m.w, w=(4, 3)), vectors),
     "x @ W of 3d": (lambda: Own(lambda m, x: x @ m.w, w=(4, 3)), lambda: vectors(5)),
     "x @ W.T": (lambda: Own(lambda m, x: x @ m.w.T, w=(3, 4)), vectors),
@@ -131,13 +137,12 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 BY_THE_BASE = {
+    "x @ W + b twice": {"b"},
     "a scaled bias": {"b"},
     "addmm with alpha": {"w", "b"},
     "addmm with beta": {"b"},
     "baddbmm": {"b"},
-    "attention": {"inner.in_proj_bias"},  # added by itself where the input isn't contiguous
     "cross attention": {"inner.in_proj_bias"},  # cut up
-    "gru": {"inner.bias_ih_l0"},
     "transposed conv1d": {"bias"},
 }
 """Parameters that aren't a part of a linear map as it is: their curvature isn't known."""
@@ -511,3 +516,28 @@ def test_which_maps_read_the_data(case: str) -> None:
     found = merged(sums)
     assert len(found) >= 1
     assert {key for key, each in found.items() if each.map.reads_data} == expected
+
+
+@pytest.mark.parametrize(
+    ("case", "bias"), [("linear of a transposed input", "b"), ("x @ W + b", "b"), ("x @ W + b twice", None)]
+)
+def test_a_bias_that_is_added_by_itself(case: str, bias: str | None) -> None:
+    """It belongs to the map, however torch has computed it, unless something else sees the product without it."""
+    torch.manual_seed(0)
+    make, inputs = CASES[case]
+    model = make()
+    found = find_uses([model(inputs())], {id(p): name for name, p in model.named_parameters()})
+    assert [use.map.bias for use in found.uses] == [bias]
+    assert found.others == ({} if bias else {"b": "AddBackward0"})
+
+
+@pytest.mark.parametrize(("zeros", "sparse"), [(0.85, False), (0.95, True)])
+def test_data_that_are_mostly_zeros(zeros: float, sparse: bool) -> None:
+    """A layer that reads them is left to the base, as an embedding is; what other layers return may have as many."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 30), nn.Dropout(0.97), nn.Linear(30, 2))
+    x = torch.randn(50, 40) * (torch.arange(2000).reshape(50, 40) % 100 >= 100 * zeros)
+    found = find_uses([model(x)], {id(p): name for name, p in model.named_parameters()})
+    left = {"0.weight": "SparseData", "0.bias": "SparseData"} if sparse else {}
+    assert found.others == left
+    assert [use.map.weight for use in found.uses] == ["2.weight", "0.weight"][: 1 if sparse else 2]

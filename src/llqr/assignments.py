@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
+from llqr.linear_maps import SPARSE_DATA
 from llqr.statistics import Block
 from llqr.structures import EigenKronecker, Kronecker
 from llqr.structures.assign import NAMES
@@ -34,6 +35,7 @@ IN_WORDS = {
     "Stack": "a concatenation",
     "Index": "a choice by index",
     "IndexSelect": "a choice by index",
+    SPARSE_DATA: "a product with data that are mostly zeros",
 }
 """What autograd's nodes are called here; the others go by their own names."""
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
+from llqr.errors import LLQRError
 from llqr.linear_maps import LinearMap
 from llqr.statistics import Block, Stack, stacked
 
@@ -92,6 +93,46 @@ def groups_of(base: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Gr
     """The group of each parameter, by its name."""
     by_id = {id(p): group for group in base.param_groups for p in group["params"]}
     return {name: by_id[id(p)] for name, p in parameters.items()}
+
+
+class Undoing:
+    """Whether the base takes back what is put in the place of its steps: one that steps from weights of its own, as float32
+    masters, does. Looked at in the first steps around a base that isn't torch's.
+
+    Its step Δ_k is compared with a b + c t, with b its own step before and t the one that took its place. To go back to its own
+    weights it has to step by b - t more than it would, so that c is -1; by any other base c is about 0.
+    """
+
+    STEPS, IN_A_ROW, BACK = 30, 5, -0.8
+
+    def __init__(self, base: Optimizer) -> None:
+        self._name = type(base).__name__
+        self._left = 0 if type(base).__module__.startswith("torch.optim") else self.STEPS
+        self._before: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
+        self._times = 0
+
+    def look(self, steps: Mapping[str, Tensor], turned: Mapping[str, Tensor]) -> None:
+        """At the base's steps, and at what takes their place."""
+        if not self._left:
+            return
+        if self._before is not None:
+            self._times = self._times + 1 if self._share(steps, *self._before) < self.BACK else 0
+        self._left -= 1
+        self._before = ({name: steps[name] for name in turned}, dict(turned)) if self._left else None
+        if self._times == self.IN_A_ROW:
+            raise LLQRError(
+                f"{self._name} takes back what LLQR puts in the place of its steps: it keeps weights of its own, and steps "
+                "from them. Give LLQR a base that steps the parameters themselves, such as torch.optim.AdamW, and begin anew"
+            )
+
+    @staticmethod
+    def _share(steps: Mapping[str, Tensor], own: Mapping[str, Tensor], turned: Mapping[str, Tensor]) -> float:
+        """c of the a b + c t that is nearest to the steps."""
+        names = [name for name in own if name in steps and steps[name].shape == own[name].shape]
+        pairs = ((own, own), (own, turned), (turned, turned), (own, steps), (turned, steps))
+        bb, bt, tt, bd, td = (sum(float((x[n] * y[n]).sum()) for n in names) for x, y in pairs)
+        determinant = bb * tt - bt * bt
+        return (bb * td - bt * bd) / determinant if determinant > 0 else 0.0
 
 
 STEEPNESS = 0.15

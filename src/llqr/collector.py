@@ -97,6 +97,14 @@ class Collector:
         hooks.callback(model.register_forward_hook(partial(_listen, self), with_kwargs=True).remove)
         return hooks.close
 
+    def attach_to_parts(self, model: nn.Module) -> Callable[[], None]:
+        """For loops that call the modules inside, by `model.encode(x)`, `model.forward(x)` or one by one."""
+        hooks = ExitStack()
+        for module in model.modules():
+            listen = partial(_listen, self, part=True)
+            hooks.callback(module.register_forward_hook(listen, with_kwargs=True).remove)
+        return hooks.close
+
     def begin(self, module: nn.Module) -> None:
         """The model is about to be called."""
         wanted = self._schedule is not None and self._schedule.may_be_due()
@@ -115,9 +123,12 @@ class Collector:
         if self._schedule is not None:
             self.sums, self.calls = {}, []
 
-    def hear(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def hear(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, part: bool = False
+    ) -> None:
+        """The model was called, or a part of it, of which nothing can be run again."""
         outputs = [tensor for tensor in returned(output) if tensor.requires_grad]
-        if not outputs or self._schedule is None or not self._schedule.may_be_due():
+        if not outputs or self._schedule is None or not self._schedule.may_be_due() or (part and self.runs_again):
             return
         if not self.heard:
             self.heard, self.others = True, {}
@@ -128,13 +139,13 @@ class Collector:
         holds = self.runs_again
         if not self.runs_again:
             found = self._found(outputs)
-            self.others, self.runs_again = {**self.others, **found.others}, found.hidden
-            for use in () if found.hidden else found.uses:
+            self.others, self.runs_again = {**self.others, **found.others}, found.hidden and not part
+            for use in () if self.runs_again else found.uses:
                 awaited = _Awaited(use)
                 self._awaited.add(awaited)
                 use.node.register_prehook(partial(self._come_back, awaited))
             # parameters that aren't in it may have been sharded since; a call that goes on from another has none that are new
-            holds = found.hidden or not (found.met or self._awaited)
+            holds = self.runs_again or not (part or found.met or self._awaited)
         if holds:
             call = Call(copied(args), copied(kwargs), self._streams)
             for place, tensor in enumerate(returned(output)):
@@ -200,14 +211,24 @@ def _traced_begin(collector: Collector, module: nn.Module, args: tuple[Any, ...]
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _listen(
-    collector: Collector, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    collector: Collector,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: Any,
+    part: bool = False,
 ) -> None:
     if torch.is_grad_enabled() and is_own_call(module):
-        collector.hear(module, args, kwargs, output)
+        collector.hear(module, args, kwargs, output, part)
 
 
 @torch.compiler.substitute_in_graph(_listen, skip_signature_check=True)
 def _traced(
-    collector: Collector, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    collector: Collector,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: Any,
+    part: bool = False,
 ) -> None:
     """What stands for it inside of a compiled graph, where the outputs have no graph of their own to look at."""

@@ -9,6 +9,7 @@ of an output tells all uses of all weights.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -29,6 +30,8 @@ MOVES = (
 VIEWS = frozenset(f"{name}Backward{variant}" for name in MOVES.split() for variant in range(3))
 """Nodes that move the numbers of a weight, and don't change them."""
 
+RESHAPES = frozenset({"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0"})
+
 SAME_PLACES = frozenset({"ToCopyBackward0", "AliasBackward0", "CloneBackward0", "DetachBackward0"})
 """Those of them that leave every number where it is."""
 
@@ -42,6 +45,12 @@ OPAQUE = frozenset(
     }
 )
 """Nodes that stand for many, which can be looked into only if the model is run otherwise."""
+
+SPARSE = 0.9
+"""Data with at least this share of zeros, as bags of words and one-hot codes, are looked up as in an embedding: the base does
+better by weights that few examples meet."""
+SPARSE_DATA = "SparseData"
+"""What such a use of a weight goes by, as others go by the names of their nodes."""
 
 TRANSPOSING = frozenset({"TBackward0", "NumpyTBackward0"})
 
@@ -130,6 +139,8 @@ class Use:
     """From the gradient at the node's output. It holds the inputs, and not the node, whose hook it may be."""
     leaf: Node
     """Where the gradient of the weight is accumulated."""
+    sparse: bool = False
+    """The matrix meets data that are zeros for the most part."""
 
     def without_bias(self) -> Use:
         return replace(self, map=replace(self.map, bias=None))
@@ -156,20 +167,26 @@ def find_uses(outputs: Iterable[Tensor], names: Mapping[int, str], mark: object 
     uses: list[Use] = []
     others: dict[str, str] = {}
     hidden, met = False, False
-    for node in _nodes(outputs, mark):
+    nodes = list(_nodes(outputs, mark))
+    with_bias = _with_added_bias(nodes, names)
+    for node in nodes:
         kind = node.name()
         met = met or id(getattr(node, "variable", None)) in names
         hidden = hidden or kind in OPAQUE
         if kind in VIEWS:
             continue
-        use = _read(node, names)
-        if use is not None:
+        use = with_bias.get(node) or _read(node, names)
+        if use is not None and use.node is node:
             uses.append(use)
         known = () if use is None else use.map.members
         for edge in node.next_functions:
             origin = _origin(edge, names)
             if origin is not None and origin.name not in known:
                 others[origin.name] = kind
+    dense = {use.map.weight for use in uses if not use.sparse}  # a recurrent layer starts at zeros
+    for use in uses:
+        if use.map.weight not in dense:
+            others[use.map.weight] = SPARSE_DATA
     kept = [use for use in uses if use.map.weight not in others]
     for use in uses:
         if use.map.weight in others and use.map.bias is not None:
@@ -184,6 +201,28 @@ def _read(node: Any, names: Mapping[int, str]) -> Use | None:
         return None if read is None else read(node, names)
     except RuntimeError:  # freed, or written over: its backward pass will say so, if it is ever asked for
         return None
+
+
+def _with_added_bias(nodes: Sequence[Node], names: Mapping[int, str]) -> dict[Node, Use]:
+    """x W + b as two nodes, as a linear layer has them for inputs that aren't contiguous: the use, for both of them."""
+    heads = Counter(inner for node in nodes for inner, _ in node.next_functions if inner is not None)
+    found: dict[Node, Use] = {}
+    for node in nodes:
+        if node.name() != "AddBackward0" or cast(Any, node)._saved_alpha != 1:
+            continue
+        for edge, other in zip(node.next_functions, node.next_functions[::-1], strict=True):
+            product = edge[0]
+            while product is not None and product.name() in RESHAPES and heads[product] == 1:
+                product = product.next_functions[0][0]
+            if product is None or product.name() != "MmBackward0" or heads[product] > 1:
+                continue
+            use = _read(product, names)
+            if use is not None and use.map.places is None and use.map.shape[0] == 1:
+                _, r, c = use.map.shape
+                bias = _bias(other, names, c if use.map.inputs_on_rows else r)
+                if bias is not None:
+                    found[node] = found[product] = replace(use, map=replace(use.map, bias=bias))
+    return found
 
 
 MARK = "llqr"
@@ -249,7 +288,7 @@ def _linear(node: Any, names: Mapping[int, str]) -> Use | None:
     def sides(gradient: Tensor) -> Sides:
         return _matching(gradient.flatten(0, -2)[None], x.detach().flatten(0, -2)[None])
 
-    return Use(node, map_, sides, origin.leaf)
+    return Use(node, map_, sides, origin.leaf, _is_sparse(map_, x))
 
 
 def _product(
@@ -288,7 +327,14 @@ def _product(
         x, y = (t.reshape(batch, groups, *t.shape[-2:]).transpose(0, 1).flatten(1, 2) for t in (x, y))
         return _matching(x, y) if inputs_on_rows else _matching(y, x)
 
-    return Use(node, map_, sides, origin.leaf)
+    return Use(node, map_, sides, origin.leaf, _is_sparse(map_, saved_inputs))
+
+
+def _is_sparse(map_: LinearMap, inputs: Tensor | None) -> bool:
+    """Whether the inputs, where they are data, are zeros for the most part."""
+    if not map_.reads_data or inputs is None or not inputs.numel():
+        return False
+    return int(inputs.count_nonzero()) <= (1 - SPARSE) * inputs.numel()
 
 
 @dataclass(frozen=True)

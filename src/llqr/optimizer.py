@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from llqr.assignments import assignments
-from llqr.base_step import Momentum, Turned, decay, groups_of
+from llqr.base_step import Momentum, Turned, Undoing, decay, groups_of
 from llqr.checks import check_callable, check_count
 from llqr.collector import Call, Collector
 from llqr.distributed.groups import standing, unwrapped
@@ -49,6 +49,11 @@ if TYPE_CHECKING:
 
 SEED = 0x11C9
 """Of the numbers that are drawn in refits; the random streams of the training are left alone."""
+
+LISTENS = "From the next step on calls of the modules inside count too"
+CALL_IT = (
+    "With a divergence, or a sharded model, it has to be; if your loop calls torch.compile(model), give LLQR that one"
+)
 
 
 class LLQR(Wrapping):
@@ -101,6 +106,8 @@ class LLQR(Wrapping):
         self.stats = Stats()
         self.blocks: dict[str, Block] = {}
         """The linear maps by name, each with its curvature (`moments`) and its block of U (`inverse`, whole by `dense()`)."""
+        self._by_parts = type(self.model).forward is nn.Module.forward
+        """The loop doesn't call the model as a whole, but modules inside, as those of an nn.ModuleList."""
         self._check(base)
         super().__init__(base)
 
@@ -119,11 +126,24 @@ class LLQR(Wrapping):
         self._second_run = SecondRun(self.model, self._called, self.divergence, self._output)
         self._momentum = Momentum(self.base)
         self._before: dict[str, Tensor] = {}
+        self._undoing = Undoing(self.base)
         self._stepped = Stepped(self.base, self.model)
         runs_again = self.divergence is not None or self._processes.sharded
         self._collector = Collector(self._schedule, runs_again)
         self._look_up()
-        self._unhook = weakref.finalize(self, self._collector.attach(self._called))
+        self._hook()
+
+    def _hook(self) -> None:
+        """Listen to the model, or to what is inside."""
+        attach = self._collector.attach_to_parts if self._by_parts else self._collector.attach
+        self._unhook = weakref.finalize(self, attach(self._called))
+
+    def _listen_to_parts(self) -> None:
+        hooked = self._unhook.alive
+        self._unhook()
+        self._by_parts = True
+        if hooked:
+            self._hook()
 
     def _look_up(self) -> dict[str, Tensor]:
         """The parameters that the base steps, as they are now."""
@@ -210,9 +230,11 @@ class LLQR(Wrapping):
         if collector.calls and (collector.runs_again or not collector.sums):
             self._run_again(parameters, collector.calls, closure)
         if not collector.heard:
+            if not (self._by_parts or collector.runs_again):
+                self._listen_to_parts()
             raise NonFiniteError(
                 "no gradient has come back through the model: it wasn't called as model(...) with gradients on since the last "
-                "step. If your loop calls torch.compile(model), give LLQR that one"
+                "step. " + (LISTENS if self._by_parts else CALL_IT)
             )
         return self._processes.sum_moments(collector.sums, of_means=self.divergence is None)
 
@@ -316,6 +338,7 @@ class LLQR(Wrapping):
             torch._foreach_mul_([before[name] for name in names if factors[name] == factor], factor)
         taken = dict(zip(names, torch._foreach_sub(list(local.values()), list(before.values())), strict=True))
         turned = processes.turn(blocks, momenta, taken, parameters)
+        self._undoing.look(taken, turned.steps)
         for name, step in turned.steps.items():
             torch.add(before[name], step.to(before[name].dtype), out=local[name])
         return turned
@@ -352,6 +375,7 @@ class LLQR(Wrapping):
             "blocks": {key: block_state(block) for key, block in processes.gathered(self.blocks).items()},
             "averages": {name: processes.whole(average) for name, average in self._momentum.averages.items()},
             "stats": asdict(self.stats),
+            "by_parts": self._by_parts,
         }
         state: dict[str, Any] = {**self.base.state_dict(), KEY: own}
         for after in self._optimizer_state_dict_post_hooks.values():
@@ -377,9 +401,13 @@ class LLQR(Wrapping):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def _resume(self, blocks: dict[str, Block], step: int, stats: Stats, averages: dict[str, Tensor]) -> None:
+    def _resume(
+        self, blocks: dict[str, Block], step: int, stats: Stats, averages: dict[str, Tensor], by_parts: bool
+    ) -> None:
         """Go on from there, with a base and a model that do."""
         self._processes.settle()
+        if by_parts and not self._by_parts:
+            self._listen_to_parts()
         self.blocks, self.stats, self._momentum.averages = blocks, stats, averages
         self.stats.memory = sum(block.memory for block in blocks.values())
         self._schedule.go_to(step)
@@ -387,10 +415,10 @@ class LLQR(Wrapping):
 
     def _checked_state(
         self, own: Any, parameters: Mapping[str, Tensor]
-    ) -> tuple[dict[str, Block], int, Stats, dict[str, Tensor]]:
+    ) -> tuple[dict[str, Block], int, Stats, dict[str, Tensor], bool]:
         if own is None:
-            return self._processes.blocks({}, {}, {}), 0, Stats(), {}
-        if not isinstance(own, Mapping) or not {"step", "blocks", "averages", "stats"} <= own.keys():
+            return self._processes.blocks({}, {}, {}), 0, Stats(), {}, False
+        if not isinstance(own, Mapping) or not {"step", "blocks", "averages", "stats", "by_parts"} <= own.keys():
             known = (
                 "of LLQR.paper" if isinstance(own, Mapping) and "preconditioner" in own else "not of LLQR.state_dict()"
             )
@@ -398,6 +426,8 @@ class LLQR(Wrapping):
         check_count(f"'step' in the state, under {KEY!r},", own["step"])
         if not all(isinstance(own[part], Mapping) for part in ("blocks", "averages", "stats")):
             raise LLQRError(f"'blocks', 'averages' and 'stats' in the state, under {KEY!r}, are mappings")
+        if not isinstance(own["by_parts"], bool):
+            raise LLQRError(f"'by_parts' in the state, under {KEY!r}, is True or False")
         stats = Stats.of(own["stats"])
         averages = {}
         for name, average in own["averages"].items():
@@ -409,7 +439,7 @@ class LLQR(Wrapping):
                 )
             averages[name] = self._processes.part(average, parameters[name])
         blocks = self._processes.blocks(own["blocks"], parameters, assign(self.structure, parameters))
-        return blocks, own["step"], stats, averages
+        return blocks, own["step"], stats, averages, own["by_parts"]
 
     def __getstate__(self) -> dict[str, Any]:
         if self._processes.several:
@@ -422,6 +452,7 @@ class LLQR(Wrapping):
             "_warned",
             "_stepped",
             "_before",
+            "_undoing",
             "_group",
             "_second_run",
             "_processes",

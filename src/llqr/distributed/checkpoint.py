@@ -223,7 +223,8 @@ def _of_default(optimizer: LLQR) -> tuple[Tensors, dict[str, Any]]:
         PLACES: {key: tensor for key, tensor in places.items() if tensor is not None},
         AVERAGES: dict(optimizer._momentum.averages),
     }
-    return tensors, {"step": optimizer._schedule.step, "stats": asdict(optimizer.stats), "blocks": blocks}
+    told = {"step": optimizer._schedule.step, "stats": asdict(optimizer.stats), "by_parts": optimizer._by_parts}
+    return tensors, {**told, "blocks": blocks}
 
 
 def _load_default(files: _Files, optimizer: LLQR, told: dict[str, Any]) -> None:
