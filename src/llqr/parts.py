@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -43,7 +43,7 @@ class Problem:
     loss_fn: Loss | None
     terms: list[tuple[float, Term]]
     places: Places
-    loss_terms: list[ActivationTerm] = field(default_factory=list)
+    loss_terms: Sequence[tuple[float, Term]] = ()
     portion: Portion = Portion()
     examined: bool = False
     """Whether the formulas in model and loss were looked at."""
@@ -154,7 +154,8 @@ class Part:
             second.of(lambda x: torch.stack([weight * term.psi(x[i], bases[i]) for weight, i, term in steep]).sum())
         if slope is not None:
             cotangents = [slope * self._loss, *(torch.zeros_like(value) for value in run.values[1:])]
-            for term in problem.loss_terms:
+            for _, term in problem.loss_terms:
+                assert isinstance(term, ActivationTerm)
                 index = problem.index(term)
                 cotangents[index] += slope_of(partial(term.psi, base=bases[index]), run.values[index])
             gradient = linear.pull_first(cotangents) if linear is not None else run.pull(cotangents)
@@ -201,7 +202,7 @@ class Part:
             for place, value in zip(problem.places.values(), values[1:], strict=True)
         ]
         bases = [BasePoint(output, loss, weights), *inside]
-        for term in (*(term for _, term in problem.terms), *problem.loss_terms):
+        for _, term in (*problem.terms, *problem.loss_terms):
             if isinstance(term, OutputTerm):
                 term.check(output, weights)
                 _check_classes(term, output, self._piece.count)

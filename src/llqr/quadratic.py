@@ -7,7 +7,7 @@ Newton's term is a Hessian product. Damping and L2 terms are a diagonal. All of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -99,9 +99,9 @@ class QuadraticModel:
         diagonal = sites.diagonal(model, parameters, terms, damping)
         if not needs_loss:
             loss_fn, loss_terms = None, []
-        places = sites.places_of(model, [*terms, *((1.0, term) for term in loss_terms)])
+        places = sites.places_of(model, [*terms, *loss_terms])
         if chunk_size is not None or portion is not None:
-            _check_means(terms, loss_terms)
+            _check_means([*terms, *loss_terms])
         recorder = Recorder(
             model, list(places.values()), output, training, chunk_size is None, closure, streams=streams
         )
@@ -206,9 +206,9 @@ def _check_closure(terms: sites.Terms, chunk_size: int | None) -> None:
         )
 
 
-def _check_means(terms: sites.Terms, loss_terms: Sequence[ActivationTerm]) -> None:
+def _check_means(terms: sites.Terms) -> None:
     """Raise for terms of which nothing says how a part of the batch counts."""
-    for term in (*(term for _, term in terms), *loss_terms):
+    for _, term in terms:
         if isinstance(term, ActivationTerm) and not term.inner.by_variable:
             raise LLQRError(
                 f"{term!r} is a function of the whole batch, which can't be cut: give the batch whole, on one rank"

@@ -69,7 +69,7 @@ def resolve(divergence: str | Divergence) -> Divergence:
 
 def layerwise(
     loss_fn: Loss | LayerwiseLoss | None, divergence: str | Divergence
-) -> tuple[Loss | None, list[ActivationTerm], list[tuple[float, Term]]]:
+) -> tuple[Loss | None, list[tuple[float, Term]], list[tuple[float, Term]]]:
     """The loss of the output, its terms inside the network, and the divergence's terms, with those that come from the loss."""
     terms = list(resolve(divergence).terms())
     if not isinstance(loss_fn, LayerwiseLoss):
@@ -81,4 +81,4 @@ def layerwise(
             raise LLQRError(
                 f"{term!r} is about the loss of the output alone, and this one has terms inside the network"
             )
-    return loss_fn.loss_fn, loss_fn.terms(), terms
+    return loss_fn.loss_fn, [(1.0, inner) for inner in loss_fn.terms()], terms

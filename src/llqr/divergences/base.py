@@ -150,13 +150,15 @@ class Psi(Described, ABC):
         also where predictions are so sure that nothing near them has a slope.
         """
         point = base.output.detach()
-        with torch.no_grad():
-            value = self.psi(point, base)
+        with torch.enable_grad():
+            value = self.psi(point.clone().requires_grad_(), base)
         if not isinstance(value, Tensor) or value.dim() > 0:
             shape = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
             raise LLQRError(
                 f"psi() of {self!r} returns one number, a tensor without dimensions such as a mean(); this is {shape}"
             )
+        if not value.requires_grad:
+            raise LLQRError(f"psi() of {self!r} doesn't depend on the output: is something detached in it?")
         if type(self).hessian_product is not Psi.hessian_product:
             self._check_product(base)
         if not self.flat:

@@ -13,7 +13,7 @@ p_i = A_iᵀ p_{i+1} + ∇ψ_i. A divergence that is flat at θ_k has p = 0, and
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,14 +21,17 @@ import torch
 from torch import Tensor
 
 from llqr.checks import Inputs, Loss, batch_size_of, check_finite, frozen_rng, loss_gradient
-from llqr.divergences import L2, ActivationTerm, BasePoint, Divergence, LayerwiseLoss, OutputTerm, Term, layerwise
+from llqr.divergences import L2, ActivationTerm, BasePoint, Divergence, LayerwiseLoss, OutputTerm, layerwise
 from llqr.divergences.base import slope as slope_of
 from llqr.errors import ChainError, LLQRError, NotTwiceDifferentiableError, unknown
 from llqr.exact.blockdiagonal import BlockDiagonal, materialise_transposed
 from llqr.exact.chain import Chain
 from llqr.exact.derivatives import jacobian, puller, refuse_once_differentiable, refuse_wrong_formulas
 from llqr.naming import PerLayer, per_parameter
-from llqr.sites import Place, catching
+from llqr.sites import Place, Terms, catching
+
+_AtState = tuple[float, OutputTerm | ActivationTerm]
+_Inside = tuple[float, ActivationTerm, Place]
 
 
 @dataclass
@@ -172,15 +175,17 @@ def build(
         states, examples = chain.run(inputs), batch_size_of(inputs)
         loss, terminal_gradient = loss_gradient(output_loss, states[-1], targets)
         diagonals = _diagonals(chain, terms, damping)
-        between, inside = _sort(chain, terms, loss_terms)
-        costs, adjoint = _at_state(between[len(chain)], BasePoint(states[-1], loss, None, examples))
-        terminal = costs or BlockDiagonal(states[-1].new_zeros(states[-1].numel(), 1, 1))
+        between, inside = _sort(chain, terms)
+        _, losses = _sort(chain, loss_terms)
+        cost, adjoint = _at_state(between[-1], BasePoint(states[-1], loss, None, examples))
+        terminal = cost or BlockDiagonal(states[-1].new_zeros(states[-1].numel(), 1, 1))
         check_finite(terminal.blocks, "the Hessian of the divergence at the output")
         adjoints: list[Tensor | None] = [adjoint]
         stages: list[StageBlocks] = []
         for position in reversed(range(len(chain))):
             state: Inputs = inputs if position == 0 else states[position - 1]
-            stage, adjoint = _stage(chain, position, state, adjoint, diagonals[position], inside[position], examples)
+            own = (diagonals[position], inside[position], losses[position])
+            stage, adjoint = _stage(chain, position, state, examples, adjoint, *own)
             stages.append(stage)
             if position > 0:
                 cost, slope = _at_state(between[position], BasePoint(states[position - 1], loss, None, examples))
@@ -189,39 +194,23 @@ def build(
     return LQR(stages[::-1], terminal_gradient.reshape(-1), terminal, adjoints[::-1])
 
 
-@dataclass
-class _Inside:
-    """The terms ψ_i(x_i, θ_i) of a stage, and those of the loss, with where they sit in it."""
-
-    terms: list[tuple[float, ActivationTerm, Place]] = field(default_factory=list)
-    loss: list[tuple[ActivationTerm, Place]] = field(default_factory=list)
-
-    def places(self) -> list[Place]:
-        return [place for _, _, place in self.terms] + [place for _, place in self.loss]
-
-
-def _sort(
-    chain: Chain, terms: list[tuple[float, Term]], loss_terms: list[ActivationTerm]
-) -> tuple[list[list[tuple[float, OutputTerm | ActivationTerm]]], list[_Inside]]:
+def _sort(chain: Chain, terms: Terms) -> tuple[list[list[_AtState]], list[list[_Inside]]]:
     """The terms by the state that they are functions of, x_1 … x_N, or by the stage that they are inside of."""
-    between: list[list[tuple[float, OutputTerm | ActivationTerm]]] = [[] for _ in range(len(chain) + 1)]
-    inside = [_Inside() for _ in range(len(chain))]
+    between: list[list[_AtState]] = [[] for _ in range(len(chain) + 1)]
+    inside: list[list[_Inside]] = [[] for _ in range(len(chain))]
     for weight, term in terms:
         if isinstance(term, OutputTerm):
             between[-1].append((weight, term))
         elif isinstance(term, ActivationTerm):
             index, place = _find(chain, term)
             if place.joint or place.module:
-                inside[index].terms.append((weight, term, place))
+                inside[index].append((weight, term, place))
             elif chain.packs(index):
                 raise LLQRError(
                     f"{chain.label(index)} returns several tensors; a metric needs one: put it on a module inside"
                 )
             else:
                 between[index + 1].append((weight, term))
-    for term in loss_terms:
-        index, place = _find(chain, term)
-        inside[index].loss.append((term, place))
     return between, inside
 
 
@@ -237,9 +226,7 @@ def _find(chain: Chain, term: ActivationTerm) -> tuple[int, Place]:
     raise unknown(f"stage in {'Layerwise' if term.joint else 'Intermediate'}", place, chain.names)
 
 
-def _at_state(
-    terms: list[tuple[float, OutputTerm | ActivationTerm]], base: BasePoint
-) -> tuple[BlockDiagonal | None, Tensor | None]:
+def _at_state(terms: list[_AtState], base: BasePoint) -> tuple[BlockDiagonal | None, Tensor | None]:
     """Q and ∇ψ of the terms that are functions of one state."""
     cost: BlockDiagonal | None = None
     slopes: Tensor | None = None
@@ -266,10 +253,11 @@ def _stage(
     chain: Chain,
     position: int,
     state: Inputs,
+    examples: int,
     adjoint: Tensor | None,
     diagonal: Tensor,
-    inside: _Inside,
-    examples: int,
+    inside: list[_Inside],
+    losses: list[_Inside],
 ) -> tuple[StageBlocks, Tensor | None]:
     """Blocks of one stage, and what it has sent back of the adjoint."""
     parameters = {name: p.clone().requires_grad_() for name, p in chain.parameters[position].items()}
@@ -277,7 +265,7 @@ def _stage(
     leaves, below = list(parameters.values()), None
     if position > 0 and isinstance(state, Tensor):
         state = below = state.clone().requires_grad_()
-    with torch.enable_grad(), catching(chain.modules[position], inside.places()) as caught:
+    with torch.enable_grad(), catching(chain.modules[position], [place for *_, place in (*inside, *losses)]) as caught:
         output = chain.apply(position, state, parameters)
     wanted = leaves if below is None else [*leaves, below]
     if wanted and not output.requires_grad:
@@ -289,8 +277,12 @@ def _stage(
     state_jacobian = None if below is None else _state_jacobian(output, below)
     stage = StageBlocks(chain.names[position], shapes, state_jacobian, param_jacobian, None, None, None, diagonal)
 
+    for _, term, place in losses:
+        base = place.base(caught[place], examples)
+        term.check(base)
+        _add_loss(stage, term.psi(caught[place], base), leaves, below)
     steep = None if adjoint is None else (adjoint.detach().requires_grad_() * output).sum()
-    for weight, term, place in inside.terms:
+    for weight, term, place in inside:
         base = place.base(caught[place], examples)
         term.check(base)
         if term.flat:
@@ -308,10 +300,6 @@ def _stage(
                 f"second derivatives: use GaussNewton or KL, which don't. ({error})"
             ) from error
     _check(chain.label(position), stage)
-    for term, place in inside.loss:
-        base = place.base(caught[place], examples)
-        term.check(base)
-        _add_loss(stage, term.psi(caught[place], base), leaves, below)
     return stage, slopes
 
 
@@ -399,7 +387,7 @@ def _second_derivatives(
     return first[-1].detach()
 
 
-def _diagonals(chain: Chain, terms: list[tuple[float, Term]], damping: PerLayer) -> list[Tensor]:
+def _diagonals(chain: Chain, terms: Terms, damping: PerLayer) -> list[Tensor]:
     """Damping and L2 terms of each stage, as the diagonal of R_i."""
     names = [chain.qualified(stage, name) for stage, p in enumerate(chain.parameters) for name in p]
     weights = per_parameter(damping, names, chain.names, "damping")

@@ -114,7 +114,7 @@ class _Problem:
         check_inputs(inputs, self.model)
         self.inputs, self.batch_size = inputs, batch_size_of(inputs)
         self.parameters = {name: p.clone().requires_grad_() for name, p in sites.trainable(self.model).items()}
-        self.places = sites.places_of(self.model, [*self.terms, *((1.0, term) for term in loss_terms)])
+        self.places = sites.places_of(self.model, [*self.terms, *loss_terms])
         weights = sites.diagonal(self.model, self.parameters, self.terms, damping)
         self.diagonal = _flat([torch.full_like(p, weights[n], requires_grad=False) for n, p in self.parameters.items()])
         with torch.enable_grad(), frozen_rng():
@@ -122,7 +122,7 @@ class _Problem:
             check_finite(output, "the output")
             loss, slope = loss_gradient(output_loss, output, targets)
             leaves = list(self.parameters.values())
-            value = (slope * output).sum() + self._inside([(1.0, term) for term in loss_terms], activations)
+            value = (slope * output).sum() + self._inside(loss_terms, activations)
             self.gradient = _flat(torch.autograd.grad(value, leaves, retain_graph=True, materialize_grads=True))
             value = self._divergence(output, activations, BasePoint(output.detach(), loss))
             self.slope = self._first_derivative(value)
