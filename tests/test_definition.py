@@ -102,7 +102,7 @@ class Case:
     psi: Callable[[list[State], list[Parameters], list[State], list[Parameters]], Tensor] | None = None
     terms: dict[str | int, Callable[[State, Parameters], Tensor]] | None = None
     output: str = "kl"
-    """ψ_N: KL, or the loss."""
+    """ψ_N: KL, or parts of the loss and of KL."""
 
 
 def kl(base: Tensor, now: Tensor) -> Tensor:
@@ -206,18 +206,23 @@ MLP = {
         ),
     ),
     "all of them": Case(
-        Layerwise({3: steep}, flat=False) + Layerwise({3: local_change}) + Intermediate({3: KL(), "2": 0.4}) + L2(0.2),
+        Layerwise({3: steep}, flat=False)
+        + Layerwise({3: local_change, "2.inner": local_change})
+        + Intermediate({3: KL(), "2": 0.4, "2.probe": KL()})
+        + L2(0.2),
         lambda x, own, x_k, own_k: (
             steep(x[3], own[3], x_k[3], own_k[3])
             + local_change(x[3], own[3], x_k[3], own_k[3])
             + kl(x_k[4], x[4]).mean()
+            + local_change(x[2], {"weight": own[2]["inner.weight"]}, x_k[2], {"weight": own_k[2]["inner.weight"]})
+            + kl(head(x_k[3], own_k[2], "probe"), head(x[3], own[2], "probe")).mean()
             + 0.2 * (x[3] - x_k[3]).square().sum(-1).mean()
             + 0.1 * sum(((p - q[n]) ** 2).sum() for o, q in zip(own, own_k, strict=True) for n, p in o.items())
         ),
     ),
     "a loss with terms inside, KL": Case(KL(), terms={"2": active, 0: weighed, 5: both}),
     "a loss with terms inside, Newton": Case(
-        Newton() + 0.1 * KL(), terms={"2": active, 0: weighed, 5: both, "3": weighed}, output="loss"
+        0.6 * Newton() + 0.1 * KL(), terms={"2": active, 0: weighed, 5: both, "3": weighed}, output="loss"
     ),
 }
 """Except for Newton, KL() of the output is added on both sides."""
@@ -236,7 +241,7 @@ def problem(truth: Truth, case: Case) -> tuple[Divergence, Any, Tensor, Tensor]:
     def divergence(flat: Tensor) -> Tensor:
         x, own = truth.trace(flat)
         at_output = kl(truth.base[0][-1], x[-1]).mean()
-        total = loss(flat) + 0.1 * at_output if case.output == "loss" else at_output
+        total = 0.6 * loss(flat) + 0.1 * at_output if case.output == "loss" else at_output
         return total if case.psi is None else total + case.psi(x, own, *truth.base)
 
     ours = case.divergence if case.psi is None else case.divergence + KL()
@@ -488,7 +493,7 @@ def test_a_densenet_is_a_chain() -> None:
         return 0.5 * (made - made_k).square().mean()
 
     agree(densenet(), Case(KL(), terms={2: spread, "3": spread}))
-    agree(densenet(), Case(Newton() + 0.1 * KL(), terms={2: spread}, output="loss"))
+    agree(densenet(), Case(0.6 * Newton() + 0.1 * KL(), terms={2: spread}, output="loss"))
     agree(
         densenet(),
         Case(Layerwise({"2": local}), lambda x, own, x_k, own_k: local(x[2], own[2], x_k[2], own_k[2])),
