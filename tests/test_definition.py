@@ -500,6 +500,33 @@ def test_a_densenet_is_a_chain() -> None:
     )
 
 
+def test_weights_on_what_has_no_examples() -> None:
+    """A weight fits an activation of any shape: ψ = ½ w |s - s_k|² / 5, of three numbers for five examples."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Sequential(nn.Linear(2, 3), nn.Tanh())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.scale(torch.ones(2).to(x))
+
+    torch.manual_seed(0)
+    stages = nn.Sequential(nn.Linear(4, 3), Scaled(), nn.Linear(3, CLASSES))
+    truth = Truth(stages, torch.randn(5, 4).double(), torch.randint(CLASSES, (5,)))
+
+    def scales(own: Parameters) -> Tensor:
+        return head(torch.ones(2).double(), own, "scale.0").tanh()
+
+    agree(
+        truth,
+        Case(
+            Intermediate({"1.scale": 0.7}),
+            lambda x, own, x_k, own_k: 0.35 * (scales(own[1]) - scales(own_k[1])).square().sum() / 5,
+        ),
+    )
+
+
 def test_chunks_and_divergences_at_places() -> None:
     """KL of a probe head in chunks is that of the batch; what may mix the examples can't be cut, and says so."""
     truth = mlp()
@@ -571,6 +598,10 @@ def test_errors(way: Any) -> None:
         run(KL() + Intermediate({"1": lambda x: x.T @ x}))
     with pytest.raises(LLQRError, match="negative entries"):
         run(KL() + Intermediate({"1": lambda x: x}))
+    with pytest.raises(LLQRError, match="negative entries"):
+        run(KL() + Intermediate({"1": lambda x: -1.0}))
+    with pytest.raises(LLQRError, match="returned a list, not a number"):
+        run(KL() + Intermediate({"1": lambda x: [x]}))  # type: ignore[dict-item, return-value]
     with pytest.raises(LLQRError, match="negative eigenvalue"):
         run(KL() + Intermediate({"1": lambda x: -per_example(x)}))
     with pytest.raises(LLQRError, match="not finite"):

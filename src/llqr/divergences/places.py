@@ -72,18 +72,15 @@ class _Quadratic(Psi):
         return 0.5 * (change * self.hessian_product(change, base)).sum()
 
     def hessian_product(self, tangent: Tensor, base: BasePoint) -> Tensor:
-        metric, examples = self._metric(base), tangent.reshape(base.examples, -1)
-        product = examples * metric if metric.dim() == 2 else (examples[:, None] @ metric)[:, 0]
-        return product.reshape(tangent.shape)
+        return _times(tangent, self._metric(base))
 
     def draw(self, base: BasePoint, generator: torch.Generator) -> Tensor:
         """W^½ ε for each example: its second moment is that of ψ."""
-        metric, noise = self._metric(base), standard_normal(base.output, generator).reshape(base.examples, -1)
-        if metric.dim() == 2:
-            return (noise * metric.sqrt()).reshape(base.output.shape)
+        metric, noise = self._metric(base), standard_normal(base.output, generator)
+        if metric.dim() < 3:
+            return _times(noise, metric.sqrt())
         values, basis = torch.linalg.eigh(metric)
-        drawn: Tensor = basis @ (values.clamp_min(0).sqrt() * noise)[..., None]
-        return drawn.reshape(base.output.shape)
+        return _times(_times(noise, values.clamp_min(0).sqrt()), basis.mT)
 
     def check_psi(self, base: BasePoint) -> None:
         """Raise where the metric doesn't fit the activation."""
@@ -96,7 +93,7 @@ class _Quadratic(Psi):
             )
         metric = self._metric(base)
         check_finite(metric, f"the metric at {self.place!r}")
-        if metric.dim() == 2:
+        if metric.dim() < 3:
             if (metric < 0).any():
                 raise LLQRError(f"the metric at {self.place!r} has negative entries on its diagonal")
         elif not torch.allclose(metric, metric.mT):
@@ -107,13 +104,15 @@ class _Quadratic(Psi):
             )
 
     def _metric(self, base: BasePoint) -> Tensor:
-        """W with its reduction: diagonals, (1 or examples) × numbers, or matrices, (1 or examples) × numbers × numbers."""
+        """W with its reduction: a number, diagonals (1 or examples) × numbers, or matrices, likewise."""
         count, output, metric = base.examples, base.output, self.metric
         size, scale = output.numel() // count, 1.0 if self.additive else 1 / count
         of_base = callable(metric)
         found = metric(output) if callable(metric) else metric
-        if not isinstance(found, Tensor) or found.dim() == 0:
-            return output.new_full((1, 1), float(found) * scale)
+        if isinstance(found, (int, float)) or (isinstance(found, Tensor) and found.dim() == 0):
+            return output.new_full((), float(found) * scale)
+        if not isinstance(found, Tensor):
+            raise LLQRError(f"the metric at {self.place!r} returned a {type(found).__name__}, not a number or a tensor")
         shape, found = tuple(found.shape), found.detach().to(output) * scale
         if of_base and shape in ((count, size, size), tuple(output.shape)):
             return found if shape == (count, size, size) else found.reshape(count, size)
@@ -133,6 +132,17 @@ class _Quadratic(Psi):
 
     def __repr__(self) -> str:
         return _brief(self.metric)
+
+
+def _times(tangent: Tensor, metric: Tensor) -> Tensor:
+    """W v, for each example."""
+    if metric.dim() == 0:
+        return tangent * metric
+    examples = tangent.reshape(-1, metric.shape[-1])
+    if metric.dim() == 2:
+        return (examples * metric).reshape(tangent.shape)
+    product = examples @ metric[0] if len(metric) == 1 else (examples[:, None] @ metric)[:, 0]
+    return product.reshape(tangent.shape)
 
 
 class Intermediate(Divergence):
