@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -75,16 +76,28 @@ def test_slopes_at_the_output(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "metric", [0.4, torch.tensor([0.3, 1.0, 2.0]), torch.tensor([[2.0, 1, 0], [1, 2, 0.5], [0, 0.5, 1]])]
+    "metric",
+    [
+        0.4,
+        torch.tensor([0.3, 1.0, 2.0]),
+        torch.tensor([[2.0, 1, 0], [1, 2, 0.5], [0, 0.5, 1]]),
+        lambda x: x.exp(),
+        lambda x: x[:, None] * x[..., None],
+        KL(),
+    ],
 )
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_slopes_at_activations(metric: float | Tensor, reduction: str) -> None:
-    """E[s sᵀ] = W: a weight, a diagonal, a matrix."""
-    metric = metric.double() if isinstance(metric, Tensor) else metric
-    term = ActivationTerm("0", metric, reduction)  # type: ignore[arg-type]
+def test_slopes_at_activations(metric: Any, reduction: str) -> None:
+    """E[s sᵀ] = W: a weight, a diagonal, a matrix; functions of the activation; a divergence."""
+    metric = (
+        metric.double() if isinstance(metric, Tensor) else KL(reduction=reduction) if isinstance(metric, KL) else metric
+    )  # type: ignore[arg-type]
+    ((_, term),) = Intermediate({"0": metric}, reduction).terms()  # type: ignore[arg-type]
+    assert isinstance(term, ActivationTerm)
     one = torch.randn(1, 3).double()
-    truth = torch.func.hessian(lambda x: term.psi(x, one, 1))(one).reshape(3, 3)
-    drawn = term.draw(one.repeat(COPIES, 1), COPIES, torch.Generator().manual_seed(0))
+    truth = torch.func.hessian(lambda x: term.psi(x, BasePoint(one, cubed)))(one).reshape(3, 3)
+    many = BasePoint(one.repeat(COPIES, 1), cubed, examples=COPIES)
+    drawn = term.inner.draw(many, torch.Generator().manual_seed(0))
     assert relative(drawn.T @ drawn * (1 if reduction == "mean" else 1 / COPIES), truth) < NEAR
 
 

@@ -236,8 +236,12 @@ def test_things_that_are_no_chain() -> None:
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             return x, x
 
-    with pytest.raises(ChainError, match=r"stage '2' \(Two\) returned a tuple"):
+    with pytest.raises(
+        ChainError, match=r"stage '3' \(Linear\) can't take the output of stage '2' \(Two\), several tensors"
+    ):
         exact_step(network(Two()), inputs, targets, LOSS, KL(), 0.1)
+    with pytest.raises(ChainError, match=r"stage '1' \(Two\) returned a tuple.*the last one returns one"):
+        exact_step([nn.Linear(3, 4).double(), Two()], inputs, targets, LOSS, KL(), 0.1)
 
     class Cut(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -376,8 +380,6 @@ def test_wrong_arguments() -> None:
         exact_step(*arguments, Intermediate({"1": torch.eye(3)}), 0.1)
     with pytest.raises(LLQRError, match="symmetric"):
         exact_step(*arguments, Intermediate({"1": torch.randn(4, 4)}), 0.1)
-    with pytest.raises(LLQRError, match="inside stage '0'"):
-        exact_step([nn.Sequential(nn.Linear(3, 2)).double()], *data(), LOSS, Intermediate({"0.0": 1.0}), 0.1)
     with pytest.raises(LLQRError, match="two classes"):
         exact_step([nn.Linear(3, 1).double()], data()[0], torch.rand(5, 1).double(), nn.MSELoss(), KL(), 0.1)
 

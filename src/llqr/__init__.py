@@ -1,6 +1,7 @@
 """Geometry-aware optimization of deep networks by layerwise LQR."""
 
 from llqr import diagnostics, divergences, solvers, structures
+from llqr.divergences import LayerwiseLoss
 from llqr.exact import cg_step, dense_step, exact_step
 from llqr.optimizer import LLQR
 from llqr.plan import Plan, plan
@@ -11,6 +12,7 @@ from llqr.relaxation import fit
 __version__ = "0.1.0.dev0"
 __all__ = [
     "LLQR",
+    "LayerwiseLoss",
     "Plan",
     "Preconditioner",
     "QuadraticModel",

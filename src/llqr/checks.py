@@ -246,8 +246,8 @@ def loss_gradient(loss_fn: Loss, output: Tensor, targets: Any) -> tuple[Callable
         if loss_fn(output.detach(), targets).requires_grad:
             raise LLQRError(
                 "the loss depends on parameters other than through the output (weight decay inside it, a term on an "
-                "activation?), and that part would be lost: leave decay to the optimizer, and let the model return what the "
-                "loss is about"
+                "activation?), and that part would be lost: leave decay to the optimizer, let the model return what the loss "
+                "is about, or state such terms in a LayerwiseLoss (for exact_step, dense_step, cg_step, QuadraticModel)"
             )
     check_finite(gradient, "the gradient of the loss")
     return bound(loss_fn, targets), gradient

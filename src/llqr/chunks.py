@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from llqr.checks import Inputs, Loss, batch_size_of, bound, check_weights, frozen_rng, loss_gradient, tensors_in
 from llqr.divergences import L2, BasePoint, OutputTerm, Term
-from llqr.divergences.output import slope
+from llqr.divergences.base import slope
 from llqr.errors import LLQRError, NotTwiceDifferentiableError, unknown
 from llqr.recorder import EVALUATED
 

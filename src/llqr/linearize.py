@@ -192,18 +192,18 @@ class Linearization(Recording):
 
 
 class SecondDerivative(Recording):
-    """The Hessian of a scalar function of a model's output, as products; say which function with `of` first."""
+    """The Hessian of a scalar function of what a model returns, as products; say which function with `of` first."""
 
     def __init__(self, recorder: Recorder, parameters: Parameters, inputs: Inputs) -> None:
         super().__init__(recorder, parameters, inputs, hessian_rules())
         self._slopes: Sequence[GradientEdge | None] = ()
 
-    def of(self, scalar: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        """Record the gradient of scalar(x_N), and return it."""
+    def of(self, scalar: Callable[[list[Tensor]], Tensor]) -> list[Tensor]:
+        """Record the gradient of scalar([x_N, activations …]), and return it."""
         try:
             refuse_wrong_formulas(self._outputs)
             with torch.enable_grad():
-                value = scalar(self._outputs[0])
+                value = scalar(self._outputs)
                 slopes = torch.autograd.grad(value, self._leaves, create_graph=True, materialize_grads=True)
             refuse_once_differentiable(slopes)
         except RuntimeError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,11 +12,13 @@ from torch import Tensor
 from llqr.checks import Inputs, Loss, bound, check_finite, check_mean, check_weights_fit, loss_gradient
 from llqr.chunks import Batch, Piece, Rows, check_part
 from llqr.divergences import L2, ActivationTerm, BasePoint, OutputTerm, Term
+from llqr.divergences.base import slope as slope_of
 from llqr.errors import LLQRError
 from llqr.families import Categorical
 from llqr.hidden import check_loss
 from llqr.linearize import Linearization, SecondDerivative
 from llqr.recorder import Parameters, Recorder
+from llqr.sites import Places
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,8 @@ class Problem:
     parameters: Parameters
     loss_fn: Loss | None
     terms: list[tuple[float, Term]]
-    places: dict[str | int, str]
+    places: Places
+    loss_terms: Sequence[tuple[float, Term]] = ()
     portion: Portion = Portion()
     examined: bool = False
     """Whether the formulas in model and loss were looked at."""
@@ -56,6 +60,10 @@ class Problem:
         for rows in parts:
             check_part(lambda inputs: self.values(inputs)[0], batch, whole, rows, lambda: self.recorder.coarse)
         return whole
+
+    def index(self, term: OutputTerm | ActivationTerm) -> int:
+        """Which of the recorded values a term is about."""
+        return 0 if isinstance(term, OutputTerm) else 1 + list(self.places).index(term.key)
 
     def has_flat(self) -> bool:
         """Whether a term takes a push and a pull."""
@@ -116,13 +124,10 @@ class Part:
     def _curve(self, recorded: _Recorded, tangents: list[Tensor]) -> list[Tensor]:
         """W J v: the output-space products of the flat terms."""
         curved = [torch.zeros_like(tangent) for tangent in tangents]
-        places = list(self._problem.places)
         for factor, term in self._counted():
-            if isinstance(term, OutputTerm) and term.flat:
-                curved[0] += term.hessian_product(tangents[0], recorded.base) * factor
-            elif isinstance(term, ActivationTerm):
-                index = 1 + places.index(term.place)
-                curved[index] += term.hessian_product(tangents[index], self._piece.count) * factor
+            if not isinstance(term, L2) and term.flat:
+                index = self._problem.index(term)
+                curved[index] += term.hessian_product(tangents[index], recorded.bases[index]) * factor
         return curved
 
     def _counted(self) -> list[tuple[float, Term]]:
@@ -135,21 +140,26 @@ class Part:
         if self._recorded is not None:
             return self._recorded
         problem = self._problem
-        steep = [(factor, term) for factor, term in self._counted() if isinstance(term, OutputTerm) and not term.flat]
+        counted = [(factor, term) for factor, term in self._counted() if not isinstance(term, L2)]
+        steep = [(factor, problem.index(term), term) for factor, term in counted if not term.flat]
         arguments = (problem.recorder, problem.parameters, self._piece.inputs)
         second = SecondDerivative(*arguments) if steep else None
         linear = Linearization(*arguments, self._forward) if problem.has_flat() or second is None else None
         run = linear or second
         assert run is not None
-        base, slope = self._base(run.values)
+        bases, slope = self._bases(run.values)
         gradient: list[Tensor] | None = None
-        self._examine(base, slope, second)
+        self._examine(bases[0], slope, second)
         if second is not None:
-            second.of(lambda x: torch.stack([weight * term.psi(x, base) for weight, term in steep]).sum())
+            second.of(lambda x: torch.stack([weight * term.psi(x[i], bases[i]) for weight, i, term in steep]).sum())
         if slope is not None:
             cotangents = [slope * self._loss, *(torch.zeros_like(value) for value in run.values[1:])]
+            for _, term in problem.loss_terms:
+                assert isinstance(term, ActivationTerm)
+                index = problem.index(term)
+                cotangents[index] += slope_of(partial(term.psi, base=bases[index]), run.values[index])
             gradient = linear.pull_first(cotangents) if linear is not None else run.pull(cotangents)
-        recorded = _Recorded(linear, second, base, gradient)
+        recorded = _Recorded(linear, second, bases, gradient)
         if self._keep:
             self._recorded = recorded
         return recorded
@@ -171,8 +181,8 @@ class Part:
         if second is not None:
             second.examine(slope)
 
-    def _base(self, values: list[Tensor]) -> tuple[BasePoint, Tensor | None]:
-        """The point that ψ is expanded around, checked, and ∇ℓ(x_N)."""
+    def _bases(self, values: list[Tensor]) -> tuple[list[BasePoint], Tensor | None]:
+        """The points that the ψ are expanded around, checked, and ∇ℓ(x_N)."""
         problem, output = self._problem, values[0]
         check_finite(output, "the output")
         self._check_again(output)
@@ -187,14 +197,18 @@ class Part:
         if weights is not None:
             check_weights_fit(weights, output)
             weights = weights.to(output.dtype)
-        for _, term in problem.terms:
+        inside = [
+            place.base(value, self._piece.count)
+            for place, value in zip(problem.places.values(), values[1:], strict=True)
+        ]
+        bases = [BasePoint(output, loss, weights), *inside]
+        for _, term in (*problem.terms, *problem.loss_terms):
             if isinstance(term, OutputTerm):
                 term.check(output, weights)
                 _check_classes(term, output, self._piece.count)
             elif isinstance(term, ActivationTerm):
-                activation = values[1 + list(problem.places).index(term.place)]
-                term.check(activation, self._piece.count)
-        return BasePoint(output, loss, weights), slope
+                term.check(bases[problem.index(term)])
+        return bases, slope
 
     def _check_again(self, output: Tensor) -> None:
         """Raise where a chunk that is run again has another output than before."""
@@ -217,7 +231,8 @@ class _Recorded:
 
     linear: Linearization | None
     second: SecondDerivative | None
-    base: BasePoint
+    bases: list[BasePoint]
+    """Of the output, and of each place."""
     gradient: list[Tensor] | None
     """Jᵀ∇ℓ(x_N), where there is a loss."""
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from llqr import sites
 from llqr.checks import Inputs, Loss, check_finite, check_model
 from llqr.chunks import Batch, pieces, refuse_coupled, weighed
-from llqr.divergences import Divergence, Newton, OutputTerm, Term, resolve
+from llqr.divergences import ActivationTerm, Divergence, LayerwiseLoss, Newton, OutputTerm, Term, layerwise
 from llqr.errors import LLQRError, unknown
 from llqr.naming import PerLayer
 from llqr.parts import Part, Portion, Problem
@@ -44,7 +44,7 @@ class QuadraticModel:
         model: nn.Module,
         inputs: Inputs,
         targets: Any,
-        loss_fn: Loss | None,
+        loss_fn: Loss | LayerwiseLoss | None,
         divergence: str | Divergence,
         damping: PerLayer = 0.0,
         chunk_size: int | None = None,
@@ -66,7 +66,8 @@ class QuadraticModel:
             model: any module. What it holds (buffers, `.grad`, modes, the random stream) is left as it was.
             inputs: what it is called with: a tensor, a tuple, or a dict of keywords.
             targets: passed on to `loss_fn`.
-            loss_fn: `loss_fn(output, targets)`, the mean loss. None if `gradient` is given and the divergence needs no loss.
+            loss_fn: `loss_fn(output, targets)`, the mean loss, or a `LayerwiseLoss`. None if `gradient` is given and the
+                divergence needs no loss.
             divergence: an object of `llqr.divergences` or its name.
             damping: added to H's diagonal: one number, or a mapping from module or parameter names.
             chunk_size: examples at a time; the same numbers with the memory of a chunk, for about twice the work.
@@ -83,7 +84,7 @@ class QuadraticModel:
             sampled_from: the batch that `inputs` are some examples of, and which, to see whether they can be taken out of it.
             streams: what dropout masks are drawn from; by default the random streams as they are now.
         """
-        terms = list(resolve(divergence).terms())
+        loss_fn, loss_terms, terms = layerwise(loss_fn, divergence)
         if closure is not None:
             _check_closure(terms, chunk_size)
             loss_fn, output = _itself, None
@@ -96,11 +97,15 @@ class QuadraticModel:
         if loss_fn is None and needs_loss:
             raise LLQRError(f"{divergence!r} needs the loss and its targets: give loss_fn and targets")
         diagonal = sites.diagonal(model, parameters, terms, damping)
-        places = sites.metric_modules(model, terms)
+        if not needs_loss:
+            loss_fn, loss_terms = None, []
+        places = sites.places_of(model, [*terms, *loss_terms])
+        if chunk_size is not None or portion is not None:
+            _check_means([*terms, *loss_terms])
         recorder = Recorder(
             model, list(places.values()), output, training, chunk_size is None, closure, streams=streams
         )
-        problem = Problem(recorder, parameters, loss_fn if needs_loss else None, terms, places, portion or Portion())
+        problem = Problem(recorder, parameters, loss_fn, terms, places, loss_terms, portion or Portion())
         targets = raised(targets)
         cut = list(pieces(model, batch, targets, weights, chunk_size, training))
         with no_autocast(parameters):
@@ -199,6 +204,15 @@ def _check_closure(terms: sites.Terms, chunk_size: int | None) -> None:
         raise LLQRError(
             "a closure evaluates the whole batch, so chunk_size can't be used: give inputs, targets and loss_fn"
         )
+
+
+def _check_means(terms: sites.Terms) -> None:
+    """Raise for terms of which nothing says how a part of the batch counts."""
+    for _, term in terms:
+        if isinstance(term, ActivationTerm) and not term.inner.by_variable:
+            raise LLQRError(
+                f"{term!r} is a function of the whole batch, which can't be cut: give the batch whole, on one rank"
+            )
 
 
 def _given(gradient: Parameters, parameters: Parameters) -> Parameters:

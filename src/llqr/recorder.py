@@ -17,7 +17,7 @@ from llqr.errors import LLQRError, LLQRWarning, callers_level
 from llqr.plainly import unfused, without_checkpoints
 from llqr.precision import LOWEST, AutocastOff, at_least_single, in_double, is_low, raised
 from llqr.rules.embeddings import constants, renormalised
-from llqr.sites import catching
+from llqr.sites import Place, catching
 from llqr.streams import Streams
 
 Parameters = dict[str, Tensor]
@@ -30,7 +30,7 @@ EVALUATED = "evaluate the modules (training=False; LLQR.paper does that where it
 class Recorder:
     """How to run a model as a function of its parameters, leaving everything that it holds as it was.
 
-    `places` are modules whose outputs are returned beside the model's own; `training` overrides the modules' modes for the
+    What the network has at `places` is returned beside its output; `training` overrides the modules' modes for the
     time of a run (None: as they are now). Modes and buffers are those of now in every run, and so are random
     streams, unless others are given. `whole=False`
     refuses random models, which would draw otherwise for a part of the batch. `call` is run in place of the model itself.
@@ -45,7 +45,7 @@ class Recorder:
     def __init__(
         self,
         model: nn.Module,
-        places: Sequence[str] = (),
+        places: Sequence[Place] = (),
         select: Selector | None = None,
         training: bool | None = None,
         whole: bool = True,

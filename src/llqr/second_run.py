@@ -36,7 +36,12 @@ class SecondRun:
     ) -> None:
         self._model, self._called, self._output = model, called, output
         self._terms = [] if divergence is None else list(divergence.terms())
-        self._places = sites.metric_modules(model, self._terms)
+        self._places = sites.places_of(model, self._terms)
+        for _, term in self._terms:
+            if isinstance(term, ActivationTerm) and term.joint:
+                raise LLQRError(
+                    f"LLQR draws gradients from a divergence, and {term!r} has none to draw: use LLQR.paper"
+                )
         self._needs_loss = any(needs_loss(term) for _, term in self._terms)
         self._has_classes = any(isinstance(getattr(term, "family", None), Categorical) for _, term in self._terms)
         self.divergence = divergence
@@ -110,14 +115,15 @@ class SecondRun:
             loss = lambda output: of_output(output, None)  # noqa: E731
         base = BasePoint(values[0], loss)
         slopes: list[Tensor | None] = [None] * len(values)
-        places = list(self._places)
+        keys = list(self._places)
         for weight, term in self._terms:
             if isinstance(term, L2):
                 continue  # on H's diagonal: see `diagonal`
             if isinstance(term, ActivationTerm):
-                index = 1 + places.index(term.place)
-                term.check(values[index], examples)
-                drawn = term.draw(values[index], examples, generator)
+                index = 1 + keys.index(term.key)
+                here = self._places[term.key].base(values[index], examples)
+                term.check(here)
+                drawn = term.inner.draw(here, generator)
             else:
                 index = 0
                 term.check(values[0])

@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from llqr.checks import check_parameter
-from llqr.divergences import L2, ActivationTerm, Term
+from llqr.checks import bound, check_parameter
+from llqr.divergences import L2, ActivationTerm, BasePoint, Term
 from llqr.errors import ChainError, LLQRError, unknown
 from llqr.naming import PerLayer, per_parameter
+from llqr.packing import Layout
 
 Terms = Sequence[tuple[float, Term]]
 
@@ -37,18 +38,47 @@ def uncompiled(model: nn.Module) -> nn.Module:
     return inner if isinstance(inner, nn.Module) else model
 
 
-def metric_modules(model: nn.Module, terms: Terms) -> dict[str | int, str]:
-    """The name of the module that each place of the divergence means: its own, or a Sequential's child of that index."""
+class Place:
+    """What a ψ sits on: what a module returns or, where it is `joint`, what it is called with and its parameters."""
+
+    def __init__(self, module: str, joint: bool) -> None:
+        self.module, self.joint = module, joint
+        self._unpack: Callable[[Tensor], Any] | None = None
+
+    def catch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any = None) -> Tensor:
+        """The tensor that ψ is a function of; to be called before the module is if it is joint, after it if not."""
+        if not self.joint:
+            if not isinstance(output, Tensor):
+                raise LLQRError(f"module {self.module!r} returns a {type(output).__name__}; a metric needs a tensor")
+            return output.clone()  # what follows may work in place
+        if args and kwargs:
+            raise LLQRError(f"module {self.module!r} is called with keywords and without: give it all in one way")
+        taken = kwargs or (args[0] if len(args) == 1 else args)
+        both = (taken, dict(module.named_parameters()))
+        layout = Layout(both)
+        self._unpack = layout.unpack
+        return layout.pack(both)
+
+    def base(self, value: Tensor, examples: int) -> BasePoint:
+        """The point that a ψ here is expanded around."""
+        return BasePoint(value.detach(), bound(None, None), None, examples, self._unpack)
+
+
+Places = dict[tuple[str | int, bool], Place]
+
+
+def places_of(model: nn.Module, terms: Terms) -> Places:
+    """Where each term inside the network sits, by its key: on a module of that name, or a Sequential's child of that index."""
     known = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     children = _children(model) if isinstance(uncompiled(model), nn.Sequential) else []
-    places: dict[str | int, str] = {}
+    places: Places = {}
     for _, term in terms:
         if isinstance(term, ActivationTerm):
             place = term.place
             name = children[place] if isinstance(place, int) and 0 <= place < len(children) else str(place)
             if name not in known:
-                raise unknown("module in Intermediate", place, known)
-            places[place] = name
+                raise unknown(f"module in {'Layerwise' if term.joint else 'Intermediate'}", place, known)
+            places[term.key] = Place(name, term.joint)
     return places
 
 
@@ -72,26 +102,28 @@ def _children(model: nn.Module) -> list[str]:
 
 
 @contextmanager
-def catching(model: nn.Module, places: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-    """While in force, what the modules of these names return is put into the mapping."""
-    caught: dict[str, Tensor] = {}
+def catching(model: nn.Module, places: Sequence[Place]) -> Iterator[dict[Place, Tensor]]:
+    """While in force, what the network has at these places is put into the mapping."""
+    caught: dict[Place, Tensor] = {}
 
-    def catcher(place: str) -> Callable[..., None]:
-        def catch(module: nn.Module, args: Any, output: Tensor) -> None:
+    def catcher(place: Place) -> Callable[..., None]:
+        def catch(*seen: Any) -> None:
             if place in caught:
-                raise LLQRError(f"module {place!r} is called more than once in a pass; a metric needs one place")
-            if not isinstance(output, Tensor):
-                raise LLQRError(f"module {place!r} returns a {type(output).__name__}; a metric needs a tensor")
-            caught[place] = output.clone()  # what follows may work in place
+                raise LLQRError(f"module {place.module!r} is called more than once in a pass; a metric needs one place")
+            caught[place] = place.catch(*seen)
 
         return catch
 
-    hooks = [model.get_submodule(place).register_forward_hook(catcher(place)) for place in places]
+    hooks = []
+    for place in places:
+        module = model.get_submodule(place.module)
+        register = module.register_forward_pre_hook if place.joint else module.register_forward_hook
+        hooks.append(register(catcher(place), with_kwargs=True))
     try:
         yield caught
     finally:
         for hook in hooks:
             hook.remove()
-    missing = [place for place in places if place not in caught]
+    missing = [place.module for place in places if place not in caught]
     if missing:
         raise LLQRError(f"module {missing[0]!r} isn't called in a forward pass: a metric can't sit on it")

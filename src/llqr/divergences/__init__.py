@@ -5,7 +5,7 @@ says where in the network it sits, what it is, whether it is *flat* (its gradien
 adjoint back and asks no stage for second derivatives), and what its Hessian at θ_k does to a vector:
 
     OutputTerm       ψ_N(x_N)    Newton, GaussNewton, KL, ReverseKL, Renyi
-    ActivationTerm   ψ_i(x_i)    one for each place that Intermediate names
+    ActivationTerm   ψ_i(x_i), ψ_i(x_i, θ_i)    one for each place that Intermediate or Layerwise names
     L2               ψ_i(θ_i)    a weight on the parameters themselves
 
 Divergences can be added and multiplied by positive numbers: `KL() + 0.1 * Intermediate({"2": 1.0}) + L2(1e-3)`.
@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from llqr.checks import Loss
 from llqr.divergences.base import BasePoint, Divergence, Sum
 from llqr.divergences.output import KL, GaussNewton, Newton, OutputTerm, Renyi, ReverseKL
-from llqr.divergences.places import L2, ActivationTerm, Intermediate
+from llqr.divergences.places import L2, ActivationTerm, Intermediate, Layerwise, LayerwiseLoss
 from llqr.errors import LLQRError, unknown
 from llqr.families import Bernoulli, Categorical, Gaussian
 
@@ -32,12 +33,15 @@ __all__ = [
     "GaussNewton",
     "Gaussian",
     "Intermediate",
+    "Layerwise",
+    "LayerwiseLoss",
     "Newton",
     "OutputTerm",
     "Renyi",
     "ReverseKL",
     "Sum",
     "Term",
+    "layerwise",
     "resolve",
 ]
 
@@ -61,3 +65,20 @@ def resolve(divergence: str | Divergence) -> Divergence:
     if not isinstance(divergence, str) or divergence not in NAMES:
         raise unknown("divergence", divergence, NAMES)
     return NAMES[divergence]()
+
+
+def layerwise(
+    loss_fn: Loss | LayerwiseLoss | None, divergence: str | Divergence
+) -> tuple[Loss | None, list[tuple[float, Term]], list[tuple[float, Term]]]:
+    """The loss of the output, its terms inside the network, and the divergence's terms, with those that come from the loss."""
+    terms = list(resolve(divergence).terms())
+    if not isinstance(loss_fn, LayerwiseLoss):
+        return loss_fn, [], terms
+    for weight, term in tuple(terms):
+        if isinstance(term, (Newton, GaussNewton)):
+            terms += [(weight, inner) for inner in loss_fn.terms(term.flat)]
+        elif isinstance(term, OutputTerm) and term.needs_loss:
+            raise LLQRError(
+                f"{term!r} is about the loss of the output alone, and this one has terms inside the network"
+            )
+    return loss_fn.loss_fn, [(1.0, inner) for inner in loss_fn.terms()], terms

@@ -6,26 +6,36 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import Tensor
 
 from llqr.described import Described
-from llqr.errors import LLQRError, unknown
+from llqr.errors import LLQRError, NotTwiceDifferentiableError, unknown
+from llqr.families import standard_normal
 
 if TYPE_CHECKING:
     from llqr.divergences import Term
 
 Reduction = Literal["mean", "sum"]
 
+DENSE_LIMIT = 1024
+"""Numbers of one example's output whose second derivatives are written out."""
+
 
 @dataclass(frozen=True)
 class BasePoint:
-    """What ψ_N is expanded around: the output at θ_k, the mean loss ℓ(x_N), and a weight for each variable if they differ."""
+    """What ψ is expanded around: the output at θ_k, the mean loss ℓ(x_N), and a weight for each variable if they differ.
+
+    For a ψ at another place `output` is what the network has there. `unpack` makes (x_i, θ_i) of a tensor that holds both.
+    """
 
     output: Tensor
     loss: Callable[[Tensor], Tensor]
     weights: Tensor | None = None
+    examples: int = 1
+    unpack: Callable[[Tensor], Any] | None = None
 
 
 class Divergence(Described, ABC):
@@ -79,6 +89,134 @@ class Sum(Divergence):
             else f"{weight:g} * {part!r}"
             for weight, part in self.parts
         )
+
+
+class Psi(Described, ABC):
+    """One ψ: a function of one tensor, expanded around what that tensor is at θ_k."""
+
+    flat: bool = True
+    additive = False
+    """It adds the examples up, in place of averaging them."""
+    needs_loss = True
+    by_variable = False
+    """It is a mean over the variables of the output (or, where it is additive, their sum), counted by `base.weights`."""
+
+    @abstractmethod
+    def psi(self, output: Tensor, base: BasePoint) -> Tensor:
+        """ψ as a function of the output (what the place it sits on returns); a scalar."""
+
+    def hessian_product(self, tangent: Tensor, base: BasePoint) -> Tensor:
+        """∇²ψ_N(x_N^k) v: `state_cost` Q_N times a vector. By differentiating ψ_N twice, unless there is a closed form."""
+        what = "the loss" if self.needs_loss else f"psi() of {self!r}"
+        return hessian_product(lambda output: self.psi(output, base), base.output, tangent, what)
+
+    def draw(self, base: BasePoint, generator: torch.Generator) -> Tensor:
+        """A random slope at the output, Q_N^½ ε, whose second moment is Q_N = ∇²ψ_N(x_N^k), example by example.
+
+        By the eigenvalues of each example's Q_N, unless there is a closed form. Negative ones (of losses that aren't convex in
+        the output) count as zero.
+        """
+        output = base.output
+        count = len(output) if output.dim() > 1 else 1
+        size = output.numel() // count
+        if size > DENSE_LIMIT:
+            raise LLQRError(
+                f"{self!r} of {size:,} numbers for each example has no closed form to be drawn from: write "
+                "draw(base, generator), or leave divergence out"
+            )
+        columns = []
+        for place in range(size):
+            unit = torch.zeros_like(output).reshape(count, size)
+            unit[:, place] = 1
+            columns.append(self.hessian_product(unit.reshape(output.shape), base).detach().reshape(count, size))
+        values, basis = torch.linalg.eigh(torch.stack(columns, 2))
+        noise = standard_normal(output.reshape(count, size), generator)
+        drawn: Tensor = basis @ (values.clamp_min(0).sqrt() * noise)[..., None]
+        return drawn.reshape(output.shape)
+
+    def check(self, output: Tensor, weights: Tensor | None = None) -> None:
+        """Raise where this divergence can't be taken of such an output, or the weights don't fit it."""
+        if weights is not None and not self.needs_loss:
+            raise LLQRError(
+                f"{self!r} takes no weights: leave them out, or count each variable by base.weights in psi() and say what "
+                "shape they have in check()"
+            )
+
+    def check_psi(self, base: BasePoint) -> None:
+        """Raise where ψ_N isn't one number, doesn't depend on the output, or has a slope at x_N^k though `flat` says that it
+        hasn't: H would lack the curvature of the network itself then.
+
+        The slope is held against those a tenth of the output's size away, and all of it. Rounding leaves far less than that,
+        also where predictions are so sure that nothing near them has a slope.
+        """
+        point = base.output.detach()
+        with torch.enable_grad():
+            value = self.psi(point.clone().requires_grad_(), base)
+        if not isinstance(value, Tensor) or value.dim() > 0:
+            shape = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise LLQRError(
+                f"psi() of {self!r} returns one number, a tensor without dimensions such as a mean(); this is {shape}"
+            )
+        if not value.requires_grad:
+            raise LLQRError(f"psi() of {self!r} doesn't depend on the output: is something detached in it?")
+        if type(self).hessian_product is not Psi.hessian_product:
+            self._check_product(base)
+        if not self.flat:
+            return
+        size = float(point.square().mean().sqrt()) or 1.0
+        away = size * torch.linspace(-40, 40, point.numel()).sin().to(point).reshape(point.shape)
+        here, near, far = (
+            float(slope(lambda output: self.psi(output, base), point + share * away).norm())
+            for share in (0.0, 0.1, 1.0)
+        )
+        if here == near == far == 0:
+            raise LLQRError(
+                f"psi() of {self!r} doesn't depend on the output, so it has no curvature: is something detached in it?"
+            )
+        if here > 0.01 * near and here > torch.finfo(point.dtype).eps ** 0.5 * far:
+            raise LLQRError(
+                f"the gradient of {self!r} isn't zero at the output that it is expanded around: set flat = False, for Hessian "
+                "products; or, if it is meant to be a divergence, take away from psi() what is linear in the output"
+            )
+
+    def _check_product(self, base: BasePoint) -> None:
+        """Raise where a product that is written out isn't that of ψ_N."""
+        tangent = torch.linspace(-40, 40, base.output.numel()).sin().to(base.output).reshape(base.output.shape)
+        given, expected = self.hessian_product(tangent, base), Psi.hessian_product(self, tangent, base)
+        if given.shape != expected.shape or not torch.allclose(
+            given, expected, rtol=1e-2, atol=1e-3 * float(expected.abs().max())
+        ):
+            raise LLQRError(
+                f"hessian_product() of {self!r} isn't the second derivative of its psi(): leave it out, and it is found by "
+                "differentiating psi() twice"
+            )
+
+
+def slope(function: Callable[[Tensor], Tensor], point: Tensor) -> Tensor:
+    """∇f(point) for scalar f; zero where f doesn't depend on it."""
+    with torch.enable_grad():
+        leaf = point.detach().clone().requires_grad_()
+        value = function(leaf)
+        gradient = torch.autograd.grad(value, leaf, allow_unused=True)[0] if value.requires_grad else None
+    return torch.zeros_like(point) if gradient is None else gradient
+
+
+def hessian_product(function: Callable[[Tensor], Tensor], point: Tensor, tangent: Tensor, what: str) -> Tensor:
+    """∇²f(point) · tangent for scalar f, by differentiating twice; differentiable in the tangent."""
+    with torch.enable_grad():
+        leaf = point.detach().clone().requires_grad_()
+        (slope,) = torch.autograd.grad(function(leaf), leaf, create_graph=True)
+        if not slope.requires_grad:
+            return torch.zeros_like(tangent)
+        try:
+            product = torch.autograd.grad(slope, leaf, tangent, create_graph=tangent.requires_grad, allow_unused=True)[
+                0
+            ]
+        except RuntimeError as error:
+            raise NotTwiceDifferentiableError(
+                f"{what} can't be differentiated twice ({error}): use KL, which doesn't ask for that, or other operations"
+            ) from error
+    return torch.zeros_like(tangent) if product is None else product
 
 
 def check_reduction(reduction: str) -> None:

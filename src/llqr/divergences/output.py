@@ -10,119 +10,21 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from llqr.divergences.base import BasePoint, Divergence, Reduction, check_reduction
+from llqr.divergences.base import BasePoint, Divergence, Psi, Reduction, check_reduction, hessian_product
 from llqr.divergences.places import L2
-from llqr.errors import LLQRError, NotTwiceDifferentiableError
-from llqr.families import Categorical, Family, resolve_family, standard_normal
+from llqr.errors import LLQRError
+from llqr.families import Categorical, Family, resolve_family
 
 if TYPE_CHECKING:
     from llqr.divergences import Term
 
 
-DENSE_LIMIT = 1024
-"""Numbers of one example's output whose second derivatives are written out."""
-
-
-class OutputTerm(Divergence):
+class OutputTerm(Psi, Divergence):
     """ψ_N(x_N): a function of what the network returns. One of your own has `psi`, and `needs_loss = False` where that
     doesn't ask for `base.loss`."""
 
-    additive = False
-    """It adds the examples up, in place of averaging them."""
-    needs_loss = True
-    by_variable = False
-    """It is a mean over the variables of the output (or, where it is additive, their sum), counted by `base.weights`."""
-
     def terms(self) -> Iterator[tuple[float, Term]]:
         yield 1.0, self
-
-    @abstractmethod
-    def psi(self, output: Tensor, base: BasePoint) -> Tensor:
-        """ψ_N as a function of the output; a scalar."""
-
-    def hessian_product(self, tangent: Tensor, base: BasePoint) -> Tensor:
-        """∇²ψ_N(x_N^k) v: `state_cost` Q_N times a vector. By differentiating ψ_N twice, unless there is a closed form."""
-        what = "the loss" if self.needs_loss else f"psi() of {self!r}"
-        return _hessian_product(lambda output: self.psi(output, base), base.output, tangent, what)
-
-    def draw(self, base: BasePoint, generator: torch.Generator) -> Tensor:
-        """A random slope at the output, Q_N^½ ε, whose second moment is Q_N = ∇²ψ_N(x_N^k), example by example.
-
-        By the eigenvalues of each example's Q_N, unless there is a closed form. Negative ones (of losses that aren't convex in
-        the output) count as zero.
-        """
-        output = base.output
-        count = len(output) if output.dim() > 1 else 1
-        size = output.numel() // count
-        if size > DENSE_LIMIT:
-            raise LLQRError(
-                f"{self!r} of {size:,} numbers for each example has no closed form to be drawn from: write "
-                "draw(base, generator), or leave divergence out"
-            )
-        columns = []
-        for place in range(size):
-            unit = torch.zeros_like(output).reshape(count, size)
-            unit[:, place] = 1
-            columns.append(self.hessian_product(unit.reshape(output.shape), base).detach().reshape(count, size))
-        values, basis = torch.linalg.eigh(torch.stack(columns, 2))
-        noise = standard_normal(output.reshape(count, size), generator)
-        drawn: Tensor = basis @ (values.clamp_min(0).sqrt() * noise)[..., None]
-        return drawn.reshape(output.shape)
-
-    def check(self, output: Tensor, weights: Tensor | None = None) -> None:
-        """Raise where this divergence can't be taken of such an output, or the weights don't fit it."""
-        if weights is not None and not self.needs_loss:
-            raise LLQRError(
-                f"{self!r} takes no weights: leave them out, or count each variable by base.weights in psi() and say what "
-                "shape they have in check()"
-            )
-
-    def check_psi(self, base: BasePoint) -> None:
-        """Raise where ψ_N isn't one number, doesn't depend on the output, or has a slope at x_N^k though `flat` says that it
-        hasn't: H would lack the curvature of the network itself then.
-
-        The slope is held against those a tenth of the output's size away, and all of it. Rounding leaves far less than that,
-        also where predictions are so sure that nothing near them has a slope.
-        """
-        point = base.output.detach()
-        with torch.no_grad():
-            value = self.psi(point, base)
-        if not isinstance(value, Tensor) or value.dim() > 0:
-            shape = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-            raise LLQRError(
-                f"psi() of {self!r} returns one number, a tensor without dimensions such as a mean(); this is {shape}"
-            )
-        if type(self).hessian_product is not OutputTerm.hessian_product:
-            self._check_product(base)
-        if not self.flat:
-            return
-        size = float(point.square().mean().sqrt()) or 1.0
-        away = size * torch.linspace(-40, 40, point.numel()).sin().to(point).reshape(point.shape)
-        here, near, far = (
-            float(slope(lambda output: self.psi(output, base), point + share * away).norm())
-            for share in (0.0, 0.1, 1.0)
-        )
-        if here == near == far == 0:
-            raise LLQRError(
-                f"psi() of {self!r} doesn't depend on the output, so it has no curvature: is something detached in it?"
-            )
-        if here > 0.01 * near and here > torch.finfo(point.dtype).eps ** 0.5 * far:
-            raise LLQRError(
-                f"the gradient of {self!r} isn't zero at the output that it is expanded around: set flat = False, for Hessian "
-                "products; or, if it is meant to be a divergence, take away from psi() what is linear in the output"
-            )
-
-    def _check_product(self, base: BasePoint) -> None:
-        """Raise where a product that is written out isn't that of ψ_N."""
-        tangent = torch.linspace(-40, 40, base.output.numel()).sin().to(base.output).reshape(base.output.shape)
-        given, expected = self.hessian_product(tangent, base), OutputTerm.hessian_product(self, tangent, base)
-        if given.shape != expected.shape or not torch.allclose(
-            given, expected, rtol=1e-2, atol=1e-3 * float(expected.abs().max())
-        ):
-            raise LLQRError(
-                f"hessian_product() of {self!r} isn't the second derivative of its psi(): leave it out, and it is found by "
-                "differentiating psi() twice"
-            )
 
 
 class Newton(OutputTerm):
@@ -165,7 +67,7 @@ class GaussNewton(OutputTerm):
 
     def hessian_product(self, tangent: Tensor, base: BasePoint) -> Tensor:
         if self.residual is None:
-            return _hessian_product(base.loss, base.output, tangent, "the loss")
+            return hessian_product(base.loss, base.output, tangent, "the loss")
         pushed: Tensor = torch.func.jvp(self.residual, (base.output,), (tangent,))[1]
         product: Tensor = torch.func.vjp(self.residual, base.output)[1](pushed)[0]
         return product
@@ -268,30 +170,3 @@ class Renyi(_Distributional):
     def __repr__(self) -> str:
         options = self._options()
         return f"Renyi({self.order:g}{', ' if options else ''}{options})"
-
-
-def slope(function: Callable[[Tensor], Tensor], point: Tensor) -> Tensor:
-    """∇f(point) for scalar f; zero where f doesn't depend on it."""
-    with torch.enable_grad():
-        leaf = point.detach().clone().requires_grad_()
-        value = function(leaf)
-        gradient = torch.autograd.grad(value, leaf, allow_unused=True)[0] if value.requires_grad else None
-    return torch.zeros_like(point) if gradient is None else gradient
-
-
-def _hessian_product(function: Callable[[Tensor], Tensor], point: Tensor, tangent: Tensor, what: str) -> Tensor:
-    """∇²f(point) · tangent for scalar f, by differentiating twice; differentiable in the tangent."""
-    with torch.enable_grad():
-        leaf = point.detach().clone().requires_grad_()
-        (slope,) = torch.autograd.grad(function(leaf), leaf, create_graph=True)
-        if not slope.requires_grad:
-            return torch.zeros_like(tangent)
-        try:
-            product = torch.autograd.grad(slope, leaf, tangent, create_graph=tangent.requires_grad, allow_unused=True)[
-                0
-            ]
-        except RuntimeError as error:
-            raise NotTwiceDifferentiableError(
-                f"{what} can't be differentiated twice ({error}): use KL, which doesn't ask for that, or other operations"
-            ) from error
-    return torch.zeros_like(tangent) if product is None else product

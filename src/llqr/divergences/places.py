@@ -1,115 +1,271 @@
-"""Divergences at other places than the output: on activations, ψ_i(x_i), and on the parameters themselves, ψ_i(θ_i)."""
+"""Divergences at other places than the output: ψ_i(x_i), ψ_i(x_i, θ_i), ψ_i(θ_i); and losses with terms there."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from llqr.divergences.base import Divergence, Reduction, check_reduction
+from llqr.checks import Loss, check_callable, check_finite
+from llqr.divergences.base import BasePoint, Divergence, Psi, Reduction, check_reduction, hessian_product
 from llqr.errors import LLQRError
 from llqr.families import standard_normal
 
 if TYPE_CHECKING:
     from llqr.divergences import Term
 
+Metric = float | Tensor | Callable[[Tensor], Tensor] | Divergence
+LayerPsi = Callable[[Any, dict[str, Tensor], Any, dict[str, Tensor]], Tensor]
+LayerLoss = Callable[[Any, dict[str, Tensor]], Tensor]
+
 
 class ActivationTerm(Divergence):
-    """ψ_i(x_i) = ½ (x_i - x_i^k)ᵀ W (x_i - x_i^k) at one place; built by `Intermediate`.
+    """ψ_i at one place; built by `Intermediate` and `Layerwise`.
 
-    `place` is a module's name or a stage's index and means what that module returns.
+    `place` is a module's name or a stage's index. ψ is of what that module returns or, where it is `joint`, of what it is
+    called with and its parameters, in one tensor that `base.unpack` takes apart.
     """
 
-    def __init__(self, place: str | int, metric: float | Tensor, reduction: Reduction) -> None:
-        self.place, self.metric, self.reduction = place, metric, reduction
-        self.additive = reduction == "sum"
+    def __init__(self, place: str | int, inner: Psi, joint: bool = False) -> None:
+        self.place, self.inner, self.joint = place, inner, joint
+        self.flat, self.additive = inner.flat, inner.additive
+
+    @property
+    def key(self) -> tuple[str | int, bool]:
+        """Terms with the same key sit on the same tensor."""
+        return self.place, self.joint
 
     def terms(self) -> Iterator[tuple[float, Term]]:
         yield 1.0, self
 
-    def psi(self, activation: Tensor, base: Tensor, batch_size: int) -> Tensor:
-        change = activation - base
-        return 0.5 * (change * self.hessian_product(change, batch_size)).sum()
+    def psi(self, activation: Tensor, base: BasePoint) -> Tensor:
+        return self.inner.psi(activation, base)
 
-    def hessian_product(self, tangent: Tensor, batch_size: int) -> Tensor:
-        scale = 1.0 / batch_size if self.reduction == "mean" else 1.0
-        if not isinstance(self.metric, Tensor):
-            return tangent * (self.metric * scale)
-        metric = self.metric.to(tangent) * scale
-        examples = tangent.reshape(batch_size, -1)
-        if metric.numel() == examples.shape[1]:
-            return (examples * metric.reshape(-1)).reshape(tangent.shape)
-        return (examples @ metric).reshape(tangent.shape)
+    def hessian_product(self, tangent: Tensor, base: BasePoint) -> Tensor:
+        return self.inner.hessian_product(tangent, base)
 
-    def draw(self, activation: Tensor, batch_size: int, generator: torch.Generator) -> Tensor:
-        """W^½ ε for each example: its second moment is that of ψ_i."""
-        noise = standard_normal(activation, generator)
-        scale: float = batch_size**-0.5 if self.reduction == "mean" else 1.0
-        if not isinstance(self.metric, Tensor):
-            return noise * (math.sqrt(self.metric) * scale)
-        metric, examples = self.metric.to(activation), noise.reshape(batch_size, -1)
-        if metric.numel() == examples.shape[1]:
-            return (examples * (metric.reshape(-1).sqrt() * scale)).reshape(activation.shape)
+    def check(self, base: BasePoint) -> None:
+        """Raise where ψ can't be taken of what the network has here."""
+        self.inner.check(base.output)
+        self.inner.check_psi(base)
+
+    def __repr__(self) -> str:
+        return f"{'Layerwise' if self.joint else 'Intermediate'}({{{self.place!r}: {self.inner!r}}})"
+
+
+class _Quadratic(Psi):
+    """½ (x - x_k)ᵀ W (x - x_k)."""
+
+    needs_loss = False
+
+    def __init__(
+        self, place: str | int, metric: float | Tensor | Callable[[Tensor], Tensor], reduction: Reduction
+    ) -> None:
+        self.place, self.metric, self.additive = place, metric, reduction == "sum"
+        self.by_variable = not callable(metric)
+
+    def psi(self, output: Tensor, base: BasePoint) -> Tensor:
+        change = output - base.output
+        return 0.5 * (change * self.hessian_product(change, base)).sum()
+
+    def hessian_product(self, tangent: Tensor, base: BasePoint) -> Tensor:
+        return _times(tangent, self._metric(base))
+
+    def draw(self, base: BasePoint, generator: torch.Generator) -> Tensor:
+        """W^½ ε for each example: its second moment is that of ψ."""
+        metric, noise = self._metric(base), standard_normal(base.output, generator)
+        if metric.dim() < 3:
+            return _times(noise, metric.sqrt())
         values, basis = torch.linalg.eigh(metric)
-        drawn: Tensor = (examples * (values.clamp_min(0).sqrt() * scale)) @ basis.mT
-        return drawn.reshape(activation.shape)
+        return _times(_times(noise, values.clamp_min(0).sqrt()), basis.mT)
 
-    def check(self, activation: Tensor, batch_size: int) -> None:
+    def check_psi(self, base: BasePoint) -> None:
         """Raise where the metric doesn't fit the activation."""
-        if not isinstance(self.metric, Tensor):
+        if isinstance(self.metric, (int, float)):
             return
-        shape, size = tuple(self.metric.shape), activation.numel() // batch_size
-        if activation.shape[:1] != (batch_size,) and batch_size > 1:
+        if base.output.shape[:1] != (base.examples,) and base.examples > 1:
             raise LLQRError(
-                f"what {self.place!r} returns has shape {tuple(activation.shape)}, not a leading dimension of {batch_size} "
-                "examples: a metric over one example's numbers doesn't fit; give a weight"
+                f"what {self.place!r} returns has shape {tuple(base.output.shape)}, not a leading dimension of "
+                f"{base.examples} examples: a metric over one example's numbers doesn't fit; give a weight"
             )
-        if self.metric.numel() == size and shape == tuple(activation.shape[activation.dim() - len(shape) :]):
-            if (self.metric < 0).any():
+        metric = self._metric(base)
+        check_finite(metric, f"the metric at {self.place!r}")
+        if metric.dim() < 3:
+            if (metric < 0).any():
                 raise LLQRError(f"the metric at {self.place!r} has negative entries on its diagonal")
-            return
-        if shape != (size, size):
-            raise LLQRError(
-                f"the metric at {self.place!r} has shape {shape}, and one example's activation has {size} numbers: give a "
-                f"weight, a diagonal of the activation's shape, or a {size} × {size} matrix"
-            )
-        if not torch.allclose(self.metric, self.metric.T):
-            raise LLQRError(f"the metric at {self.place!r} isn't symmetric; give (W + W.T) / 2")
-        if torch.linalg.eigvalsh(self.metric.double())[0] < -1e-6 * self.metric.abs().max():
+        elif not torch.allclose(metric, metric.mT):
+            raise LLQRError(f"the metric at {self.place!r} isn't symmetric; give (W + W.mT) / 2")
+        elif torch.linalg.eigvalsh(metric.double()).min() < -1e-6 * metric.abs().max():
             raise LLQRError(
                 f"the metric at {self.place!r} has a negative eigenvalue; it must be positive semi-definite"
             )
 
+    def _metric(self, base: BasePoint) -> Tensor:
+        """W with its reduction: a number, diagonals (1 or examples) × numbers, or matrices, likewise."""
+        count, output, metric = base.examples, base.output, self.metric
+        size, scale = output.numel() // count, 1.0 if self.additive else 1 / count
+        of_base = callable(metric)
+        found = metric(output) if callable(metric) else metric
+        if isinstance(found, (int, float)) or (isinstance(found, Tensor) and found.dim() == 0):
+            return output.new_full((), float(found) * scale)
+        if not isinstance(found, Tensor):
+            raise LLQRError(f"the metric at {self.place!r} returned a {type(found).__name__}, not a number or a tensor")
+        shape, found = tuple(found.shape), found.detach().to(output) * scale
+        if of_base and shape in ((count, size, size), tuple(output.shape)):
+            return found if shape == (count, size, size) else found.reshape(count, size)
+        if not of_base and found.numel() == size and shape == tuple(output.shape[output.dim() - len(shape) :]):
+            return found.reshape(1, size)
+        if not of_base and shape == (size, size):
+            return found[None]
+        if of_base:
+            raise LLQRError(
+                f"the metric at {self.place!r} returned a tensor of shape {shape} for activations of shape "
+                f"{tuple(output.shape)}: return a number, a diagonal of that shape, or matrices {(count, size, size)}"
+            )
+        raise LLQRError(
+            f"the metric at {self.place!r} has shape {shape}, and one example's activation has {size} numbers: give a "
+            f"weight, a diagonal of the activation's shape, or a {size} × {size} matrix"
+        )
+
     def __repr__(self) -> str:
-        return f"Intermediate({{{self.place!r}: {_brief(self.metric)}}})"
+        return _brief(self.metric)
+
+
+def _times(tangent: Tensor, metric: Tensor) -> Tensor:
+    """W v, for each example."""
+    if metric.dim() == 0:
+        return tangent * metric
+    examples = tangent.reshape(-1, metric.shape[-1])
+    if metric.dim() == 2:
+        return (examples * metric).reshape(tangent.shape)
+    product = examples @ metric[0] if len(metric) == 1 else (examples[:, None] @ metric)[:, 0]
+    return product.reshape(tangent.shape)
 
 
 class Intermediate(Divergence):
-    """Σ_i ½ (x_i - x_i^k)ᵀ W_i (x_i - x_i^k): metrics on what modules return.
+    """Σ_i ψ_i(x_i) of what modules return.
 
-    `metrics` maps a module's name (or a stage's index) to a weight w (W = w·I), to a tensor of one example's shape (W
-    diagonal), or to a symmetric positive semi-definite matrix over one example's numbers.
-    `reduction="mean"` averages over the batch; `"sum"` adds the examples up, as the paper writes it.
+    `metrics` maps a module's name (or a stage's index) to one of these:
+
+    - W of ψ_i = ½ (x_i - x_i^k)ᵀ W (x_i - x_i^k): a weight w (W = w·I), a tensor of one example's shape (W diagonal), or a
+      symmetric positive semi-definite matrix over one example's numbers;
+    - a function W(x_i^k) that returns a number, a diagonal of the activation's shape, or a matrix for each example;
+    - a divergence of what the module returns that needs no loss: `KL()` of a probe head's logits.
+
+    `reduction="mean"` averages W over the batch; `"sum"` adds the examples up, as the paper writes it. A divergence has its
+    own.
     """
 
-    def __init__(self, metrics: Mapping[str | int, float | Tensor], reduction: Reduction = "mean") -> None:
+    def __init__(self, metrics: Mapping[str | int, Metric], reduction: Reduction = "mean") -> None:
         check_reduction(reduction)
         if not isinstance(metrics, Mapping) or not metrics:
             raise LLQRError("Intermediate takes a mapping from module names to metrics, such as {'2': 0.1}")
         for place, metric in metrics.items():
             _check_metric(place, metric)
         self.metrics, self.reduction = dict(metrics), reduction
+        self.flat = all(metric.flat for metric in metrics.values() if isinstance(metric, Divergence))
 
     def terms(self) -> Iterator[tuple[float, Term]]:
         for place, metric in self.metrics.items():
-            yield 1.0, ActivationTerm(place, metric, self.reduction)
+            if not isinstance(metric, Divergence):
+                yield 1.0, ActivationTerm(place, _Quadratic(place, metric, self.reduction))
+                continue
+            for weight, term in metric.terms():
+                assert isinstance(term, Psi)
+                yield weight, ActivationTerm(place, term)
 
     def __repr__(self) -> str:
         inside = ", ".join(f"{place!r}: {_brief(metric)}" for place, metric in self.metrics.items())
         return f"Intermediate({{{inside}}}{', reduction=' + repr(self.reduction) if self.reduction != 'mean' else ''})"
+
+
+class Layerwise(Divergence):
+    """Σ_i ψ_i(x_i, θ_i): any function of what a module is called with and of its parameters (Definition 1 of the paper).
+
+    `psis` maps a module's name (or a stage's index) to `psi(x, parameters, x_k, parameters_k)`, which returns one number.
+    `x` is what the module is called with (a tuple, if that is more than one tensor), `parameters` maps the module's own names
+    to tensors, and `_k` marks both at θ_k. `flat=False`: ψ_i has a slope at θ_k (∇ψ_i in the paper's adjoint), and H has
+    the second derivatives of the network along it.
+    """
+
+    def __init__(self, psis: Mapping[str | int, LayerPsi], flat: bool = True) -> None:
+        _check_functions("Layerwise", psis, "psi(x, parameters, x_k, parameters_k)")
+        self.psis, self.flat = dict(psis), flat
+
+    def terms(self) -> Iterator[tuple[float, Term]]:
+        for place, psi in self.psis.items():
+            yield 1.0, ActivationTerm(place, _Joint(psi, self.flat), joint=True)
+
+    def __repr__(self) -> str:
+        inside = ", ".join(f"{place!r}: {_brief(psi)}" for place, psi in self.psis.items())
+        return f"Layerwise({{{inside}}}{'' if self.flat else ', flat=False'})"
+
+
+class _Joint(Psi):
+    """ψ(x, θ) as a function of both in one tensor."""
+
+    needs_loss = False
+
+    def __init__(self, function: LayerPsi, flat: bool) -> None:
+        self.function, self.flat = function, flat
+
+    def psi(self, output: Tensor, base: BasePoint) -> Tensor:
+        assert base.unpack is not None
+        return self.function(*base.unpack(output), *base.unpack(base.output))
+
+    def __repr__(self) -> str:
+        return _brief(self.function)
+
+
+class _JointCurvature(_Joint):
+    """½ (z - z_k)ᵀ ∇²ψ(z_k) (z - z_k), z = (x, θ): what Gauss–Newton keeps of a term of the loss."""
+
+    def psi(self, output: Tensor, base: BasePoint) -> Tensor:
+        change = output - base.output
+        return 0.5 * (change * self.hessian_product(change, base)).sum()
+
+    def hessian_product(self, tangent: Tensor, base: BasePoint) -> Tensor:
+        whole = super().psi
+        return hessian_product(lambda output: whole(output, base), base.output, tangent, f"the loss term {self!r}")
+
+    def check_psi(self, base: BasePoint) -> None:
+        pass  # flat by its formula
+
+
+class LayerwiseLoss:
+    """ℓ(x_N) + Σ_i ℓ_i(x_i, θ_i): a mean loss with terms inside the network (footnote 1 of the paper).
+
+    For `exact_step`, `dense_step`, `cg_step` and `QuadraticModel.build`, in the place of `loss_fn`. `terms` maps a module's
+    name (or a stage's index) to `term(x, parameters)`: x is what the module is called with, `parameters` its parameters by its
+    own names. Newton's H has the second derivatives of all of it; Gauss–Newton's has those of each ℓ_i by x_i and θ_i.
+    """
+
+    def __init__(self, loss_fn: Loss, terms: Mapping[str | int, LayerLoss]) -> None:
+        check_callable("loss_fn", loss_fn)
+        _check_functions("LayerwiseLoss", terms, "term(x, parameters)")
+        self.loss_fn, self._terms = loss_fn, dict(terms)
+
+    def __call__(self, output: Tensor, targets: Any) -> Tensor:
+        raise LLQRError(
+            "a LayerwiseLoss has terms that an output doesn't show: it is for exact_step, dense_step, cg_step and "
+            "QuadraticModel.build"
+        )
+
+    def terms(self, flat: bool = False) -> list[ActivationTerm]:
+        """Its terms inside the network; with `flat`, their curvature alone."""
+        kind = _JointCurvature if flat else _Joint
+        return [ActivationTerm(place, kind(_of_now(term), flat), joint=True) for place, term in self._terms.items()]
+
+
+def _of_now(term: LayerLoss) -> LayerPsi:
+    def psi(x: Any, parameters: dict[str, Tensor], x_k: Any, parameters_k: dict[str, Tensor]) -> Tensor:
+        return term(x, parameters)
+
+    psi.__qualname__ = _brief(term)
+    return psi
 
 
 class L2(Divergence):
@@ -132,13 +288,37 @@ class L2(Divergence):
         return f"L2({self.weight!r})"
 
 
-def _check_metric(place: str | int, metric: float | Tensor) -> None:
-    if not isinstance(metric, Tensor):
-        if isinstance(metric, bool) or not isinstance(metric, (int, float)) or not 0 < metric < math.inf:
-            raise LLQRError(f"the metric at {place!r} is {metric!r}; it is a positive weight or a tensor")
-    elif not metric.isfinite().all():
-        raise LLQRError(f"the metric at {place!r} has values that are not finite")
+def _check_metric(place: str | int, metric: Metric) -> None:
+    if isinstance(metric, Divergence):
+        for _, term in metric.terms():
+            if not isinstance(term, Psi) or term.needs_loss:
+                raise LLQRError(
+                    f"{term!r} can't be taken of what {place!r} returns: give a metric, or a divergence of outputs that needs "
+                    "no loss, such as KL()"
+                )
+    elif isinstance(metric, Tensor):
+        if not metric.isfinite().all():
+            raise LLQRError(f"the metric at {place!r} has values that are not finite")
+    elif not callable(metric) and (
+        isinstance(metric, bool) or not isinstance(metric, (int, float)) or not 0 < metric < math.inf
+    ):
+        raise LLQRError(
+            f"the metric at {place!r} is {metric!r}; it is a positive weight, a tensor, a function of the activation, or a "
+            "divergence"
+        )
 
 
-def _brief(metric: float | Tensor) -> str:
-    return f"tensor{tuple(metric.shape)}" if isinstance(metric, Tensor) else repr(metric)
+def _check_functions(what: str, functions: object, form: str) -> None:
+    if not isinstance(functions, Mapping) or not functions or not all(map(callable, functions.values())):
+        raise LLQRError(f"{what} takes a mapping from module names to functions {form}")
+
+
+def _brief(metric: object) -> str:
+    """Without a place in memory, so that all ranks say the same."""
+    if isinstance(metric, Tensor):
+        return f"tensor{tuple(metric.shape)}"
+    return getattr(metric, "__qualname__", type(metric).__name__) if _is_function(metric) else repr(metric)
+
+
+def _is_function(metric: object) -> bool:
+    return callable(metric) and not isinstance(metric, Divergence)

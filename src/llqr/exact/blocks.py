@@ -4,27 +4,34 @@ With x_i the activations of the batch, flattened to n_i numbers, and θ_i the P_
 
     δx_{i+1} = A_i δx_i + B_i δθ_i,   δx_0 = 0
     m(δθ)    = g_N·δx_N + ½ δx_N·Q_N δx_N + ½ Σ_i (δx_i·Q_i δx_i + 2 δθ_i·M_i δx_i + δθ_i·R_i δθ_i)
+               + Σ_i (q_i·δx_i + r_i·δθ_i)
 
-where Q_i, M_i, R_i are the second derivatives of the Hamiltonian p_{i+1}·f_i(x_i, θ_i) + ψ_i(x_i, θ_i), and the adjoints
-are p_N = ∇ψ_N, p_i = A_iᵀ p_{i+1} + ∇ψ_i. A divergence that is flat at θ_k has p = 0, and then only its own terms cost.
+where Q_i, M_i, R_i are the second derivatives of the Hamiltonian p_{i+1}·f_i(x_i, θ_i) + ψ_i(x_i, θ_i), q_i and r_i the slopes
+of the loss's terms ℓ_i(x_i, θ_i) inside the network if it has any (footnote 1), and the adjoints are p_N = ∇ψ_N,
+p_i = A_iᵀ p_{i+1} + ∇ψ_i. A divergence that is flat at θ_k has p = 0, and then only its own terms cost.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from llqr.checks import Inputs, Loss, batch_size_of, check_finite, frozen_rng, loss_gradient
-from llqr.divergences import L2, ActivationTerm, BasePoint, Divergence, OutputTerm, resolve
+from llqr.divergences import L2, ActivationTerm, BasePoint, Divergence, LayerwiseLoss, OutputTerm, layerwise
+from llqr.divergences.base import slope as slope_of
 from llqr.errors import ChainError, LLQRError, NotTwiceDifferentiableError, unknown
 from llqr.exact.blockdiagonal import BlockDiagonal, materialise_transposed
 from llqr.exact.chain import Chain
 from llqr.exact.derivatives import jacobian, puller, refuse_once_differentiable, refuse_wrong_formulas
 from llqr.naming import PerLayer, per_parameter
+from llqr.sites import Place, Terms, catching
+
+_AtState = tuple[float, OutputTerm | ActivationTerm]
+_Inside = tuple[float, ActivationTerm, Place]
 
 
 @dataclass
@@ -46,6 +53,10 @@ class StageBlocks:
     """R_i without its diagonal part, P_i × P_i."""
     diagonal: Tensor
     """The rest of R_i: damping and L2 terms, P_i numbers."""
+    state_gradient: Tensor | None = None
+    """q_i, n_i numbers."""
+    param_gradient: Tensor | None = None
+    """r_i, P_i numbers."""
 
     def stack(self, step: dict[str, Tensor]) -> Tensor:
         """δθ_i as one vector."""
@@ -81,45 +92,31 @@ class LQR:
 
     def quadratic_form(self, step: dict[str, Tensor]) -> Tensor:
         """δθ·Hδθ, stage by stage (Theorem 1)."""
-        states = self.rollout(step)
-        total = states[-1] @ self.terminal_cost.apply(states[-1])
-        for position, stage in enumerate(self.stages):
-            control = stage.stack(step)
-            total = total + control @ stage.param_product(control)
-            if position > 0:
-                state = states[position - 1]
-                if stage.state_cost is not None:
-                    total = total + state @ stage.state_cost.apply(state)
-                if stage.cross_cost is not None:
-                    total = total + 2 * (control @ (stage.cross_cost @ state))
-        return total
+        return torch.stack([curved for _, curved in self._costs(step)]).sum()
+
+    def costs(self, step: dict[str, Tensor]) -> list[Tensor]:
+        """What each stage adds to m(δ), and the output."""
+        return [linear + 0.5 * curved for linear, curved in self._costs(step)]
 
     def value(self, step: dict[str, Tensor]) -> Tensor:
         """m(δ) = g·δ + ½ δ·Hδ, the LQR's cost."""
-        return self.terminal_gradient @ self.rollout(step)[-1] + 0.5 * self.quadratic_form(step)
+        return torch.stack(self.costs(step)).sum()
 
     def gradient(self) -> list[Tensor]:
-        """g, one vector a stage: backpropagation of g_N."""
-        still = [torch.zeros_like(stage.diagonal) for stage in self.stages]
-        return self._sweep(self.terminal_gradient, still, self._rollout(still))
+        """g, one vector a stage: backpropagation of g_N, and of the slopes on the way."""
+        costate, products = self.terminal_gradient, []
+        for stage in reversed(self.stages):
+            product = stage.param_jacobian.T @ costate
+            products.append(product if stage.param_gradient is None else product + stage.param_gradient)
+            if stage.state_jacobian is not None:
+                costate = stage.state_jacobian.apply_transposed(costate)
+                costate = costate if stage.state_gradient is None else costate + stage.state_gradient
+        return products[::-1]
 
     def curvature(self, controls: list[Tensor]) -> list[Tensor]:
         """H δθ, one vector a stage: a rollout, then a sweep back."""
         states = self._rollout(controls)
-        return self._sweep(self.terminal_cost.apply(states[-1]), controls, states)
-
-    def _rollout(self, controls: list[Tensor]) -> list[Tensor]:
-        states: list[Tensor] = []
-        for stage, control in zip(self.stages, controls, strict=True):
-            state = stage.param_jacobian @ control
-            if stage.state_jacobian is not None:
-                state = state + stage.state_jacobian.apply(states[-1])
-            states.append(state)
-        return states
-
-    def _sweep(self, costate: Tensor, controls: list[Tensor], states: list[Tensor]) -> list[Tensor]:
-        """What the stationarity conditions of the LQR pair with δθ_i, given the costate of x_N."""
-        products: list[Tensor] = []
+        costate, products = self.terminal_cost.apply(states[-1]), []
         for position in reversed(range(len(self.stages))):
             stage, control = self.stages[position], controls[position]
             product = stage.param_product(control) + stage.param_jacobian.T @ costate
@@ -134,115 +131,224 @@ class LQR:
             products.append(product)
         return products[::-1]
 
+    def _costs(self, step: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """The linear and the quadratic part of each stage, and of the output."""
+        states, parts = self.rollout(step), []
+        for position, stage in enumerate(self.stages):
+            control = stage.stack(step)
+            linear = control.new_zeros(()) if stage.param_gradient is None else stage.param_gradient @ control
+            curved = control @ stage.param_product(control)
+            if position > 0:
+                state = states[position - 1]
+                if stage.state_gradient is not None:
+                    linear = linear + stage.state_gradient @ state
+                if stage.state_cost is not None:
+                    curved = curved + state @ stage.state_cost.apply(state)
+                if stage.cross_cost is not None:
+                    curved = curved + 2 * (control @ (stage.cross_cost @ state))
+            parts.append((linear, curved))
+        return [*parts, (self.terminal_gradient @ states[-1], states[-1] @ self.terminal_cost.apply(states[-1]))]
+
+    def _rollout(self, controls: list[Tensor]) -> list[Tensor]:
+        states: list[Tensor] = []
+        for stage, control in zip(self.stages, controls, strict=True):
+            state = stage.param_jacobian @ control
+            if stage.state_jacobian is not None:
+                state = state + stage.state_jacobian.apply(states[-1])
+            states.append(state)
+        return states
+
 
 @torch.enable_grad()
 def build(
     chain: Chain,
     inputs: Inputs,
     targets: Any,
-    loss_fn: Loss,
+    loss_fn: Loss | LayerwiseLoss,
     divergence: str | Divergence,
     damping: PerLayer = 0.0,
 ) -> LQR:
     """Build the LQR whose minimum is the step -(H + λ)⁻¹ g of the mean loss under the divergence."""
+    output_loss, loss_terms, terms = layerwise(loss_fn, divergence)
+    assert output_loss is not None
     with frozen_rng():
-        return _build(chain, inputs, targets, loss_fn, resolve(divergence), damping)
-
-
-def _build(chain: Chain, inputs: Inputs, targets: Any, loss_fn: Loss, divergence: Divergence, damping: PerLayer) -> LQR:
-    states = chain.run(inputs)
-    output = states[-1]
-    loss, terminal_gradient = loss_gradient(loss_fn, output, targets)
-    base = BasePoint(output, loss)
-    places = _activation_terms(chain, divergence, states, batch_size_of(inputs))
-    diagonals = _diagonals(chain, divergence, damping)
-
-    terminal, adjoint = _terminal(divergence, base)
-    for term in places.get(len(chain), []):
-        terminal = terminal + term
-    adjoints: list[Tensor | None] = [adjoint]
-    stages: list[StageBlocks] = []
-    for position in reversed(range(len(chain))):
-        state: Inputs = inputs if position == 0 else states[position - 1]
-        stage, adjoint = _stage(chain, position, state, adjoint, diagonals[position])
-        for term in places.get(position, []):
-            stage.state_cost = term if stage.state_cost is None else stage.state_cost + term
-        stages.append(stage)
-        if position > 0:
-            adjoints.append(adjoint)
+        states, examples = chain.run(inputs), batch_size_of(inputs)
+        loss, terminal_gradient = loss_gradient(output_loss, states[-1], targets)
+        diagonals = _diagonals(chain, terms, damping)
+        between, inside = _sort(chain, terms)
+        _, losses = _sort(chain, loss_terms)
+        cost, adjoint = _at_state(between[-1], BasePoint(states[-1], loss, None, examples))
+        terminal = cost or BlockDiagonal(states[-1].new_zeros(states[-1].numel(), 1, 1))
+        check_finite(terminal.blocks, "the Hessian of the divergence at the output")
+        adjoints: list[Tensor | None] = [adjoint]
+        stages: list[StageBlocks] = []
+        for position in reversed(range(len(chain))):
+            state: Inputs = inputs if position == 0 else states[position - 1]
+            own = (diagonals[position], inside[position], losses[position])
+            stage, adjoint = _stage(chain, position, state, examples, adjoint, *own)
+            stages.append(stage)
+            if position > 0:
+                cost, slope = _at_state(between[position], BasePoint(states[position - 1], loss, None, examples))
+                stage.state_cost, adjoint = _add(stage.state_cost, cost), _add(adjoint, slope)
+                adjoints.append(adjoint)
     return LQR(stages[::-1], terminal_gradient.reshape(-1), terminal, adjoints[::-1])
 
 
-def _terminal(divergence: Divergence, base: BasePoint) -> tuple[BlockDiagonal, Tensor | None]:
-    """Q_N and p_N."""
-    size = base.output.numel()
-    cost = BlockDiagonal(base.output.new_zeros(size, 1, 1))
-    adjoint: Tensor | None = None
-    for weight, term in divergence.terms():
-        if not isinstance(term, OutputTerm):
-            continue
-        term.check(base.output)
-        term.check_psi(base)
-        product = partial(term.hessian_product, base=base)  # Q_N is symmetric
-        block = materialise_transposed(product, base.output.shape, base.output.shape, base.output)
-        cost = cost + BlockDiagonal(block.blocks * weight)
+def _sort(chain: Chain, terms: Terms) -> tuple[list[list[_AtState]], list[list[_Inside]]]:
+    """The terms by the state that they are functions of, x_1 … x_N, or by the stage that they are inside of."""
+    between: list[list[_AtState]] = [[] for _ in range(len(chain) + 1)]
+    inside: list[list[_Inside]] = [[] for _ in range(len(chain))]
+    for weight, term in terms:
+        if isinstance(term, OutputTerm):
+            between[-1].append((weight, term))
+        elif isinstance(term, ActivationTerm):
+            index, place = _find(chain, term)
+            if place.joint or place.module:
+                inside[index].append((weight, term, place))
+            elif chain.packs(index):
+                raise LLQRError(
+                    f"{chain.label(index)} returns several tensors; a metric needs one: put it on a module inside"
+                )
+            else:
+                between[index + 1].append((weight, term))
+    return between, inside
+
+
+def _find(chain: Chain, term: ActivationTerm) -> tuple[int, Place]:
+    """The stage that a term sits on, and the module in it ("" for the stage itself)."""
+    place = term.place
+    if isinstance(place, int) and 0 <= place < len(chain):
+        return place, Place("", term.joint)
+    for index, (name, module) in enumerate(zip(chain.names, chain.modules, strict=True)):
+        for path, _ in module.named_modules(remove_duplicate=False):
+            if place == (f"{name}.{path}" if path else name):
+                return index, Place(path, term.joint)
+    raise unknown(f"stage in {'Layerwise' if term.joint else 'Intermediate'}", place, chain.names)
+
+
+def _at_state(terms: list[_AtState], base: BasePoint) -> tuple[BlockDiagonal | None, Tensor | None]:
+    """Q and ∇ψ of the terms that are functions of one state."""
+    cost: BlockDiagonal | None = None
+    slopes: Tensor | None = None
+    for weight, term in terms:
+        if isinstance(term, OutputTerm):
+            term.check(base.output)
+            term.check_psi(base)
+        else:
+            term.check(base)
+        cost = _add(cost, _hessian(weight, term, base))
         if not term.flat:
-            gradient = weight * torch.func.grad(partial(term.psi, base=base))(base.output)
-            adjoint = gradient if adjoint is None else adjoint + gradient
-    check_finite(cost.blocks, "the Hessian of the divergence at the output")
-    return cost, adjoint
+            slopes = _add(slopes, weight * slope_of(partial(term.psi, base=base), base.output))
+    return cost, slopes
+
+
+def _hessian(weight: float, term: OutputTerm | ActivationTerm, base: BasePoint) -> BlockDiagonal:
+    """∇²ψ, which is symmetric."""
+    shape = base.output.shape
+    block = materialise_transposed(partial(term.hessian_product, base=base), shape, shape, base.output)
+    return BlockDiagonal(block.blocks * weight)
 
 
 def _stage(
-    chain: Chain, position: int, state: Inputs, adjoint: Tensor | None, diagonal: Tensor
+    chain: Chain,
+    position: int,
+    state: Inputs,
+    examples: int,
+    adjoint: Tensor | None,
+    diagonal: Tensor,
+    inside: list[_Inside],
+    losses: list[_Inside],
 ) -> tuple[StageBlocks, Tensor | None]:
-    """Blocks of one stage, and the adjoint of its input."""
+    """Blocks of one stage, and what it has sent back of the adjoint."""
     parameters = {name: p.clone().requires_grad_() for name, p in chain.parameters[position].items()}
     shapes = {chain.qualified(position, name): p.shape for name, p in parameters.items()}
-    leaves = list(parameters.values())
+    leaves, below = list(parameters.values()), None
     if position > 0 and isinstance(state, Tensor):
-        state = state.clone().requires_grad_()
-    with torch.enable_grad():
+        state = below = state.clone().requires_grad_()
+    with torch.enable_grad(), catching(chain.modules[position], [place for *_, place in (*inside, *losses)]) as caught:
         output = chain.apply(position, state, parameters)
-    wanted = [*leaves, state] if position > 0 else leaves
+    wanted = leaves if below is None else [*leaves, below]
     if wanted and not output.requires_grad:
         raise ChainError(f"the output of {chain.label(position)} doesn't depend on its input or parameters by anything "
                          "differentiable: nothing can be sent back through it")  # fmt: skip
-
     param_jacobian = jacobian(output, leaves) if leaves else None
     if param_jacobian is None:
         param_jacobian = output.new_zeros(output.numel(), len(diagonal))
-    state_jacobian = state_cost = cross_cost = param_cost = below = None
-    if position > 0:
-        assert isinstance(state, Tensor)
-        state_jacobian = _state_jacobian(output, state)
-        if adjoint is not None:
-            below = state_jacobian.apply_transposed(adjoint.reshape(-1)).reshape(state.shape)
-    if adjoint is not None:
+    state_jacobian = None if below is None else _state_jacobian(output, below)
+    stage = StageBlocks(chain.names[position], shapes, state_jacobian, param_jacobian, None, None, None, diagonal)
+
+    for _, term, place in losses:
+        base = place.base(caught[place], examples)
+        term.check(base)
+        _add_loss(stage, term.psi(caught[place], base), leaves, below)
+    steep = None if adjoint is None else (adjoint.detach().requires_grad_() * output).sum()
+    for weight, term, place in inside:
+        base = place.base(caught[place], examples)
+        term.check(base)
+        if term.flat:
+            _add_flat(stage, _hessian(weight, term, base), caught[place], leaves, below)
+        else:
+            variable = output.new_tensor(weight).requires_grad_()  # see _second_derivatives
+            steep = _add(steep, variable * term.psi(caught[place], base))
+    slopes = None
+    if steep is not None and wanted:
         try:
-            state_cost, cross_cost, param_cost = _second_derivatives(
-                output, adjoint, leaves, state if position > 0 and isinstance(state, Tensor) else None
-            )
+            slopes = _second_derivatives(stage, steep, output, leaves, below)
         except RuntimeError as error:
             raise NotTwiceDifferentiableError(
                 f"{chain.label(position)} can't be differentiated twice, and this divergence isn't flat, so it asks for its "
                 f"second derivatives: use GaussNewton or KL, which don't. ({error})"
             ) from error
-    _check(chain.label(position), param_jacobian, state_jacobian, state_cost, cross_cost, param_cost)
-    stage = StageBlocks(
-        chain.names[position], shapes, state_jacobian, param_jacobian, state_cost, cross_cost, param_cost, diagonal
-    )
-    return stage, below
+    _check(chain.label(position), stage)
+    return stage, slopes
 
 
-def _check(label: str, *blocks: Tensor | BlockDiagonal | None) -> None:
+def _add_loss(stage: StageBlocks, value: Tensor, leaves: list[Tensor], state: Tensor | None) -> None:
+    """q_i and r_i of one ℓ_i(x_i, θ_i)."""
+    wanted = leaves if state is None else [*leaves, state]
+    if not value.requires_grad:
+        return
+    check_finite(value.detach(), "a term of the loss")
+    slopes = torch.autograd.grad(value, wanted, retain_graph=True, materialize_grads=True)
+    if leaves:
+        stage.param_gradient = _add(
+            stage.param_gradient, torch.cat([slope.reshape(-1) for slope in slopes[: len(leaves)]])
+        )
+    if state is not None:
+        stage.state_gradient = _add(stage.state_gradient, slopes[-1].reshape(-1))
+
+
+def _add_flat(
+    stage: StageBlocks, metric: BlockDiagonal, here: Tensor, leaves: list[Tensor], state: Tensor | None
+) -> None:
+    """JᵀWJ of a flat ψ of something inside the stage, J its derivatives by x_i and θ_i."""
+    by_param = jacobian(here, leaves) if leaves else None
+    by_state = None if state is None else _state_jacobian(here, state)
+    if by_state is not None:
+        stage.state_cost = _add(stage.state_cost, metric.congruence(by_state))
+    if by_param is not None:
+        curved = metric.apply(by_param)
+        stage.param_cost = _add(stage.param_cost, by_param.T @ curved)
+        if by_state is not None:
+            stage.cross_cost = _add(stage.cross_cost, by_state.apply_transposed(curved).T)
+
+
+_Summand = TypeVar("_Summand", Tensor, BlockDiagonal)
+
+
+def _add(left: _Summand | None, right: _Summand | None) -> _Summand | None:
+    """A sum in which None is zero."""
+    return right if left is None else left if right is None else left + right
+
+
+def _check(label: str, stage: StageBlocks) -> None:
     """Raise for derivatives that are not finite, and for Hessians that are not symmetric: torch's formulas aren't all right."""
-    *_, state_cost, _, param_cost = blocks
-    for block in blocks:
+    squares = [stage.param_cost, stage.state_cost.blocks if stage.state_cost else None]
+    jacobians = [stage.param_jacobian, stage.state_jacobian.blocks if stage.state_jacobian else None]
+    for block in (*jacobians, stage.cross_cost, *squares):
         if block is not None:
-            check_finite(block.blocks if isinstance(block, BlockDiagonal) else block, f"a derivative of {label}")
-    for hessian in (state_cost, param_cost):
-        square = hessian.blocks if isinstance(hessian, BlockDiagonal) else hessian
+            check_finite(block, f"a derivative of {label}")
+    for square in squares:
         if square is not None and (square - square.mT).norm() > torch.finfo(square.dtype).eps ** 0.5 * square.norm():
             raise NotTwiceDifferentiableError(
                 f"the second derivatives that torch gives for {label} aren't symmetric, so they are wrong: use GaussNewton "
@@ -257,64 +363,35 @@ def _state_jacobian(output: Tensor, state: Tensor) -> BlockDiagonal:
 
 
 def _second_derivatives(
-    output: Tensor, adjoint: Tensor, leaves: list[Tensor], state: Tensor | None
-) -> tuple[BlockDiagonal | None, Tensor | None, Tensor | None]:
-    """Q_i, M_i, R_i of the Hamiltonian p_{i+1}·f_i. A derivative that no longer depends on what it is taken by is zero."""
-    wanted = [*leaves, state] if state is not None else leaves
-    if not wanted:
-        return None, None, None
-    # The adjoint is a variable here because only then torch marks the gradients of once-differentiable functions.
-    refuse_wrong_formulas([output])
-    hamiltonian = (adjoint.detach().requires_grad_() * output).sum()
+    stage: StageBlocks, hamiltonian: Tensor, output: Tensor, leaves: list[Tensor], state: Tensor | None
+) -> Tensor | None:
+    """Add those of p_{i+1}·f_i + ψ_i to Q_i, M_i, R_i; its slope by x_i, which is p_i.
+
+    A derivative that no longer depends on what it is taken by is zero. Adjoint and weights are variables because only then
+    torch marks the gradients of once-differentiable functions.
+    """
+    refuse_wrong_formulas([output, hamiltonian])
+    wanted = leaves if state is None else [*leaves, state]
     first = torch.autograd.grad(hamiltonian, wanted, create_graph=True, materialize_grads=True)
     refuse_once_differentiable(first)
-    by_state = first[-1] if state is not None else None
-    by_param = torch.cat([gradient.reshape(-1) for gradient in first[: len(leaves)]]) if leaves else None
-    state_cost = cross_cost = param_cost = None
-    if state is not None and by_state is not None:
-        pull = puller(by_state, [state])
-        state_cost = None if pull is None else materialise_transposed(pull, state.shape, state.shape, state)
-    if by_param is not None:
-        param_cost = jacobian(by_param, leaves)
-        cross_cost = None if state is None else jacobian(by_param, [state])
-    return state_cost, cross_cost, param_cost
+    if leaves:
+        by_param = torch.cat([gradient.reshape(-1) for gradient in first[: len(leaves)]])
+        stage.param_cost = _add(stage.param_cost, jacobian(by_param, leaves))
+        if state is not None:
+            stage.cross_cost = _add(stage.cross_cost, jacobian(by_param, [state]))
+    if state is None:
+        return None
+    pull = puller(first[-1], [state])
+    if pull is not None:
+        stage.state_cost = _add(stage.state_cost, materialise_transposed(pull, state.shape, state.shape, state))
+    return first[-1].detach()
 
 
-def _activation_terms(
-    chain: Chain, divergence: Divergence, states: list[Tensor], batch_size: int
-) -> dict[int, list[BlockDiagonal]]:
-    """Q of the intermediate metrics, by the index of the state that they sit on (what stage i returns is state i + 1)."""
-    found: dict[int, list[BlockDiagonal]] = {}
-    for weight, term in divergence.terms():
-        if not isinstance(term, ActivationTerm):
-            continue
-        index = _stage_index(chain, term.place)
-        state = states[index]
-        term.check(state, batch_size)
-        product = partial(term.hessian_product, batch_size=batch_size)
-        block = materialise_transposed(product, state.shape, state.shape, state)
-        found.setdefault(index + 1, []).append(BlockDiagonal(weight * block.blocks))
-    return found
-
-
-def _stage_index(chain: Chain, place: str | int) -> int:
-    if isinstance(place, int) and 0 <= place < len(chain):
-        return place
-    if place in chain.names:
-        return chain.names.index(str(place))
-    for name in chain.names:
-        if isinstance(place, str) and place.startswith(f"{name}."):
-            raise LLQRError(
-                f"{place!r} is inside stage {name!r}; metrics sit between stages, so make it a stage of its own"
-            )
-    raise unknown("stage in Intermediate", place, chain.names)
-
-
-def _diagonals(chain: Chain, divergence: Divergence, damping: PerLayer) -> list[Tensor]:
+def _diagonals(chain: Chain, terms: Terms, damping: PerLayer) -> list[Tensor]:
     """Damping and L2 terms of each stage, as the diagonal of R_i."""
     names = [chain.qualified(stage, name) for stage, p in enumerate(chain.parameters) for name in p]
     weights = per_parameter(damping, names, chain.names, "damping")
-    for weight, term in divergence.terms():
+    for weight, term in terms:
         if isinstance(term, L2):
             for name, extra in per_parameter(term.weight, names, chain.names, "L2 weights").items():
                 weights[name] += weight * extra

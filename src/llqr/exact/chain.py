@@ -7,8 +7,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from llqr.checks import Inputs, call, check_finite, check_inputs, check_parameter, frozen_rng, refuse_wrapped
+from llqr.checks import (
+    Inputs,
+    call,
+    check_finite,
+    check_inputs,
+    check_parameter,
+    frozen_rng,
+    refuse_wrapped,
+    tensors_in,
+)
 from llqr.errors import ChainError, LLQRError
+from llqr.packing import Layout
 from llqr.rules import twice_rules
 from llqr.rules.embeddings import constants
 
@@ -16,8 +26,9 @@ from llqr.rules.embeddings import constants
 class Chain:
     """Stages in a row: the children of an `nn.Sequential`, or modules named as `nn.Sequential(*modules)` would name them.
 
-    Each stage maps one tensor to one tensor (the first may take what a model takes: a tensor, a tuple, a dict). A residual
-    block is one stage; a stage may have no parameters. Parameters that don't require a gradient are constants.
+    A stage maps one value to the next: a tensor, or a tuple (a list, a dict) of tensors, for what later stages take from
+    earlier ones. The first may take what a model takes; the last returns one tensor. A residual block is one stage; a stage
+    may have no parameters. Parameters that don't require a gradient are constants.
     """
 
     def __init__(self, stages: nn.Sequential | Sequence[nn.Module]) -> None:
@@ -28,6 +39,8 @@ class Chain:
             refuse_wrapped(module)
         self._refuse_shared_parameters()
         self.parameters: list[dict[str, Tensor]] = [self._trainable(stage) for stage in range(len(named))]
+        self._layouts: dict[int, Layout] = {}
+        """How what each stage returns lies in x_{i+1}."""
         if not any(self.parameters):
             raise ChainError("no stage has a parameter that requires a gradient: there is nothing to step")
 
@@ -38,6 +51,10 @@ class Chain:
         """How messages name a stage."""
         return f"stage {self.names[stage]!r} ({type(self.modules[stage]).__name__})"
 
+    def packs(self, stage: int) -> bool:
+        """Whether it returned several tensors."""
+        return self._layouts[stage].several
+
     def qualified(self, stage: int, parameter: str) -> str:
         """A parameter's name in the whole network."""
         return f"{self.names[stage]}.{parameter}"
@@ -46,18 +63,20 @@ class Chain:
         """f_i(x_i, θ_i), without touching what the module holds: buffers and inputs are copies."""
         try:
             module = self.modules[stage]
+            taken = (self._layouts[stage - 1].unpack(state),) if stage > 0 and isinstance(state, Tensor) else state
             with twice_rules():
-                output = call(module, {**constants(module), **parameters}, state)
+                output = call(module, {**constants(module), **parameters}, taken)
         except LLQRError:
             raise
         except Exception as error:
             raise ChainError(self._mismatch(stage, state, error)) from error
-        if not isinstance(output, Tensor):
+        if not isinstance(output, Tensor) and (stage == len(self) - 1 or not tensors_in(output)):
             raise ChainError(
-                f"{self.label(stage)} returned a {type(output).__name__}; a stage maps one tensor to one tensor, so wrap "
-                "it in a module that picks what the next stage takes"
+                f"{self.label(stage)} returned a {type(output).__name__}; a stage passes on tensors, and the last one returns "
+                "one tensor, so wrap it in a module that picks what is meant"
             )
-        return output
+        self._layouts[stage] = Layout(output)
+        return self._layouts[stage].pack(output)
 
     def run(self, inputs: Inputs) -> list[Tensor]:
         """The states x_1 … x_N at θ_k, checked.
@@ -85,7 +104,8 @@ class Chain:
         if not isinstance(state, Tensor):
             return f"{self.label(stage)} can't take the inputs: {error}"
         source = "the inputs" if stage == 0 else f"the output of {self.label(stage - 1)}"
-        return f"{self.label(stage)} can't take {source}, {tuple(state.shape)} {state.dtype}: {error}"
+        what = "several tensors" if stage and self.packs(stage - 1) else f"{tuple(state.shape)} {state.dtype}"
+        return f"{self.label(stage)} can't take {source}, {what}: {error}"
 
     def _trainable(self, stage: int) -> dict[str, Tensor]:
         parameters: dict[str, Tensor] = {}

@@ -27,7 +27,7 @@ from llqr.checks import (
     loss_gradient,
     refuse_wrapped,
 )
-from llqr.divergences import ActivationTerm, BasePoint, Divergence, OutputTerm, resolve
+from llqr.divergences import ActivationTerm, BasePoint, Divergence, LayerwiseLoss, OutputTerm, layerwise
 from llqr.errors import ChainError, NotTwiceDifferentiableError, unknown
 from llqr.exact.chain import named_stages
 from llqr.exact.conjugate import conjugate_gradients
@@ -45,7 +45,7 @@ def dense_step(
     model: nn.Module | Sequence[nn.Module],
     inputs: Inputs,
     targets: Any,
-    loss_fn: Loss,
+    loss_fn: Loss | LayerwiseLoss,
     divergence: str | Divergence,
     damping: PerLayer = 0.0,
     *,
@@ -72,7 +72,7 @@ def cg_step(
     model: nn.Module | Sequence[nn.Module],
     inputs: Inputs,
     targets: Any,
-    loss_fn: Loss,
+    loss_fn: Loss | LayerwiseLoss,
     divergence: str | Divergence,
     damping: PerLayer = 0.0,
     *,
@@ -103,25 +103,27 @@ class _Problem:
         model: nn.Module | Sequence[nn.Module],
         inputs: Inputs,
         targets: Any,
-        loss_fn: Loss,
+        loss_fn: Loss | LayerwiseLoss,
         divergence: str | Divergence,
         damping: PerLayer,
     ) -> None:
-        self.terms = list(resolve(divergence).terms())
+        output_loss, loss_terms, self.terms = layerwise(loss_fn, divergence)
+        assert output_loss is not None
         self.model = _as_module(model)
         refuse_wrapped(self.model)
         check_inputs(inputs, self.model)
         self.inputs, self.batch_size = inputs, batch_size_of(inputs)
         self.parameters = {name: p.clone().requires_grad_() for name, p in sites.trainable(self.model).items()}
-        self.places = sites.metric_modules(self.model, self.terms)
+        self.places = sites.places_of(self.model, [*self.terms, *loss_terms])
         weights = sites.diagonal(self.model, self.parameters, self.terms, damping)
         self.diagonal = _flat([torch.full_like(p, weights[n], requires_grad=False) for n, p in self.parameters.items()])
         with torch.enable_grad(), frozen_rng():
             output, activations = self._run()
             check_finite(output, "the output")
-            loss, slope = loss_gradient(loss_fn, output, targets)
+            loss, slope = loss_gradient(output_loss, output, targets)
             leaves = list(self.parameters.values())
-            self.gradient = _flat(torch.autograd.grad(output, leaves, slope, retain_graph=True, materialize_grads=True))
+            value = (slope * output).sum() + self._inside(loss_terms, activations)
+            self.gradient = _flat(torch.autograd.grad(value, leaves, retain_graph=True, materialize_grads=True))
             value = self._divergence(output, activations, BasePoint(output.detach(), loss))
             self.slope = self._first_derivative(value)
 
@@ -142,8 +144,8 @@ class _Problem:
         parts = torch.split(flat, [p.numel() for p in self.parameters.values()])
         return {n: part.reshape(p.shape) for (n, p), part in zip(self.parameters.items(), parts, strict=True)}
 
-    def _run(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """The output, and what the modules that the divergence names return."""
+    def _run(self) -> tuple[Tensor, dict[sites.Place, Tensor]]:
+        """The output, and what the network has at the places of the terms."""
         before = torch.get_rng_state()
         catching = sites.catching(self.model, list(self.places.values()))
         with (
@@ -161,17 +163,24 @@ class _Problem:
             raise ChainError("the model draws random numbers (dropout?): call .eval() on it first")
         return output, caught
 
-    def _divergence(self, output: Tensor, activations: dict[str, Tensor], base: BasePoint) -> Tensor:
+    def _divergence(self, output: Tensor, activations: dict[sites.Place, Tensor], base: BasePoint) -> Tensor:
         """D(θ_k, θ), but for the terms on θ itself, which are diagonal and kept with the damping."""
-        total = output.new_zeros(())
+        total = self._inside(self.terms, activations)
         for weight, term in self.terms:
             if isinstance(term, OutputTerm):
                 term.check(output)
                 total = total + weight * term.psi(output, base)
-            elif isinstance(term, ActivationTerm):
-                here = activations[self.places[term.place]]
-                term.check(here, self.batch_size)
-                total = total + weight * term.psi(here, here.detach(), self.batch_size)
+        return total
+
+    def _inside(self, terms: sites.Terms, activations: dict[sites.Place, Tensor]) -> Tensor:
+        """The sum of the terms at places inside the network."""
+        total = self.diagonal.new_zeros(())
+        for weight, term in terms:
+            if isinstance(term, ActivationTerm):
+                place = self.places[term.key]
+                base = place.base(activations[place], self.batch_size)
+                term.check(base)
+                total = total + weight * term.psi(activations[place], base)
         return total
 
     def _first_derivative(self, value: Tensor) -> Tensor:

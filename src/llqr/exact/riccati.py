@@ -4,10 +4,11 @@ With the value function ½ δx·K_i δx + λ_i·δx of what is left from stage i
 G_i = M_i + B_iᵀ K_{i+1} A_i,
 
     K_i = Q_i + A_iᵀ K_{i+1} A_i - G_iᵀ S_i⁻¹ G_i          K_N = Q_N
-    λ_i = A_iᵀ λ_{i+1} - G_iᵀ S_i⁻¹ B_iᵀ λ_{i+1}           λ_N = g_N
-    δθ_i = -S_i⁻¹ (G_i δx_i + B_iᵀ λ_{i+1})
+    λ_i = q_i + A_iᵀ λ_{i+1} - G_iᵀ S_i⁻¹ (B_iᵀ λ_{i+1} + r_i)    λ_N = g_N
+    δθ_i = -S_i⁻¹ (G_i δx_i + B_iᵀ λ_{i+1} + r_i)
 
-The S_i are the pivots of a block LDLᵀ factorisation of H: all positive definite just where H is.
+with q_i and r_i the slopes of the loss's terms inside the network, if it has any. The S_i are the pivots of a block LDLᵀ
+factorisation of H: all positive definite just where H is.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ class Riccati:
             below = stage.state_jacobian.apply_transposed(costate)
             if pivot.control is not None:
                 below = below - _feedback(stage, pivot.coupling, self._respond(position, costate, None))
-            costate = below
+            costate = below if stage.state_gradient is None else below + stage.state_gradient
             costates.append(costate)
         costates.reverse()
 
@@ -151,16 +152,17 @@ class Riccati:
         return Solution(controls, states, costates)
 
     def _respond(self, position: int, costate: Tensor, state: Tensor | None) -> Tensor:
-        """S⁻¹ (G δx + Bᵀ λ)."""
+        """S⁻¹ (G δx + Bᵀ λ + r)."""
         stage, pivot = self.lqr.stages[position], self._pivots[position]
         assert pivot.control is not None
-        direct = None
+        direct = stage.param_gradient
         if state is not None:
             if pivot.coupling is not None:
                 costate = costate + pivot.coupling @ state
             if stage.cross_cost is not None:
-                direct = (stage.cross_cost @ state)[:, None]
-        return pivot.control.solve(costate[:, None], direct)[:, 0]
+                product = stage.cross_cost @ state
+                direct = product if direct is None else direct + product
+        return pivot.control.solve(costate[:, None], None if direct is None else direct[:, None])[:, 0]
 
 
 def control_of(stage: StageBlocks, value_hessian: Tensor, open_loop: BlockDiagonal) -> DenseControl | ThinControl:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from llqr.checks import Inputs, Loss
-from llqr.divergences import Divergence
+from llqr.divergences import Divergence, LayerwiseLoss
 from llqr.errors import DegenerateProblemError, unknown
 from llqr.exact.blocks import LQR, build
 from llqr.exact.chain import Chain
@@ -24,7 +24,7 @@ def exact_step(
     stages: nn.Sequential | Sequence[nn.Module],
     inputs: Inputs,
     targets: Any,
-    loss_fn: Loss,
+    loss_fn: Loss | LayerwiseLoss,
     divergence: str | Divergence,
     damping: PerLayer = 0.0,
     *,
@@ -36,7 +36,7 @@ def exact_step(
         stages: the network as an `nn.Sequential` or a sequence of modules; names are those that the Sequential gives.
         inputs: what the first stage is called with; a batch, or a single example without a batch dimension.
         targets: passed on to `loss_fn`.
-        loss_fn: `loss_fn(output, targets)`, one number: the mean loss of the batch.
+        loss_fn: `loss_fn(output, targets)`, one number: the mean loss of the batch; or a `LayerwiseLoss`.
         divergence: an object of `llqr.divergences`, or its name ("newton", "gauss-newton", "ngd", "renyi", "reverse-kl").
         damping: λ_i, one number or a mapping from stage (index or name) or parameter name to a number.
         degenerate: what to do where H + λ isn't positive definite. "error": raise a `SingularProblemError` or an

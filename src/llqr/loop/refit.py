@@ -120,7 +120,7 @@ class Refit:
         terms = list(self.divergence.terms())
         self.blocks.layout(parameters, parameters)
         sites.diagonal(self.model, parameters, terms, self.damping)
-        sites.metric_modules(self.model, terms)
+        sites.places_of(self.model, terms)
 
     def check_family(self, slopes: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Raise where the divergence's family isn't the loss's. `slopes`: outputs, with what the loss has sent back to them."""
