@@ -79,6 +79,7 @@ class PaperLLQR(Together):
         ema: β; None is the paper's, 0.95, and 0.9 for divergences that aren't flat (Newton).
         damping: added to the curvature's diagonal, as for `QuadraticModel`.
         chunk_size: examples at a time in a refit.
+        segments: modules that a refit runs again in place of keeping what they compute, as for `QuadraticModel`.
         warm_start: begin a fit at the U that is there, in place of the identity.
         loss_fn: `loss_fn(output, targets)`, for refits on a batch of their own.
         output: picks the tensor that the divergence is about out of what the model returns.
@@ -108,6 +109,7 @@ class PaperLLQR(Together):
         ema: float | None = None,
         damping: PerLayer = 0.0,
         chunk_size: int | None = None,
+        segments: Collection[str] = (),
         warm_start: bool = False,
         loss_fn: Loss | None = None,
         output: Selector | None = None,
@@ -144,6 +146,7 @@ class PaperLLQR(Together):
             weights,
             shared,
             sample,
+            segments,
         )
         if refit_batch is not None and self._refit.sample < 1:
             raise LLQRError("refit_batch says which examples a refit looks at: leave out sample")

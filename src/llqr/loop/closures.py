@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from llqr.errors import LLQRError
 from llqr.loop.gradients import gradients_of
-from llqr.plainly import unfused
+from llqr.plainly import forward_replaced, unfused
 from llqr.recorder import in_modes
 from llqr.streams import Streams
 
@@ -93,7 +93,7 @@ def loss_of_output(model: nn.Module, closure: Closure) -> Callable[[Tensor, Any]
             calls += 1
             return output
 
-        with _forward(model, forward):
+        with forward_replaced(model, forward):
             value = evaluate()
             _refuse_backward([output])
         if calls != 1:
@@ -153,15 +153,3 @@ def _gradients_kept(parameters: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for parameter, gradient in kept:
             parameter.grad = gradient
-
-
-@contextmanager
-def _forward(model: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    before = model.__dict__.get("forward")
-    model.forward = forward
-    try:
-        yield
-    finally:
-        del model.forward
-        if before is not None:
-            model.forward = before

@@ -93,6 +93,7 @@ class Refit:
     weights: Callable[[Inputs], Tensor] | None
     shared: Collection[str | int]
     sample: float = 1.0
+    segments: Collection[str] = ()
 
     def __post_init__(self) -> None:
         self.solver = checked_solver(self.solver, self.steps)
@@ -120,7 +121,7 @@ class Refit:
         terms = list(self.divergence.terms())
         self.blocks.layout(parameters, parameters)
         sites.diagonal(self.model, parameters, terms, self.damping)
-        sites.metric_modules(self.model, terms)
+        sites.segment_modules(self.model, self.segments, sites.metric_modules(self.model, terms).values())
 
     def check_family(self, slopes: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Raise where the divergence's family isn't the loss's. `slopes`: outputs, with what the loss has sent back to them."""
@@ -146,7 +147,7 @@ class Refit:
             f"divergence={self.divergence!r}",
             f"structure={self.blocks.structure!r}",
             f"steps={self.steps}, solver={self.solver!r}, damping={self.damping!r}",
-            f"chunk_size={self.chunk_size}, sample={self.sample:g}",
+            f"chunk_size={self.chunk_size}, segments={list(self.segments)!r}, sample={self.sample:g}",
         ]
 
     def __call__(self, parameters: Mapping[str, Tensor], source: Source, start: Preconditioner | None = None) -> Fitted:
@@ -238,6 +239,7 @@ class Refit:
                 only=only,
                 closure=closure,
                 shared=self.shared,
+                segments=self.segments,
                 sampled_from=sampled_from,
                 portion=None if division is None else self._portion(division, None if by_closure else inputs, weights),
             )
