@@ -12,8 +12,6 @@ from llqr_lab.experiments.collect import collected
 from llqr_lab.experiments.config import read
 from llqr_lab.experiments.presets import PRESETS, resolve
 
-pytestmark = pytest.mark.filterwarnings("ignore:U would have turned the gradient")
-
 
 def llqr(*arguments: str) -> str:
     result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})

@@ -210,7 +210,7 @@ class PaperLLQR(Together):
         """Refit U now: on a batch (by default what `refit_batch` returns), or on what a closure evaluates.
 
         The gradient of J is that of the loss on this batch where a loss is given, that which the closure leaves, or else the
-        `.grad` that is there. Returns whether the new U was taken; if it raised J or wasn't finite, the one from before stays.
+        `.grad` that is there. Returns whether the new U was taken; if it wasn't finite, the one from before stays.
         """
         if closure is not None and inputs is not None:
             raise LLQRError("refit takes a batch or a closure, not both")
@@ -303,9 +303,6 @@ class PaperLLQR(Together):
                 steered = team.steer(self._division, self.preconditioner, parameters, gradients)
             else:
                 steered = self.preconditioner.steer(gradients)
-        if steered.turned:
-            self.stats.turned += len(steered.turned)
-            self._warn("turned", f"U would have turned the gradient of {steered.turned[0]!r} around")
         self._count_not_finite(steered.nonfinite)
         return steered.gradients
 

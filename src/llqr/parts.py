@@ -14,7 +14,7 @@ from llqr.divergences import L2, ActivationTerm, BasePoint, OutputTerm, Term
 from llqr.errors import LLQRError
 from llqr.families import Categorical
 from llqr.hidden import check_loss
-from llqr.linearize import Linearization, SecondDerivative
+from llqr.linearize import Linearization, Recording, SecondDerivative
 from llqr.recorder import Parameters, Recorder
 
 
@@ -79,9 +79,15 @@ class Part:
     def gradient(self) -> Parameters:
         """This chunk's share of g."""
         recorded = self._record()
-        if recorded.gradient is None:
+        if recorded.slope is None:
             raise LLQRError("there is no loss to take the gradient of")
-        return self._named(recorded.gradient)
+        if recorded.gradient is not None:
+            return self._named(recorded.gradient)
+        assert recorded.second is not None
+        return self._named(recorded.second.pull(self._cotangents(recorded.second, recorded.slope)))
+
+    def _cotangents(self, run: Recording, slope: Tensor) -> list[Tensor]:
+        return [slope * self._loss, *(torch.zeros_like(value) for value in run.values[1:])]
 
     def curvature(self, direction: Mapping[str, Tensor]) -> Parameters:
         problem, recorded = self._problem, self._record()
@@ -146,10 +152,9 @@ class Part:
         self._examine(base, slope, second)
         if second is not None:
             second.of(lambda x: torch.stack([weight * term.psi(x, base) for weight, term in steep]).sum())
-        if slope is not None:
-            cotangents = [slope * self._loss, *(torch.zeros_like(value) for value in run.values[1:])]
-            gradient = linear.pull_first(cotangents) if linear is not None else run.pull(cotangents)
-        recorded = _Recorded(linear, second, base, gradient)
+        if slope is not None and linear is not None:
+            gradient = linear.pull_first(self._cotangents(linear, slope))
+        recorded = _Recorded(linear, second, base, slope, gradient)
         if self._keep:
             self._recorded = recorded
         return recorded
@@ -218,8 +223,10 @@ class _Recorded:
     linear: Linearization | None
     second: SecondDerivative | None
     base: BasePoint
+    slope: Tensor | None
+    """∇ℓ(x_N), where there is a loss."""
     gradient: list[Tensor] | None
-    """Jᵀ∇ℓ(x_N), where there is a loss."""
+    """Jᵀ∇ℓ(x_N), where it came with the recording."""
 
 
 def _dot(left: list[Tensor], right: list[Tensor]) -> float:
