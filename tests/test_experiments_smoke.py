@@ -53,6 +53,14 @@ def test_every_structure_and_divergence(method: str, tmp_path: Path) -> None:
     assert result["preconditioner_bytes"] > 0
 
 
+def test_newton_in_chunks(tmp_path: Path) -> None:
+    """PyramidNet's refits are cut, and Newton's loss comes from the loop's closure."""
+    train("cifar10-pyramidnet110-sgdm", "ekfac-newton", tmp_path)
+    (result,) = collected(tmp_path)
+    assert resolve("cifar10-pyramidnet110-sgdm", "smoke", "ekfac-newton", 0).llqr.chunk_size == 8  # type: ignore[union-attr]
+    assert (result["last"]["refits"], result["last"]["rejected"]) == (2, 0)
+
+
 def test_the_default_method_refits_by_itself(tmp_path: Path) -> None:
     train("multi30k-transformer-adamw", "default", tmp_path)
     (result,) = collected(tmp_path)

@@ -168,6 +168,54 @@ def test_refits_in_segments(divergence: str) -> None:
     assert "segments=['blocks.*']" in repr(optimizer)
 
 
+@pytest.mark.parametrize("divergence", ["newton", "gauss-newton", Newton() + 0.5 * KL()], ids=repr)
+@pytest.mark.parametrize("kind", ["classes", "ignored", "tokens"])
+def test_a_closures_loss_in_chunks(divergence: Any, kind: str) -> None:
+    """J and U of a refit in chunks are those of the whole batch, whatever the loss counts; five examples, two at a time."""
+    torch.manual_seed(0)
+    x, y = torch.randn(5, 3, 4).double(), torch.randint(3, (5, 3))
+    if kind == "ignored":
+        y[1:3] = -100
+    fitted = []
+    for chunk_size in (None, 2):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+        optimizer = LLQR.paper(
+            torch.optim.SGD(model.parameters(), lr=0.1), model, divergence, "diagonal", steps=4, chunk_size=chunk_size
+        )
+
+        def closure(model: nn.Module = model, optimizer: Any = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            output = model(x) if kind != "tokens" else model(x.flatten(0, 1)).reshape(5, 3, 3)
+            loss = functional.cross_entropy(output.flatten(0, 1), y.flatten())
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        assert optimizer.stats.refits == 1
+        fitted.append(optimizer)
+    for key, block in fitted[0].preconditioner.blocks.items():
+        torch.testing.assert_close(fitted[1].preconditioner.blocks[key]["d"], block["d"], **EXACT)
+    assert fitted[1].stats.objective_after == pytest.approx(fitted[0].stats.objective_after, rel=1e-12)
+    assert not torch.equal(fitted[0].preconditioner.blocks["0.weight"]["d"], torch.ones(6, 4))
+
+
+def test_closures_that_cannot_be_cut() -> None:
+    """A loss that compares examples, and one that calls the model twice."""
+    model, x = nn.Linear(4, 3).double(), torch.randn(6, 4).double()
+    optimizer = LLQR.paper(torch.optim.SGD(model.parameters(), lr=0.1), model, "newton", chunk_size=2)
+
+    def backward(loss: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss.backward()
+        return loss
+
+    with pytest.raises(LLQRError, match="compares examples"):
+        optimizer.step(lambda: backward(model(x).square().mean(0).exp().sum()))
+    with pytest.raises(LLQRError, match="calls the model 2 times"):
+        optimizer.step(lambda: backward((model(x) * model(x).sin()).mean()))
+
+
 # --- what a segment may be ---
 
 
