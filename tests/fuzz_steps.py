@@ -21,7 +21,7 @@ Outcome = dict[str, Tensor]
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Of blocks that are turned around, refits that are left out (they are counted), and of torch."""
+    """Of refits that are left out (they are counted), and of torch."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -111,7 +111,7 @@ def outcome(trained: Trained) -> Outcome:
     else:
         blocks = own["preconditioner"]["blocks"] if own["preconditioner"] else {}
     found |= {f"u {k} {n}": torch.as_tensor(t) for k, block in blocks.items() for n, t in block.items()}
-    found["counts"] = torch.tensor([own["step"], stats.refits, stats.rejected, stats.turned, stats.nonfinite])
+    found["counts"] = torch.tensor([own["step"], stats.refits, stats.rejected, stats.nonfinite])
     return found
 
 

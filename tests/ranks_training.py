@@ -140,7 +140,7 @@ def trained(case: Case, rank: int = 0, size: int = 1) -> dict[str, Any]:
     """What the training came to: parameters, all of U, J, counts, bytes."""
     model, called, optimizer = build(case, rank, size)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", LLQRWarning)  # of blocks that are turned around; they are counted
+        warnings.simplefilter("ignore", LLQRWarning)
         for number in range(STEPS):
             step(case, number, called, optimizer, rank, size)
     return outcome(model, optimizer)
@@ -152,7 +152,7 @@ def outcome(model: nn.Module, optimizer: PaperLLQR) -> dict[str, Any]:
         "parameters": {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in parameters_of(model).items()},
         "u": {f"{key} {name}": t for key, block in u["blocks"].items() for name, t in block.items()},
         "objective": torch.tensor([stats.objective_before, stats.objective_after], dtype=torch.float64),
-        "counts": [stats.refits, stats.rejected, stats.turned, stats.nonfinite],
+        "counts": [stats.refits, stats.rejected, stats.nonfinite],
         "bytes": optimizer.memory_usage()["preconditioner"],
     }
 

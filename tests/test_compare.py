@@ -25,7 +25,6 @@ from llqr_lab.models.named import NETWORKS
 from llqr_lab.race.tasks import TASKS
 from test_lab_commands import PNG, invoke
 
-pytestmark = pytest.mark.filterwarnings("ignore:U would have turned the gradient")
 RESULTS = Path(__file__).parent.parent / "results"
 QUICK = Settings(damping=0.01, products=30, draws=20, inner=3, blocks=True)
 

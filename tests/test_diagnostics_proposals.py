@@ -93,7 +93,6 @@ def same(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
-@pytest.mark.filterwarnings("ignore:U would have turned:llqr.errors.LLQRWarning")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_proposal_is_what_the_step_then_does(name: str) -> None:
     """At every step of a training, refits among them: bit for bit the change that follows, with dropout and BatchNorm."""
@@ -109,7 +108,6 @@ def test_the_proposal_is_what_the_step_then_does(name: str) -> None:
             assert torch.equal(proposal[n], p.detach() - old[n]), n
 
 
-@pytest.mark.filterwarnings("ignore:U would have turned")
 def test_a_training_that_is_looked_at_is_the_same_training() -> None:
     runs = []
     for looked in (False, True):

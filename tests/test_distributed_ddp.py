@@ -51,6 +51,10 @@ CASES: dict[str, Case] = {
     "weights": Case({"weights": weights}, uneven=True),
     "sums": Case({"steps": 6, "divergence": KL(reduction="sum") + Intermediate({"0": 0.1}), "ema": 0.5}, uneven=True),
     "chunks": Case({"structure": "kfac", "chunk_size": 2}, uneven=True, own_batches=True),
+    "newton in chunks and segments": Case(
+        {"structure": "kfac", "divergence": "newton", "damping": 0.5, "chunk_size": 2, "segments": ["0", "2"]},
+        closures=True,
+    ),
     "warm start, damped by layer": Case(
         {"structure": "kfac", "warm_start": True, "damping": {"2": 0.3}, "shard": True}
     ),

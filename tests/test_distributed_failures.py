@@ -140,25 +140,11 @@ def no_gradient_in_a_refit(rank: int) -> Any:
 
 
 def rejected(rank: int) -> Any:
-    """A fit that raises J is rejected by all."""
-    model, called, optimizer = wrapped(solver=SGDM(lr=1e6), shard=True)
+    """A fit that doesn't stay finite is rejected by all."""
+    model, called, optimizer = wrapped(solver=SGDM(lr=1e200), shard=True)
     backward(called, data(rank))
     words = said(optimizer.step)
     return {"words": words, "rejected": optimizer.stats.rejected, "parameters": parameters_of(model)}
-
-
-def turned(rank: int) -> Any:
-    """A block that turns its gradient around is the identity for all, and counted by all."""
-    model, called, optimizer = wrapped(shard=True)
-    backward(called, data(rank))
-    optimizer.step()
-    assert optimizer.preconditioner is not None
-    if rank == 1:
-        next(iter(next(iter(optimizer.preconditioner.blocks.values())).values())).neg_()
-    backward(called, data(rank, 1))
-    words = said(optimizer.step)
-    stats = optimizer.stats
-    return {"words": words, "counts": [stats.turned, stats.nonfinite], "parameters": parameters_of(model)}
 
 
 def overflow(rank: int) -> Any:
@@ -327,7 +313,6 @@ TRIALS: list[Trial] = [
     no_gradient,
     no_gradient_in_a_refit,
     rejected,
-    turned,
     overflow,
     other_parameters,
     other_settings,
@@ -354,8 +339,6 @@ def test_ranks_agree_on_what_goes_wrong(tmp_path: Path) -> None:
         assert "rejected" in found["bad_input"]["words"][0]
         assert found["rejected"]["rejected"] == 1
         assert "rejected" in found["rejected"]["words"][0]
-        assert found["turned"]["counts"] == [1, 0]
-        assert "turned" in found["turned"]["words"][0]
         assert found["overflow"]["counts"] == [4]
         assert found["fails_in_a_product"]["refits"] == 1
         assert found["frozen_later"]["refits"] == 4

@@ -28,6 +28,7 @@ CASES: dict[str, Case] = {
     **{f"{s} kl": Case({"structure": s}, fsdp=True) for s in STRUCTURES},
     "newton": Case({"structure": "kfac", "divergence": "newton", "damping": 0.5}, fsdp=True, closures=True),
     "gauss-newton": Case({"structure": "diagonal", "divergence": "gauss-newton"}, fsdp=True, closures=True),
+    "segments": Case({"structure": "kfac", "segments": ["0", "2"]}, fsdp=True),
     "accumulation": Case({"structure": "ekfac"}, fsdp=True, micro=2),
     "the paper's": Case({"divergence": "ngd", "solver": None, "steps": 25}, fsdp=True, adam=True, uneven=True),
     **everything(STRUCTURES, fsdp=True),

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -160,7 +159,6 @@ def trials(folder: str) -> dict[str, Any]:
     return {**found, "loaded": loaded_before_a_step(folder), "half": in_half_precision()}
 
 
-@pytest.mark.filterwarnings("ignore:U would have turned")
 def test_any_order(tmp_path: Path) -> None:
     found = on_ranks(2, tmp_path / "ranks", trials, str(tmp_path / "checkpoint"))
     for name in found[0].keys() - {"half"}:

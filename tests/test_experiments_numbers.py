@@ -131,6 +131,21 @@ def test_what_a_sweep_is_asked_for() -> None:
     ]
 
 
+@pytest.mark.parametrize("divergence", ["ngd", "newton"])
+@pytest.mark.parametrize("structure", ["diagonal", "kfac", "ekfac"])
+def test_the_papers_methods_are_llqr_paper_with_nothing_set(structure: str, divergence: str) -> None:
+    import torch
+
+    from llqr import LLQR
+    from llqr.paper import PaperLLQR
+    from llqr_lab.experiments.optimizers import optimizer
+
+    config = resolve("cifar10-resnet18-sgdm", "paper", f"{structure}-{divergence}", 0)
+    made = optimizer(config, torch.nn.Linear(3, 2))
+    assert isinstance(made, PaperLLQR)
+    assert repr(made) == repr(LLQR.paper(made.base, made.model, divergence, structure))
+
+
 def test_settings_reach_the_optimizer() -> None:
     import torch
 

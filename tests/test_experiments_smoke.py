@@ -12,8 +12,6 @@ from llqr_lab.experiments.collect import collected
 from llqr_lab.experiments.config import read
 from llqr_lab.experiments.presets import PRESETS, resolve
 
-pytestmark = pytest.mark.filterwarnings("ignore:U would have turned the gradient")
-
 
 def llqr(*arguments: str) -> str:
     result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
@@ -53,6 +51,14 @@ def test_every_structure_and_divergence(method: str, tmp_path: Path) -> None:
     (result,) = collected(tmp_path)
     assert (result["last"]["refits"], result["last"]["rejected"]) == (2, 0)
     assert result["preconditioner_bytes"] > 0
+
+
+def test_newton_in_chunks(tmp_path: Path) -> None:
+    """PyramidNet's refits are cut, and Newton's loss comes from the loop's closure."""
+    train("cifar10-pyramidnet110-sgdm", "ekfac-newton", tmp_path)
+    (result,) = collected(tmp_path)
+    assert resolve("cifar10-pyramidnet110-sgdm", "smoke", "ekfac-newton", 0).llqr.chunk_size == 8  # type: ignore[union-attr]
+    assert (result["last"]["refits"], result["last"]["rejected"]) == (2, 0)
 
 
 def test_the_default_method_refits_by_itself(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from typing import Any
 
 import pytest
@@ -92,7 +93,9 @@ def test_float32_and_curvature_that_breaks() -> None:
             model = Breaking({name: g.float() for name, g in whole.gradient.items()}, whole.matrix.float())
             u = fit(model, structure, solver, steps=10)
             assert u.is_finite()
-            assert u.history[-1] <= u.history[0]
+            finite = [value for value in u.history if math.isfinite(value)]
+            assert finite[-1] <= finite[0]
+            assert (finite == u.history) != isinstance(solver, (SGDM, Adam))  # theirs tells how it ended
             assert all(t.dtype == torch.float32 for block in u.blocks.values() for t in block.values())
 
 

@@ -17,7 +17,7 @@ from loops import assert_same, batch, blocks_of, network, never, parameters_of, 
 pytest.importorskip("accelerate", reason="accelerate isn't installed: pip install llqr[frameworks]")
 pytest.importorskip("transformers", reason="transformers isn't installed: pip install llqr[frameworks]")
 pytest.importorskip("tensorboard", reason="tensorboard isn't installed: pip install llqr[lab]")
-pytestmark = quiet("ignore:U would have turned")  # a few steps on a few examples
+pytestmark = quiet()
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,6 @@ pytestmark = quiet(
     "ignore:Checkpoint directory .* exists and is not empty",
     "ignore:Experiment logs directory .* exists",
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",  # dynamo's
-    "ignore:U would have turned",  # a few steps on a few examples
 )
 
 

@@ -116,7 +116,6 @@ def test_an_optimizer_that_trainer_makes(page: Any, tmp_path: Path) -> None:
     assert [group["weight_decay"] for group in optimizer.param_groups] == [like.args.weight_decay, 0.0]
 
 
-@pytest.mark.filterwarnings("ignore:U would have turned")
 def test_newton_is_of_the_mean_over_what_the_model_saw(page: Any, tmp_path: Path) -> None:
     """Trainer has a model divide its loss by all the tokens of an accumulated batch; H is that of the mean all the same."""
     found = []

@@ -249,6 +249,28 @@ def test_bench_overhead_times_whole_trainings(tmp_path: Path, monkeypatch: pytes
         assert (row["as_timed"] is not None) == timed
 
 
+def test_bench_memory_has_every_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def here(jobs: dict[str, Any]) -> dict[str, int]:
+        for prepare, arguments in jobs.values():
+            prepare(*arguments)()
+        return dict.fromkeys(jobs, 2**20)
+
+    monkeypatch.setattr("llqr_lab.bench.memory.peak_memory", here)
+    output = tmp_path / "memory.json"
+    code, printed = invoke("bench", "memory", "tiny", "--output", output)
+    assert code == 0, printed
+    result = json.loads(output.read_text(encoding="utf-8"))
+    assert result["command"] == "llqr bench memory tiny --seed 0"
+    (network,) = result["networks"]
+    ways = [(row["product"], row["way"]) for row in network["rows"]]
+    assert ways == [("training step", "")] + [
+        (d, w) for d in ("ngd", "newton") for w in ("whole", "examples", "segments")
+    ]
+    assert all(row["seconds"] > 0 for row in network["rows"])
+    code, printed = invoke("bench", "memory", "resnet5")
+    assert "did you mean resnet50" in printed
+
+
 def test_the_names_that_are_checked_are_the_networks_there_are() -> None:
     assert set(options.NETWORKS) == set(NETWORKS)
 

@@ -13,10 +13,6 @@ from llqr.quadratic import QuadraticModel
 from loops import STRUCTURES, parameters_of
 from small_lab import OPTIONS, PAD, batch, mean_loss, small
 
-# Blocks may turn their gradient around: with Newton where the curvature is negative, and where the gradient is nothing but
-# rounding, as that of a bias before a BatchNorm with batch statistics.
-pytestmark = pytest.mark.filterwarnings("ignore:U would have turned:llqr.errors.LLQRWarning")
-
 
 def check_step(name: str, structure: str, divergence: str) -> None:
     model, (inputs, targets) = small(name), batch(name)

@@ -17,7 +17,7 @@ from llqr.errors import LLQRError
 from llqr.paper import PaperLLQR
 from llqr.solvers import SGDM
 from llqr.structures import Diagonal
-from loops import assert_same, backward, batch, closure_of, network, never, parameters_of, sgd
+from loops import assert_same, backward, batch, network, never, parameters_of, sgd
 
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     *[({"every": every}, "every is a positive number of steps.*or a function") for every in (0, -1, True, 2.0, "500", None)],
@@ -278,13 +278,6 @@ def test_batches_that_are_none(given: Any, message: str) -> None:
             step,
             message,
         )
-
-
-def test_chunks_need_a_batch() -> None:
-    def step(model: nn.Module, optimizer: PaperLLQR) -> None:
-        optimizer.step(closure_of(model, optimizer, batch()))
-
-    _refused(lambda model: plain(model, divergence="newton", chunk_size=2), step, "chunk_size can't be used")
 
 
 def test_inference_mode() -> None:

@@ -18,7 +18,6 @@ from llqr.errors import LLQRWarning
 from llqr.paper import PaperLLQR
 from llqr.preconditioner import Preconditioner
 from llqr.solvers import SGDM, ScaleFree
-from llqr.structures import Dense
 from loops import (
     STRUCTURES,
     assert_same,
@@ -52,13 +51,13 @@ def negate(optimizer: PaperLLQR, key: str) -> None:
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_a_fit_that_raises_j_is_rejected(structure: str) -> None:
+def test_a_fit_that_does_not_stay_finite_is_rejected(structure: str) -> None:
     """U stays bit for bit, and is applied as it is."""
     model, other = network(), network()
     good = wrapped(model, structure=structure)
     train(model, good, range(1))
     other.load_state_dict(model.state_dict())
-    bad = wrapped(other, structure=structure, every=1, solver=SGDM(lr=1e6))
+    bad = wrapped(other, structure=structure, every=1, solver=SGDM(lr=1e200))
     bad.load_state_dict(good.state_dict())
     before = blocks_of(good)
     with warnings.catch_warnings(record=True) as caught:
@@ -70,15 +69,14 @@ def test_a_fit_that_raises_j_is_rejected(structure: str) -> None:
     assert "a refit was rejected, and U stays as it was: " in message
     assert "optimizer.stats.rejected" in message
     assert bad.stats.objective_after is not None
-    assert bad.stats.objective_before is not None
-    assert bad.stats.objective_after > bad.stats.objective_before
+    assert not math.isfinite(bad.stats.objective_after)
     train(model, good, range(1, 5))
     assert_same(parameters_of(model), parameters_of(other))
 
 
 def test_a_first_fit_that_is_rejected_leaves_the_identity() -> None:
     model, alone = network(), network()
-    optimizer = wrapped(model, every=1, solver=SGDM(lr=1e6))
+    optimizer = wrapped(model, every=1, solver=SGDM(lr=1e200))
     with pytest.warns(LLQRWarning, match="rejected"):
         train(model, optimizer, range(3))
     train(alone, torch.optim.SGD(alone.parameters(), lr=0.1), range(3))
@@ -140,7 +138,7 @@ def test_a_gradient_that_is_not_finite_goes_to_the_base_as_it_is(base: Any, valu
         optimizer.step()  # the same gradients again
     (message,) = messages(caught)
     assert "the gradient of '0.weight' is not finite" in message
-    assert (optimizer.stats.nonfinite, optimizer.stats.turned) == (2, 0)
+    assert optimizer.stats.nonfinite == 2
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
@@ -192,50 +190,28 @@ def test_inputs_that_are_not_finite_reject_the_refit() -> None:
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_a_block_that_turns_the_gradient_is_the_identity_for_that_step(structure: str) -> None:
+def test_u_g_is_the_step_also_where_it_turns_the_gradient(structure: str) -> None:
+    """Algorithm 1: Δθ = U g as it is. Nothing is said, and nothing replaced."""
     model = network()
-    optimizer = wrapped(model, structure=structure, every=4)
+    optimizer = wrapped(model, structure=structure)
     train(model, optimizer, range(1))
     negate(optimizer, "0.weight")
     assert optimizer.preconditioner is not None
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for number in (1, 2, 3):
-            backward(model, batch(number))
-            before, g = parameters_of(model), gradients_of(model)
-            steered = optimizer.preconditioner.apply(g)
-            assert float((steered["0.weight"] * g["0.weight"]).sum()) < 0
-            optimizer.step()
-            for name, p in parameters_of(model).items():
-                step = g[name] if name == "0.weight" else steered[name]
-                torch.testing.assert_close(p, before[name] - 0.1 * step, rtol=1e-12, atol=1e-14)
-    (message,) = messages(caught)
-    assert "turned the gradient of '0.weight' around" in message
-    assert optimizer.stats.turned == 3
-    assert optimizer.stats.nonfinite == 0
-
-
-def test_a_layers_block_is_the_identity_as_a_whole() -> None:
-    model = network()
-    optimizer = wrapped(model, structure=Dense(per="layer"))
-    train(model, optimizer, range(1))
-    negate(optimizer, "2")
     backward(model, batch(1))
     before, g = parameters_of(model), gradients_of(model)
-    with pytest.warns(LLQRWarning, match="gradient of '2' around"):
-        optimizer.step()
-    for name in ("2.weight", "2.bias"):
-        torch.testing.assert_close(parameters_of(model)[name], before[name] - 0.1 * g[name], rtol=1e-12, atol=1e-14)
-    assert optimizer.stats.turned == 1
+    step = optimizer.preconditioner.apply(g)
+    assert float((step["0.weight"] * g["0.weight"]).sum()) < 0
+    optimizer.step()
+    for name, p in parameters_of(model).items():
+        torch.testing.assert_close(p, before[name] - 0.1 * step[name], rtol=1e-12, atol=1e-14)
 
 
-def test_blocks_beside_one_that_is_turned_or_not_finite() -> None:
+def test_blocks_beside_one_that_is_not_finite() -> None:
     """Blocks of one shape are applied in one product: what is wrong with one doesn't reach the others."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)), nn.Linear(4, 3)).double()
     optimizer = wrapped(model)
     train(model, optimizer, range(1))
-    negate(optimizer, "0.weight")
     backward(model, batch(1))
     before, g = parameters_of(model), gradients_of(model)
     assert optimizer.preconditioner is not None
@@ -243,15 +219,15 @@ def test_blocks_beside_one_that_is_turned_or_not_finite() -> None:
     spoil(model, "1.weight")
     with pytest.warns(LLQRWarning):
         optimizer.step()
-    for name in ("2.weight", "3.weight", "2.bias"):
+    for name in ("0.weight", "2.weight", "3.weight", "2.bias"):
         torch.testing.assert_close(
             parameters_of(model)[name], before[name] - 0.1 * steered[name], rtol=1e-12, atol=1e-14
         )
-    assert (optimizer.stats.turned, optimizer.stats.nonfinite) == (1, 1)
+    assert optimizer.stats.nonfinite == 1
 
 
 def test_the_training_goes_on() -> None:
-    """After a step that turned and a refit that was rejected, the next refit is taken, and the loss falls."""
+    """After a refit that was rejected, the next refit is taken, and the loss falls."""
     model = network()
     optimizer = wrapped(model, every=10)
     first = float(backward(model, batch()))
@@ -262,17 +238,14 @@ def test_the_training_goes_on() -> None:
             if number == 10:
                 spoil(model, "0.bias", 0.0)
                 model(torch.full((2, 4), torch.inf).double())
-            if number == 12:
-                negate(optimizer, "2.weight")
             optimizer.step()
     assert optimizer.stats.refits == 3
     assert optimizer.stats.rejected == 1
-    assert optimizer.stats.turned > 0
     assert float(backward(model, batch())) < 0.7 * first
 
 
 def test_no_warning_where_nothing_is_wrong() -> None:
-    """Zero gradients are neither turned nor infinite."""
+    """Zero gradients are finite."""
     model = network()
     optimizer = LLQR.paper(sgd(model), model, structure="kfac", steps=4, damping=0.1, every=2)
     train(model, optimizer, range(1))

@@ -310,7 +310,6 @@ def test_where_the_time_went(tmp_path: Path) -> None:
     assert "By the clock on the wall, which others on the machine slow down, refits took 50.0 s (kfac-ngd)." in text
 
 
-@pytest.mark.filterwarnings("ignore:U would have turned the gradient")
 def test_a_real_run_records_its_time_beside_its_metrics(tmp_path: Path) -> None:
     for method in ("base", "kfac-ngd"):
         arguments = (

@@ -17,7 +17,6 @@ from llqr_lab.experiments.loop import train
 from llqr_lab.experiments.presets import resolve
 
 LOOKED = {"diagnostics.every": 3, "diagnostics.products": 8}
-pytestmark = pytest.mark.filterwarnings("ignore:U would have turned the gradient")
 SETTINGS: dict[str, dict[str, Any]] = {
     "grokking": {"preset": "grokking-add", "method": "kfac-ngd", "changes": {"steps": 8, "llqr.every": 2}},
     # dropout draws from the global random numbers, tokens are padded, gradients are clipped

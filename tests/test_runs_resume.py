@@ -19,7 +19,6 @@ from llqr_lab.experiments.presets import resolve
 from llqr_lab.experiments.stopping import StoppedError, listening
 from ranks import PRELOADED
 
-pytestmark = pytest.mark.filterwarnings("ignore:U would have turned the gradient")
 RUNS = {
     "default": resolve("cifar10-resnet18-sgdm", "smoke", "default", 0, {"steps": 24, "evaluate_every": 3}),
     "grokking": resolve("grokking-add", "smoke", "kfac-ngd", 0, {"steps": 30, "evaluate_every": 3, "llqr.every": 7}),
@@ -70,7 +69,6 @@ def killed(server: ForkServerContext, config: Config, folder: RunFolder, at_step
     return 0 if newest is None else int(torch.load(newest, weights_only=True)["step"])
 
 
-@pytest.mark.filterwarnings("ignore:U would have turned")
 @pytest.mark.parametrize("name", RUNS)
 def test_ten_random_kills_change_nothing(name: str, server: ForkServerContext, tmp_path: Path) -> None:
     config, whole, stopped = RUNS[name], RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "stopped")

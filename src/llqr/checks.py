@@ -25,8 +25,10 @@ def as_arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(map(_copy, inputs)) if isinstance(inputs, (tuple, list)) else (_copy(inputs),), {}
 
 
-def call(model: nn.Module, tensors: Mapping[str, Tensor], inputs: Inputs) -> Any:
-    """What a model returns with these tensors in the place of its own, wherever it has them.
+def call(
+    model: nn.Module, tensors: Mapping[str, Tensor], inputs: Inputs, function: Callable[[], Any] | None = None
+) -> Any:
+    """What a model, or a function that calls it, returns with these tensors in the place of the model's own.
 
     Each place is named once. Torch's own search for ties names a module that is used twice under both of its names, and leaves
     the tensors that it was called with in it.
@@ -39,7 +41,21 @@ def call(model: nn.Module, tensors: Mapping[str, Tensor], inputs: Inputs) -> Any
                 name = names.get(id(tensor))
                 if name is not None and name in tensors:
                     given[place] = tensors[name]
-    return functional_call(model, given, *as_arguments(inputs), tie_weights=False)
+    if function is None:
+        return functional_call(model, given, *as_arguments(inputs), tie_weights=False)
+    held = {f"model.{place}": tensor for place, tensor in given.items()}
+    return functional_call(_Calling(model, function), held, (), tie_weights=False)
+
+
+class _Calling(nn.Module):
+    """A function that calls a model, as a module that holds it."""
+
+    def __init__(self, model: nn.Module, function: Callable[[], Any]) -> None:
+        super().__init__()
+        self.model, self._function = model, function
+
+    def forward(self) -> Any:
+        return self._function()
 
 
 def tensors_in(value: Any, dataclasses: bool = False) -> list[Tensor]:

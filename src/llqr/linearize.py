@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -30,10 +31,14 @@ from llqr.exact.derivatives import refuse_once_differentiable, refuse_wrong_form
 from llqr.precision import in_double
 from llqr.recorder import Parameters, Recorder
 from llqr.rules import BeyondRulesError, ChangedError, hessian_rules, linear_rules, plain_rules, twice_rules
+from llqr.rules.segments import in_segments, refuse_leaks
 
 
 class Recording:
     """One forward pass at θ, recorded: its values, and Jᵀc by a backward pass."""
+
+    _second = False
+    """Whether second derivatives are asked for."""
 
     def __init__(self, recorder: Recorder, parameters: Parameters, inputs: Inputs, rules: TorchFunctionMode) -> None:
         self._recorder, self._inputs = recorder, inputs
@@ -43,14 +48,18 @@ class Recording:
 
     def _record(self, rules: TorchFunctionMode) -> None:
         try:
-            with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), rules:  # fused attention has no second derivative
+            with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), rules, self._segments(type(rules)) as self._within:
                 self._outputs = self._recorder.run(dict(zip(self._names, self._leaves, strict=True)), self._inputs)
         except BeyondRulesError:  # as gradient penalties, physics-informed networks and hooks do
             self._record(plain_rules())
             return
+        refuse_leaks(self._outputs if self._recorder.segments else ())
         self.values = [output.detach() for output in self._outputs]
         if not all(output.requires_grad for output in self._outputs):
             raise LLQRError("the output doesn't depend on the parameters by anything differentiable (was it detached?)")
+
+    def _segments(self, rules: type[TorchFunctionMode]) -> AbstractContextManager[list[str]]:
+        return in_segments(self._recorder.segments, rules, self._second, self._recorder.rerun)
 
     def pull(self, cotangents: Sequence[Tensor]) -> list[Tensor]:
         """Jᵀc: one gradient a parameter, from one cotangent an output."""
@@ -194,6 +203,8 @@ class Linearization(Recording):
 class SecondDerivative(Recording):
     """The Hessian of a scalar function of what a model returns, as products; say which function with `of` first."""
 
+    _second = True
+
     def __init__(self, recorder: Recorder, parameters: Parameters, inputs: Inputs) -> None:
         super().__init__(recorder, parameters, inputs, hessian_rules())
         self._slopes: Sequence[GradientEdge | None] = ()
@@ -222,7 +233,11 @@ class SecondDerivative(Recording):
             with sdpa_kernel(SDPBackend.MATH), plain_rules():
                 return recorder.run(dict(zip(self._names, leaves, strict=True)), inputs)[0]
 
-        hidden.check_model(self._outputs, run, self._leaves, slope)
+        outputs = self._outputs
+        if self._within:
+            with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), plain_rules():
+                outputs = self._recorder.run(dict(zip(self._names, self._leaves, strict=True)), self._inputs)
+        hidden.check_model(outputs, run, self._leaves, slope)
 
     def product(self, tangents: Sequence[Tensor]) -> list[Tensor]:
         """Hv."""

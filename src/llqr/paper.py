@@ -79,6 +79,7 @@ class PaperLLQR(Together):
         ema: β; None is the paper's, 0.95, and 0.9 for divergences that aren't flat (Newton).
         damping: added to the curvature's diagonal, as for `QuadraticModel`.
         chunk_size: examples at a time in a refit.
+        segments: modules that a refit runs again in place of keeping what they compute, as for `QuadraticModel`.
         warm_start: begin a fit at the U that is there, in place of the identity.
         loss_fn: `loss_fn(output, targets)`, for refits on a batch of their own.
         output: picks the tensor that the divergence is about out of what the model returns.
@@ -108,6 +109,7 @@ class PaperLLQR(Together):
         ema: float | None = None,
         damping: PerLayer = 0.0,
         chunk_size: int | None = None,
+        segments: Collection[str] = (),
         warm_start: bool = False,
         loss_fn: Loss | None = None,
         output: Selector | None = None,
@@ -144,6 +146,7 @@ class PaperLLQR(Together):
             weights,
             shared,
             sample,
+            segments,
         )
         if refit_batch is not None and self._refit.sample < 1:
             raise LLQRError("refit_batch says which examples a refit looks at: leave out sample")
@@ -207,7 +210,7 @@ class PaperLLQR(Together):
         """Refit U now: on a batch (by default what `refit_batch` returns), or on what a closure evaluates.
 
         The gradient of J is that of the loss on this batch where a loss is given, that which the closure leaves, or else the
-        `.grad` that is there. Returns whether the new U was taken; if it raised J or wasn't finite, the one from before stays.
+        `.grad` that is there. Returns whether the new U was taken; if it wasn't finite, the one from before stays.
         """
         if closure is not None and inputs is not None:
             raise LLQRError("refit takes a batch or a closure, not both")
@@ -300,9 +303,6 @@ class PaperLLQR(Together):
                 steered = team.steer(self._division, self.preconditioner, parameters, gradients)
             else:
                 steered = self.preconditioner.steer(gradients)
-        if steered.turned:
-            self.stats.turned += len(steered.turned)
-            self._warn("turned", f"U would have turned the gradient of {steered.turned[0]!r} around")
         self._count_not_finite(steered.nonfinite)
         return steered.gradients
 

@@ -16,7 +16,7 @@ from llqr.divergences.base import slope as slope_of
 from llqr.errors import LLQRError
 from llqr.families import Categorical
 from llqr.hidden import check_loss
-from llqr.linearize import Linearization, SecondDerivative
+from llqr.linearize import Linearization, Recording, SecondDerivative
 from llqr.recorder import Parameters, Recorder
 from llqr.sites import Places
 
@@ -87,9 +87,21 @@ class Part:
     def gradient(self) -> Parameters:
         """This chunk's share of g."""
         recorded = self._record()
-        if recorded.gradient is None:
+        if recorded.slope is None:
             raise LLQRError("there is no loss to take the gradient of")
-        return self._named(recorded.gradient)
+        if recorded.gradient is not None:
+            return self._named(recorded.gradient)
+        assert recorded.second is not None
+        return self._named(recorded.second.pull(self._cotangents(recorded.second, recorded.bases, recorded.slope)))
+
+    def _cotangents(self, run: Recording, bases: list[BasePoint], slope: Tensor) -> list[Tensor]:
+        """The loss's slopes at the output and at each place."""
+        cotangents = [slope * self._loss, *(torch.zeros_like(value) for value in run.values[1:])]
+        for _, term in self._problem.loss_terms:
+            assert isinstance(term, ActivationTerm)
+            index = self._problem.index(term)
+            cotangents[index] += slope_of(partial(term.psi, base=bases[index]), run.values[index])
+        return cotangents
 
     def curvature(self, direction: Mapping[str, Tensor]) -> Parameters:
         problem, recorded = self._problem, self._record()
@@ -152,14 +164,9 @@ class Part:
         self._examine(bases[0], slope, second)
         if second is not None:
             second.of(lambda x: torch.stack([weight * term.psi(x[i], bases[i]) for weight, i, term in steep]).sum())
-        if slope is not None:
-            cotangents = [slope * self._loss, *(torch.zeros_like(value) for value in run.values[1:])]
-            for _, term in problem.loss_terms:
-                assert isinstance(term, ActivationTerm)
-                index = problem.index(term)
-                cotangents[index] += slope_of(partial(term.psi, base=bases[index]), run.values[index])
-            gradient = linear.pull_first(cotangents) if linear is not None else run.pull(cotangents)
-        recorded = _Recorded(linear, second, bases, gradient)
+        if slope is not None and linear is not None:
+            gradient = linear.pull_first(self._cotangents(linear, bases, slope))
+        recorded = _Recorded(linear, second, bases, slope, gradient)
         if self._keep:
             self._recorded = recorded
         return recorded
@@ -233,8 +240,10 @@ class _Recorded:
     second: SecondDerivative | None
     bases: list[BasePoint]
     """Of the output, and of each place."""
+    slope: Tensor | None
+    """∇ℓ(x_N), where there is a loss."""
     gradient: list[Tensor] | None
-    """Jᵀ∇ℓ(x_N), where there is a loss."""
+    """Jᵀ∇ℓ(x_N), where it came with the recording."""
 
 
 def _dot(left: list[Tensor], right: list[Tensor]) -> float:

@@ -70,3 +70,16 @@ def unfused(model: nn.Module) -> Iterator[None]:
     finally:
         torch._C._set_mkldnn_enabled(before[0])
         torch._C._set_cudnn_enabled(before[1])
+
+
+@contextmanager
+def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Another function that a call of a module runs, between its hooks."""
+    before = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if before is not None:
+            module.forward = before

@@ -60,7 +60,7 @@ class Preconditioner:
         return {name: applied[name] for name in gradients}
 
     def steer(self, gradients: Mapping[str, Tensor]) -> Steered:
-        """U g, block by block where ⟨g, U g⟩ > 0, and g itself where U would turn it around or it isn't finite.
+        """U g, block by block, and g itself where that isn't finite.
 
         Parameters that U doesn't know are left out; those of a layer's block that have no gradient count as zero.
         """

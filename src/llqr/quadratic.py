@@ -59,6 +59,7 @@ class QuadraticModel:
         portion: Portion | None = None,
         sampled_from: tuple[Inputs, list[int]] | None = None,
         streams: Streams | None = None,
+        segments: Collection[str] = (),
     ) -> QuadraticModel:
         """Build the model of one step.
 
@@ -83,6 +84,8 @@ class QuadraticModel:
                 that of the whole then, but for the diagonal.
             sampled_from: the batch that `inputs` are some examples of, and which, to see whether they can be taken out of it.
             streams: what dropout masks are drawn from; by default the random streams as they are now.
+            segments: names or patterns of modules, such as `["layers.*"]`, of which only the inputs are kept. Each product runs
+                them again, one at a time. They take and return tensors; batch statistics and dropout are the same each time.
         """
         loss_fn, loss_terms, terms = layerwise(loss_fn, divergence)
         if closure is not None:
@@ -103,7 +106,14 @@ class QuadraticModel:
         if chunk_size is not None or portion is not None:
             _check_means([*terms, *loss_terms])
         recorder = Recorder(
-            model, list(places.values()), output, training, chunk_size is None, closure, streams=streams
+            model,
+            list(places.values()),
+            output,
+            training,
+            chunk_size is None,
+            closure,
+            streams=streams,
+            segments=sites.segment_modules(model, segments, [place.module for place in places.values()]),
         )
         problem = Problem(recorder, parameters, loss_fn, terms, places, loss_terms, portion or Portion())
         targets = raised(targets)
@@ -227,5 +237,6 @@ def _given(gradient: Parameters, parameters: Parameters) -> Parameters:
 def _total(parts: Iterator[Parameters]) -> Parameters:
     total = next(parts)
     for part in parts:
-        total = {name: value + part[name] for name, value in total.items()}  # gradients may share memory
+        for name in total:
+            total[name] = total[name] + part.pop(name)  # not in place: gradients may share memory
     return total

@@ -35,6 +35,8 @@ class Recorder:
     streams, unless others are given. `whole=False`
     refuses random models, which would draw otherwise for a part of the batch. `call` is run in place of the model itself.
 
+    `segments` are modules of which a recording keeps the inputs alone; they are run again for every product.
+
     Checkpointed blocks and fused recurrent layers are run plainly, unless the model is run as it is, in its `own_precision`.
 
     A model that has half-precision numbers or enters autocast runs in float32 all the same, unless it can't, or its frozen
@@ -52,8 +54,9 @@ class Recorder:
         call: Callable[[], Tensor] | None = None,
         own_precision: bool = False,
         streams: Streams | None = None,
+        segments: Mapping[str, nn.Module] | None = None,
     ) -> None:
-        self._call = call
+        self._call, self.segments = call, segments or {}
         self.model, self.places, self.select, self._whole = model, list(places), select, whole
         self._modes = [(module, module.training if training is None else training) for module in model.modules()]
         self._constants, self._renormalised = constants(model), renormalised(model)
@@ -126,11 +129,8 @@ class Recorder:
     def _run(self, parameters: Parameters, inputs: Inputs, constants: Parameters) -> list[Tensor]:
         fixed = {name: tensor.clone() for name, tensor in constants.items()}
         copies = {name: parameters[name].clone() for name in self._renormalised if name in parameters}
-        plain = (unfused(self.model), without_checkpoints()) if self._plainly else ()
-        with catching(self.model, self.places) as caught, ExitStack() as stack:
-            for context in (in_modes(self._modes), self._streams.again(), _eager(), *plain):
-                stack.enter_context(context)
-            output = self._output({**fixed, **parameters, **copies}, inputs)
+        with catching(self.model, self.places) as caught, self._around(self._streams):
+            output = call(self.model, {**fixed, **parameters, **copies}, inputs, self._call)
             if not self._whole and self._streams.drawn():
                 raise LLQRError(
                     "the model draws random numbers (dropout?), other ones in chunks than in the whole batch: give the batch "
@@ -138,11 +138,17 @@ class Recorder:
                 )
         return [*map(raised, self.chosen(output)), *(raised(caught[place]) for place in self.places)]
 
-    def _output(self, tensors: Parameters, inputs: Inputs) -> Any:
-        if self._call is None:
-            return call(self.model, tensors, inputs)
-        held = {f"model.{name}": tensor for name, tensor in tensors.items()}
-        return call(_Calling(self.model, self._call), held, ())
+    def rerun(self) -> Callable[[], AbstractContextManager[Any]]:
+        """How to run a part of the model later as it runs now."""
+        full, streams = self._full, Streams(self.model)
+        return lambda: self._around(streams, self._autocast if full else nullcontext())
+
+    def _around(self, streams: Streams, *more: AbstractContextManager[Any]) -> ExitStack:
+        with ExitStack() as stack:
+            plain = (unfused(self.model), without_checkpoints()) if self._plainly else ()
+            for context in (in_modes(self._modes), streams.again(), _eager(), *plain, *more):
+                stack.enter_context(context)
+            return stack.pop_all()
 
     def chosen(self, output: Any) -> list[Tensor]:
         """What is recorded of what the model returns."""
@@ -161,17 +167,6 @@ class Recorder:
         if not output.is_floating_point():
             raise LLQRError(f"the output is {output.dtype}, which has no derivatives")
         return output
-
-
-class _Calling(nn.Module):
-    """Something that calls the model, as a module that holds it."""
-
-    def __init__(self, model: nn.Module, call: Callable[[], Tensor]) -> None:
-        super().__init__()
-        self.model, self._call = model, call
-
-    def forward(self) -> Tensor:
-        return self._call()
 
 
 @contextmanager

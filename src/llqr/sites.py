@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor, nn
@@ -80,6 +81,29 @@ def places_of(model: nn.Module, terms: Terms) -> Places:
                 raise unknown(f"module in {'Layerwise' if term.joint else 'Intermediate'}", place, known)
             places[term.key] = Place(name, term.joint)
     return places
+
+
+def segment_modules(model: nn.Module, segments: Collection[str], places: Collection[str] = ()) -> dict[str, nn.Module]:
+    """The modules that names or patterns mean; one that is inside of another of them is a part of that one."""
+    if isinstance(segments, str) or not isinstance(segments, Collection):
+        raise LLQRError(
+            f"segments is a list of modules' names or patterns, as in segments=['layers.*']; not {segments!r}"
+        )
+    known = {name: module for name, module in model.named_modules() if name}
+    found: dict[str, nn.Module] = {}
+    for pattern in segments:
+        matching = [name for name in known if fnmatchcase(name, pattern)]
+        if not matching:
+            raise unknown("module in segments", pattern, known)
+        found |= {name: known[name] for name in matching if not isinstance(known[name], nn.ModuleList)}
+    found = {name: each for name, each in found.items() if not any(name.startswith(f"{other}.") for other in found)}
+    for place in places:
+        inside = [name for name in found if place.startswith(f"{name}.")]
+        if inside:
+            raise LLQRError(
+                f"the metric at {place!r} is inside of segment {inside[0]!r}: name other modules in segments"
+            )
+    return found
 
 
 def diagonal(model: nn.Module, parameters: Mapping[str, Tensor], terms: Terms, damping: PerLayer) -> dict[str, float]:

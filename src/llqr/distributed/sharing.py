@@ -4,13 +4,14 @@ Gradients go to the owners of their blocks, and U g comes back. Under DDP every 
 many numbers as there are parameters, from the owners to all. Under FSDP2 a rank has a shard of each gradient: it sends it to
 the owner and gets a shard of U g for it, so a step sends twice the numbers of a rank's shards.
 
-What owners have noted (no gradient, a block turned around) travels along, so that all ranks do and count the same.
+What owners have noted (no gradient, a block that isn't finite) travels along, so that all ranks do and count the same.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from itertools import compress
 from typing import NamedTuple
 
 import torch
@@ -23,16 +24,14 @@ from llqr.preconditioner import Preconditioner
 from llqr.steering import Steered
 
 NO_GRADIENT, STEERED, UNKNOWN = range(3)
-"""What an owner says of a parameter: it has no gradient there; here is U g; U doesn't know it."""
-FINE, TURNED, NOT_FINITE = range(3)
-"""What an owner says of a block."""
+"""What an owner says of a parameter: it has no gradient there; here is U g; U doesn't know it. Of a block: whether it isn't
+finite."""
 
 
 class Shared(NamedTuple):
     """U g of all blocks (None: no gradient), and what the owners noted."""
 
     gradients: dict[str, Tensor | None]
-    turned: list[str]
     nonfinite: list[str]
 
 
@@ -64,15 +63,13 @@ class Sharing(ABC):
         steered = u.steer(own)
         notes = {owner: self._notes(owner, own, steered) for owner in self._names}
         values = self._from_owners(steered.gradients, notes)
-        shared = Shared({}, [], [])
+        shared = Shared({}, [])
         for owner, names in self._names.items():
             said = list(map(int, notes[owner].tolist()))
             for name, word in zip(names, said, strict=False):
                 if word != UNKNOWN:
                     shared.gradients[name] = values[name] if word == STEERED else None
-            for key, word in zip(self._keys[owner], said[len(names) :], strict=True):
-                if word != FINE:
-                    (shared.turned if word == TURNED else shared.nonfinite).append(key)
+            shared.nonfinite.extend(compress(self._keys[owner], said[len(names) :]))
         return shared
 
     def _notes(self, owner: int, own: Mapping[str, Tensor], steered: Steered) -> Tensor:
@@ -82,7 +79,7 @@ class Sharing(ABC):
         words = [
             NO_GRADIENT if name not in own else STEERED if name in steered.gradients else UNKNOWN for name in names
         ]
-        words += [TURNED if key in steered.turned else NOT_FINITE if key in steered.nonfinite else FINE for key in keys]
+        words += [key in steered.nonfinite for key in keys]
         return torch.tensor(words, dtype=like.dtype, device=like.device)
 
 

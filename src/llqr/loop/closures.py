@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from llqr.errors import LLQRError
 from llqr.loop.gradients import gradients_of
-from llqr.plainly import unfused
+from llqr.plainly import forward_replaced, unfused
 from llqr.recorder import in_modes
 from llqr.streams import Streams
 
@@ -93,7 +93,7 @@ def loss_of_output(model: nn.Module, closure: Closure) -> Callable[[Tensor, Any]
             calls += 1
             return output
 
-        with _forward(model, forward):
+        with forward_replaced(model, forward):
             value = evaluate()
             _refuse_backward([output])
         if calls != 1:
@@ -104,6 +104,22 @@ def loss_of_output(model: nn.Module, closure: Closure) -> Callable[[Tensor, Any]
         return value
 
     return loss
+
+
+def loss_of_rows(loss: Callable[[Tensor, Any], Tensor], count: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """ℓ as a function of the outputs of some of the `count` examples, those of the given numbers. The others have the outputs
+    that they had when all were given last; where ℓ adds the examples up, its derivatives are those of the part."""
+    held: list[Tensor] = []
+
+    def part(output: Tensor, rows: Tensor) -> Tensor:
+        if len(rows) == count:
+            held[:] = [output.detach()]
+            return loss(output, None)
+        (whole,) = held
+        examples, own = (x.reshape(n, -1, *x.shape[1:]) for x, n in ((whole, count), (output, len(rows))))
+        return loss(examples.index_copy(0, rows.to(output.device), own).reshape(whole.shape), None)
+
+    return part
 
 
 def tensor_alone(output: Any) -> Tensor:
@@ -153,15 +169,3 @@ def _gradients_kept(parameters: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for parameter, gradient in kept:
             parameter.grad = gradient
-
-
-@contextmanager
-def _forward(model: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    before = model.__dict__.get("forward")
-    model.forward = forward
-    try:
-        yield
-    finally:
-        del model.forward
-        if before is not None:
-            model.forward = before

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from llqr import sites
@@ -20,7 +21,7 @@ from llqr.errors import LLQRError
 from llqr.families import Categorical
 from llqr.family_of_loss import check_family
 from llqr.loop.blocks import Blocks
-from llqr.loop.closures import Closure, loss_of_output, tensor_alone, whole_loss
+from llqr.loop.closures import Closure, loss_of_output, loss_of_rows, tensor_alone, whole_loss
 from llqr.loop.gradients import check_parameters
 from llqr.loop.inputs import Called
 from llqr.naming import PerLayer
@@ -33,9 +34,6 @@ from llqr.relaxation import checked_solver, fit
 from llqr.solvers import Quadratic, Solver
 from llqr.solvers.totals import totals_of
 from llqr.streams import Streams
-
-LONGEST = 100.0
-"""How many times as long as g may U g be where the curvature along it is negative, and J has no bottom."""
 
 WHOLE = "num_items_in_batch"
 """Where transformers' models are told how many tokens to divide their loss by: all those of an accumulated batch, of which the
@@ -93,6 +91,7 @@ class Refit:
     weights: Callable[[Inputs], Tensor] | None
     shared: Collection[str | int]
     sample: float = 1.0
+    segments: Collection[str] = ()
 
     def __post_init__(self) -> None:
         self.solver = checked_solver(self.solver, self.steps)
@@ -120,7 +119,8 @@ class Refit:
         terms = list(self.divergence.terms())
         self.blocks.layout(parameters, parameters)
         sites.diagonal(self.model, parameters, terms, self.damping)
-        sites.places_of(self.model, terms)
+        places = sites.places_of(self.model, terms)
+        sites.segment_modules(self.model, self.segments, [place.module for place in places.values()])
 
     def check_family(self, slopes: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Raise where the divergence's family isn't the loss's. `slopes`: outputs, with what the loss has sent back to them."""
@@ -146,14 +146,14 @@ class Refit:
             f"divergence={self.divergence!r}",
             f"structure={self.blocks.structure!r}",
             f"steps={self.steps}, solver={self.solver!r}, damping={self.damping!r}",
-            f"chunk_size={self.chunk_size}, sample={self.sample:g}",
+            f"chunk_size={self.chunk_size}, segments={list(self.segments)!r}, sample={self.sample:g}",
         ]
 
     def __call__(self, parameters: Mapping[str, Tensor], source: Source, start: Preconditioner | None = None) -> Fitted:
         """U of the parameters that require a gradient, fitted from the identity or from `start`."""
         q = self.objective(parameters, source)
         u = fit(q, self.blocks.structures(parameters, list(q.gradient)), self.solver, self.steps, start)
-        return Fitted(u, _fault(q, u, start))
+        return Fitted(u, _fault(q, u))
 
     def objective(self, parameters: Mapping[str, Tensor], source: Source) -> Quadratic:
         """The quadratic model that J is of."""
@@ -171,9 +171,10 @@ class Refit:
                 "loss_fn"
             )
         gradient = {name: source.gradients[name] for name in only if name in source.gradients}
-        if self._needs_loss and self._loss_alone:
-            closure = (source.closure if source.batch is None else None) or self._own_loss(inputs)
-            return self._build(only, source, inputs, gradient=gradient, closure=whole_loss(closure, self.model))
+        closure = source.closure if source.batch is None else None
+        if self._loss_alone and self._needs_loss and (closure is None or self.chunk_size is None):
+            whole = whole_loss(closure or self._own_loss(inputs), self.model)
+            return self._build(only, source, inputs, gradient=gradient, closure=whole)
         if inputs == ():
             raise LLQRError(
                 "there are no inputs to refit on: the model wasn't called (by model(...), with gradients on) since the last "
@@ -189,17 +190,19 @@ class Refit:
             if source.batch is not None or self.sample == 1:
                 return self._build(only, source, inputs, gradient=gradient)
             batch, rows = self._sampled(inputs)
-            whole = inputs, rows
-            return self._build(only, source, batch.rows(rows), gradient=gradient, sampled_from=whole)
-        if source.closure is None or source.batch is not None:
+            return self._build(only, source, batch.rows(rows), gradient=gradient, sampled_from=(inputs, rows))
+        if closure is None:
             raise LLQRError(self._loss_wanted())
         if self.output is not None:
             raise LLQRError(
                 "output picks a part of what the model returns, and the closure is about the whole: give LLQR.paper a loss_fn, "
                 "which is given that part, and a refit_batch"
             )
-        loss = loss_of_output(self.called, source.closure)
-        return self._build(only, source, inputs, None, loss, gradient, output=tensor_alone)
+        loss, rows_of_loss = loss_of_output(self.called, closure), None
+        if self.chunk_size is not None:
+            count = Batched(inputs, self.shared).count
+            loss, rows_of_loss = loss_of_rows(loss, count), torch.arange(count)
+        return self._build(only, source, inputs, rows_of_loss, loss, gradient, output=tensor_alone)
 
     def _sampled(self, inputs: Inputs) -> tuple[Batched, list[int]]:
         """The examples whose curvature is looked at, taken evenly from the batch: it may be sorted."""
@@ -238,6 +241,7 @@ class Refit:
                 only=only,
                 closure=closure,
                 shared=self.shared,
+                segments=self.segments,
                 sampled_from=sampled_from,
                 portion=None if division is None else self._portion(division, None if by_closure else inputs, weights),
             )
@@ -283,37 +287,10 @@ def checked_sample(sample: float) -> float:
     return float(sample)
 
 
-def _fault(q: Quadratic, u: Preconditioner, start: Preconditioner | None) -> str | None:
-    """A fit is taken if J has fallen, by its own measure or with negative curvature counted as positive.
-
-    Where H is negative along the step (Newton), J has no bottom and falls the further the longer the step; solvers that don't
-    follow it there end at a higher J, with the better step.
-    """
+def _fault(q: Quadratic, u: Preconditioner) -> str | None:
+    """Every fit that is finite is taken, as in Algorithm 1."""
     if not u.history or not math.isfinite(u.history[0]):
         return "J isn't finite at the start of the fit, or the solver returned a U without a history of J"
-    if any(totals_of(q).sums([float(not u.is_finite())])):
-        return "U isn't finite"
-    before, after = u.history[0], u.history[-1]
-    decline, length = _along(q, u)
-    if after < decline and length > LONGEST:
-        return f"the curvature along U g is negative, and U g {length:.3g} times as long as g"
-    if after <= before or _merit(after, q, u) <= _merit(before, q, start):
-        return None
-    return f"J went from {before:.6g} to {after:.6g}"
-
-
-def _merit(value: float, q: Quadratic, u: Preconditioner | None) -> float:
-    """g·δ + ½ |δ·Hδ| with δ = -U g, given J = g·δ + ½ δ·Hδ."""
-    decline, _ = _along(q, u)
-    return decline + abs(value - decline)
-
-
-def _along(q: Quadratic, u: Preconditioner | None) -> tuple[float, float]:
-    """g·δ with δ = -U g, and ‖δ‖/‖g‖."""
-    gradient, totals = q.gradient, totals_of(q)
-    step = gradient if u is None else u.apply(gradient)
-    (decline,) = totals.sums([-sum(float((g * step[name]).sum()) for name, g in gradient.items())])
-    length, own = totals.norms(
-        [math.hypot(*(float(part.norm()) for part in parts.values())) for parts in (step, gradient)]
-    )
-    return decline, length / own if own else 0.0
+    if not math.isfinite(u.history[-1]) or any(totals_of(q).sums([float(not u.is_finite())])):
+        return "the fit didn't stay finite: a smaller inner learning rate, or clip, may help"
+    return None

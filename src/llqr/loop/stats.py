@@ -17,9 +17,7 @@ class Stats:
     refits: int = 0
     """Refits whose U was taken."""
     rejected: int = 0
-    """Refits whose U wasn't: it raised J, or something wasn't finite. The U from before stayed."""
-    turned: int = 0
-    """Blocks that would have turned the gradient around, summed over the steps; such a block was the identity for the step."""
+    """Refits whose U wasn't, because something wasn't finite. The U from before stayed."""
     nonfinite: int = 0
     """Blocks, or parameters where there is no U yet, whose step the base took as it would have alone, because something wasn't
     finite; summed over the steps."""
@@ -48,10 +46,9 @@ class Stats:
         return cls(**found)
 
     def in_words(self) -> str:
-        turned = f", {self.turned} blocks turned" if self.turned else ""
         left = f", {self.nonfinite} steps of blocks left to the base" if self.nonfinite else ""
         refits = f"{self.refits} refits ({self.seconds:.1f} s), {self.rejected} rejected"
-        return f"{refits}{turned}{left}, {self.memory / 2**20:.1f} MiB of curvature and U"
+        return f"{refits}{left}, {self.memory / 2**20:.1f} MiB of curvature and U"
 
     def as_logs(self, prefix: str = "llqr/") -> dict[str, float]:
         """What a logger takes: numbers by name, without those that there aren't yet."""

@@ -81,7 +81,7 @@ class _TransposedOfAll(torch.autograd.Function):
     """(u, inputs) ↦ Jᵀu with the derivatives by u, which is v ↦ Jv, and by the inputs, which J depends on."""
 
     @staticmethod
-    def forward(ctx: Any, u: Tensor, rule: Bilinear, *inputs: Maybe) -> tuple[Maybe, ...]:
+    def forward(ctx: Any, u: Tensor, rule: Twice, *inputs: Maybe) -> tuple[Maybe, ...]:
         ctx.rule = rule
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(u)
@@ -92,7 +92,8 @@ class _TransposedOfAll(torch.autograd.Function):
     def backward(ctx: Any, *v: Maybe) -> tuple[Maybe, ...]:
         of_u, _, *of_inputs = ctx.needs_input_grad
         (u,) = ctx.saved_tensors
-        return ctx.rule.push(v) if of_u else None, None, *ctx.rule.turn(u, v, of_inputs)
+        by_u, *by_inputs = ctx.rule.twice(u, v, of_u, of_inputs)
+        return by_u, None, *by_inputs
 
 
 class _RecordedTwice(_Recorded):
@@ -170,8 +171,19 @@ class Rule(ABC):
         """Jv, from one part for each input, None for zero."""
 
 
-class Bilinear(Rule):
+class Twice(Rule):
+    """One that is right to second order too."""
+
+    @abstractmethod
+    def twice(self, u: Tensor, v: Sequence[Maybe], of_u: bool, needed: Sequence[bool]) -> tuple[Maybe, ...]:
+        """The gradient of ⟨v, Jᵀu⟩ by u, which is Jv, and by the inputs, which J depends on."""
+
+
+class Bilinear(Twice):
     """One that is linear in each of its inputs, but for a last one that is only added."""
+
+    def twice(self, u: Tensor, v: Sequence[Maybe], of_u: bool, needed: Sequence[bool]) -> tuple[Maybe, ...]:
+        return self.push(v) if of_u else None, *self.turn(u, v, needed)
 
     @abstractmethod
     def turn(self, u: Tensor, v: Sequence[Maybe], needed: Sequence[bool]) -> tuple[Maybe, ...]:
@@ -187,6 +199,6 @@ def record(rule: Rule, *inputs: Maybe) -> Tensor:
     return _Recorded.apply(rule, *inputs)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def record_twice(rule: Bilinear) -> Tensor:
+def record_twice(rule: Twice) -> Tensor:
     """y, with the rule for its first and second derivatives."""
     return _RecordedTwice.apply(rule, *rule.inputs)  # type: ignore[no-untyped-call, no-any-return]

@@ -34,7 +34,7 @@ class FirstOrder(Solver):
     """U ← U + length · direction, by a rule that sees the gradients one after another.
 
     A step takes one curvature product; half a one at the end tells what the last step gave. U is moved in place, and back where
-    the step has led beyond what is finite: a second copy would be the largest thing in memory.
+    the step has led beyond what is finite, which ends the history: a second copy would be the largest thing in memory.
     """
 
     @abstractmethod
@@ -48,17 +48,18 @@ class FirstOrder(Solver):
             point = problem.at(u)
             product = problem.curvature(point.step) if step < steps else None
             value = problem.value_at(point.step) if product is None else problem.value(point.step, product)
-            if not math.isfinite(value):
-                if history:
-                    u.move_(direction, -length)
-                break
             history.append(value)
-            if product is None:
+            if not math.isfinite(value) and step:
+                u.move_(direction, -length)
+            if product is None or not math.isfinite(value):
                 break
             direction, length = rule(Gradient(point, problem.slope(product)))
             del point, product  # they hold U's tensors and the gradient's
             size = problem.norm(direction)
-            if not math.isfinite(size) or (step == 0 and size == 0):
+            if not math.isfinite(size):
+                history.append(size)
+                break
+            if step == 0 and size == 0:
                 break
             u.move_(direction, length)
         return u.with_history(history)

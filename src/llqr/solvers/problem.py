@@ -40,7 +40,7 @@ Stacks = list[Tensor]
 
 ROUNDING = 64
 """A block whose gradient is within so many units in the last place of the whole has none but rounding, as the bias before a
-BatchNorm or that of attention's keys. It stays as it is: solvers that weigh all blocks alike would follow it."""
+BatchNorm or that of attention's keys. A solver that weighs all blocks alike leaves it out, or it would follow it."""
 
 
 class Problem:
@@ -53,21 +53,14 @@ class Problem:
     def __init__(self, model: Quadratic, u: Preconditioner) -> None:
         self.model, self.groups, self._totals = model, [group.layout() for group in u.groups], totals_of(model)
         self.gradient: Stacks = [group.gather(model.gradient).detach() for group in u.groups]
-        self._leave_out_rounding()
         self.descent: Stacks = [-part for part in self.gradient]
 
-    def _leave_out_rounding(self) -> None:
-        (whole,) = self.sizes(self.gradient)
-        for place, part in enumerate(self.gradient if whole else ()):
-            rounded = changes.block_norms(part / whole) <= ROUNDING * torch.finfo(part.dtype).eps
-            if bool(rounded.any()):
-                self.gradient[place] = changes.per_block((~rounded).to(part.dtype), part)
-
     def normalised(self) -> tuple[Problem, float]:
-        """The problem with g/‖g‖ in place of g, and ‖g‖: its J is ‖g‖² times smaller, for the same U."""
+        """The problem with g/‖g‖ in place of g, without blocks of rounding, and ‖g‖: its J is ‖g‖² times smaller."""
         (factor,) = self.sizes(self.gradient)
         scaled = copy.copy(self)
-        scaled.gradient, scaled.descent = ([part / factor for part in x] for x in (self.gradient, self.descent))
+        scaled.gradient = [_without_rounding(part / factor) for part in self.gradient]
+        scaled.descent = [-part for part in scaled.gradient]
         return scaled, factor
 
     def curvature(self, step: Stacks) -> Stacks:
@@ -162,6 +155,12 @@ def bend(model: Quadratic, direction: dict[str, Tensor]) -> float:
         return model.bend(direction)
     product = model.curvature(direction)
     return _dot(list(direction.values()), [product[name] for name in direction])
+
+
+def _without_rounding(part: Tensor) -> Tensor:
+    """A stack of g/‖g‖, with zeros for the blocks that are nothing but rounding."""
+    rounded = changes.block_norms(part) <= ROUNDING * torch.finfo(part.dtype).eps
+    return changes.per_block((~rounded).to(part.dtype), part) if bool(rounded.any()) else part
 
 
 def _dot(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:

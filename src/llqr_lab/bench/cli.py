@@ -92,6 +92,30 @@ def bench_engine(
     main(output, figure, seed, repeats, quick)
 
 
+@bench.command("memory")
+def bench_memory(
+    networks: Annotated[
+        list[str] | None, typer.Argument(help="pyramidnet110, resnet50 (the two unless named), or tiny.")
+    ] = None,
+    output: Annotated[Path, typer.Option(callback=writable_file, help="The JSON file to write.")] = Path(
+        "results/memory.json"
+    ),
+    seed: Seed = 0,
+) -> None:
+    """Peak memory of a curvature product: of a batch whole, in chunks of examples, and in segments of layers."""
+    from llqr_lab.experiments.cli import told
+    from llqr_lab.experiments.config import ConfigError
+    from llqr_lab.suggest import suggestion
+
+    with told():
+        from llqr_lab.bench.memory import SUBJECTS, main
+
+        for name in networks or []:
+            if name not in SUBJECTS:
+                raise ConfigError(f"no network is called '{name}'{suggestion(name, SUBJECTS)}")
+        main(networks or ["pyramidnet110", "resnet50"], output, seed)
+
+
 @bench.command("report")
 def bench_report(
     output: Annotated[Path, typer.Option(callback=writable_file, help="The JSON file to write.")] = Path(

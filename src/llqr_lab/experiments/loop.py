@@ -221,7 +221,7 @@ class Run:
         times = {"seconds": self.seconds}
         if self.stats is not None:
             known = vars(self.stats)
-            metrics |= {name: known[name] for name in ("refits", "rejected", "turned") if name in known}
+            metrics |= {name: known[name] for name in ("refits", "rejected") if name in known}
             if "objective_after" in known:
                 objective = known["objective_after"]
                 metrics["objective"] = None if objective is None else _finite(objective)

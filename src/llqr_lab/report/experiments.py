@@ -21,7 +21,7 @@ from llqr_lab.report.timing import PARTS, Timing, timing
 
 FIRST = ("train_loss", "valid_loss", "test_loss", "train_accuracy", "test_accuracy", "bleu")
 """Metrics that are listed before others."""
-BESIDE = ("epoch", "lr", "refits", "rejected", "turned", "objective")
+BESIDE = ("epoch", "lr", "refits", "rejected", "objective")
 """Metrics that are listed after others: of how it was trained, not of what came of it."""
 
 
