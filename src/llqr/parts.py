@@ -169,7 +169,7 @@ class Part:
         if any(isinstance(term, OutputTerm) and term.needs_loss for _, term in problem.terms):
             check_loss(base.loss, base.output)
         if second is not None:
-            second.examine(slope)
+            second.examine()
 
     def _base(self, values: list[Tensor]) -> tuple[BasePoint, Tensor | None]:
         """The point that ψ is expanded around, checked, and ∇ℓ(x_N)."""
