@@ -45,6 +45,8 @@ STEPS = (Step(1e-9, 1e-3, 1e-14), *(Step(length, 1e-2, 1e-6) for length in (1e-4
 """For double precision; for float32, whose rounding asks for a long step, and a sharp function for a short one."""
 BELIEVED = 0.1
 """How far the differences of both sides may be from each other, relative to their size. A kink, or rounding, is beyond."""
+FLAT = 1e-6
+"""A step that meets hardly any kink, and changes what is rounded to float32."""
 UNSEEN = 1e-3
 """An argument that is smaller than this, compared with the others, is moved as they are."""
 
@@ -106,8 +108,8 @@ def _any_hides(names: Sequence[str], run: Callable[[], object], whole: Callable[
     verdict = whole() if unknown else False
     if verdict is None:
         warnings.warn(
-            f"the backward formula of {', '.join(unknown)} is written by hand, and can't be called by itself to see whether its "
-            "second derivatives, which Newton asks for, are right: compare them once with torch.autograd.gradgradcheck",
+            f"the backward formula of {', '.join(unknown)} is written by hand, and can't be called by itself to see whether "
+            "its second derivatives, which Newton asks for, are right: compare them once with torch.autograd.gradgradcheck",
             LLQRWarning,
             stacklevel=callers_level(),
         )
@@ -169,7 +171,7 @@ def _joined(run: Run, point: Sequence[Tensor]) -> tuple[Run, list[Tensor]]:
     shapes = [tensor.shape for tensor in point]
 
     def joined(leaves: list[Tensor]) -> tuple[Tensor, ...]:
-        parts = leaves[0].split([shape.numel() for shape in shapes])
+        parts = torch.split(leaves[0], [shape.numel() for shape in shapes])
         return run([part.view(shape) * size for part, shape, size in zip(parts, shapes, sizes, strict=True)])
 
     return joined, [torch.cat([tensor.reshape(-1) / size for tensor, size in zip(point, sizes, strict=True)])]
@@ -213,7 +215,7 @@ class _Look:
                 return False
             if self._hides_u(i, v, of_u):
                 return True
-            doubted, agreed = set[int](), set[int]()
+            doubted, agreed = set[int](), self._flat(i, v, products)
             for step in steps[i]:
                 judged = [j for j in arguments if step in steps[j] and j not in agreed]
                 for j, verdict in self._turned(i, v, products, step, judged):
@@ -253,6 +255,12 @@ class _Look:
             if abs(found - truth) > tolerance * scale + 1e-5 * _norm(v * slope):
                 return True
         return False
+
+    def _flat(self, i: int, v: Tensor, products: Sequence[Tensor]) -> set[int]:
+        """The B_j that don't change at all, to the last bit, and whose derivative is zero: kinks further away are no sign."""
+        ahead, behind = (self._slopes_at(self._moved(i, v, length)) for length in (FLAT, -FLAT))
+        equal = [torch.equal(one, other) for one, other in zip(ahead, behind, strict=True)]
+        return {j for j, product in enumerate(products) if equal[j] and not product.any()}
 
     def _turned(
         self, i: int, v: Tensor, products: Sequence[Tensor], step: Step, judged: Sequence[int]
