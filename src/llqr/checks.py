@@ -139,7 +139,7 @@ def check_finite(tensor: Tensor, what: str) -> None:
         value = float(tensor.detach()[place].real)
         more = int(bad.sum()) - 1
         also = f", and in {more} more places" if more else ""
-        raise NonFiniteError(f"{what} has a value that is not finite: {value} at index {place}{also}")
+        raise NonFiniteError(f"{what}: a value is not finite, {value} at index {place}{also}")
 
 
 def check_callable(name: str, value: object) -> None:
