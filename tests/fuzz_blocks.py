@@ -178,7 +178,7 @@ def changed_input(d: Draw, shape: Shape) -> Made:
 @block(0, 1, 2, 3)
 def norm(d: Draw, shape: Shape) -> Made:
     if d.chance(0.2):
-        return nn.RMSNorm(shape[-1]), shape
+        return nn.RMSNorm(shape[-1], eps=1e-6), shape
     dims = shape[-d.size(1, len(shape)) :]
     if math.prod(dims) == 1:
         return nn.Tanh(), shape  # of one value there is nothing left but rounding

@@ -34,7 +34,7 @@ from llqr_lab.results import provenance, write_json
 
 TOLERANCE = 1e-9
 """Of the product's length; and a thousandth of it of the longest that it could be."""
-SINGLE = 1e-3
+SINGLE = 1e-4
 """The same, where float32 is in it."""
 REFUSALS: dict[str, tuple[set[str], str]] = {
     "refused: draws random numbers in chunks": ({"random"}, "draws random numbers"),

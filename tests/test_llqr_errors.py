@@ -284,7 +284,9 @@ def test_chunks_need_a_batch() -> None:
     def step(model: nn.Module, optimizer: PaperLLQR) -> None:
         optimizer.step(closure_of(model, optimizer, batch()))
 
-    _refused(lambda model: plain(model, divergence="newton", chunk_size=2), step, "chunk_size can't be used")
+    _refused(
+        lambda model: plain(model, divergence="newton", chunk_size=2), step, "chunk_size can't cut it: leave it out"
+    )
 
 
 def test_inference_mode() -> None:

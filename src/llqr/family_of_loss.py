@@ -67,7 +67,7 @@ def summed(term: OutputTerm, slope: Tensor, output: Tensor) -> int:
     else:
         seen = slope.ne(0).any(family.dim, keepdim=True)  # what isn't is padding
         p, count = output.softmax(family.dim) * seen, int(seen.sum())
-    gap = slope - (p - (p - slope).round())
+    gap = slope - (p - (p - slope).round().clamp(0, 1))
     size = float(slope.norm())
     return count if count > 1 and size > 0 and float(gap.norm()) <= rounding * size else 0
 

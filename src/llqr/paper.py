@@ -238,8 +238,8 @@ class PaperLLQR(Together):
         if count := self._refit.check_family(self._hook.slopes):
             self._warn(
                 "sum",
-                f"the loss adds up its {count} variables, and LLQR.paper expects their mean, as in the paper: U g is {count} "
-                'times as long. Write reduction="mean" in the loss, or divide the learning rate by that number',
+                f"the loss adds up its {count} variables, and LLQR.paper expects their mean, as in the paper: steps are about "
+                f'{count} times as long. Write reduction="mean" in the loss, or divide the learning rate by {count}',
             )
         known = batch is not None and (loss_fn or self._refit.loss_fn) is not None
         if closure is None or streams is None or known:
