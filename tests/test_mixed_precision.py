@@ -393,3 +393,24 @@ def test_frozen_half_precision_layers_beside_float32_ones_under_autocast() -> No
         optimizer.step()
     assert (optimizer.stats.refits, optimizer.stats.rejected) == (1, 0)
     assert frozen.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.filterwarnings("ignore:U would have turned")
+@pytest.mark.parametrize("size", [32, 512])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_gradient_of_half_precisions_rounding_does_not_steer_the_fit(autocast: bool, size: int) -> None:
+    """The bias before BatchNorm has none, and 1e-4 of the whole in bfloat16: its block of U stays the identity."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 5))
+    model = model if autocast else model.bfloat16()
+    x, y = torch.randn(size, 20).to(model[0].weight.dtype), torch.randint(5, (size,))
+    optimizer = wrapped(model, structure="diagonal", solver=ScaleFree(), ema=0.0)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = functional.cross_entropy(model(x), y)
+    loss.backward()
+    assert model[0].bias.grad.norm() > 1e-6
+    optimizer.step()
+    assert optimizer.stats.refits == 1
+    for name, diagonal in blocks_of(optimizer).items():
+        moved = float((diagonal / diagonal.flatten()[0] - 1).abs().max())
+        assert (moved == 0) == name.startswith("0.bias"), name
