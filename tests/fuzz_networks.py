@@ -3,8 +3,9 @@
     python tests/fuzz_networks.py --seeds 0-9999 [--json counts.json]
 
 Every seed draws a network, a batch, a loss, a divergence, and whether the batch is cut. `QuadraticModel` is held against the
-truth of `fuzz_truth` to 1e-9 (1e-4 in float32), and has to leave everything as it was. An error of the library's own counts as a refusal where
-the draw has a reason for it. What is wrong, or raises anything else, is printed with its seed, and makes the exit code 1.
+truth of `fuzz_truth` to 1e-9 (1e-4 in float32), and has to leave everything as it was. An error of the library's own counts as
+a refusal where the draw has a reason for it. What is wrong, or raises anything else, is printed with its seed, and makes
+the exit code 1.
 """
 
 from __future__ import annotations
