@@ -19,6 +19,8 @@ from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import parametrizations, weight_norm
 from torch.utils.checkpoint import checkpoint
 
+from formulas import FORMULAS as WRITTEN
+from formulas import Layer, written
 from test_curvature import Silent, Square
 from test_hidden_derivatives import Cut, Honest, Kept, Ramp, Rounded, Tripled
 
@@ -38,7 +40,7 @@ def written_out() -> Iterator[None]:
 
 class Draw:
     """The choices of one seed, and marks of what may be refused: random, batch (examples see each other), hiding,
-    once (no second derivative in torch), hooked (forward mode doesn't see all of it), norm."""
+    once (no second derivative in torch), hooked (forward mode doesn't see all of it), norm; and float32, which rounds."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -176,7 +178,7 @@ def changed_input(d: Draw, shape: Shape) -> Made:
 @block(0, 1, 2, 3)
 def norm(d: Draw, shape: Shape) -> Made:
     if d.chance(0.2):
-        return nn.RMSNorm(shape[-1]), shape
+        return nn.RMSNorm(shape[-1], eps=1e-6), shape
     dims = shape[-d.size(1, len(shape)) :]
     if math.prod(dims) == 1:
         return nn.Tanh(), shape  # of one value there is nothing left but rounding
@@ -245,14 +247,33 @@ def checkpointed(d: Draw, shape: Shape) -> Made:
 
 @block(0, 1, 2, 3)
 def by_hand(d: Draw, shape: Shape) -> Made:
+    if d.chance(0.5):
+        return everyday_formula(d, shape)
     function = d.one(*FORMULAS)
-    d.marks.add("hiding")
+    if function not in (Honest, Ramp, Rounded):
+        d.marks.add("hiding")
 
     def run(x: Tensor) -> Tensor:
         plain = FORMULAS[function] if plainly["on"] else None
         return function.apply(x) if plain is None else plain(x)
 
     return Fn(function.__name__, run), shape
+
+
+def everyday_formula(d: Draw, shape: Shape) -> Made:
+    """Norms, gates and the like; right, or with numbers kept from the forward pass; perhaps in float32 inside."""
+    name = d.one(*WRITTEN)
+    formula = WRITTEN[name]
+    keeps, single = d.one((), *formula.hidden), d.chance(0.3)
+    d.marks |= {"hiding"} if keeps else set()
+    d.marks |= {"float32"} if single else set()
+    layer = Layer(formula, shape[-1], None)
+
+    def run(x: Tensor, layer: nn.Module) -> Tensor:
+        layer.apply_ = None if plainly["on"] else written(formula, keeps, single).apply
+        return layer(x)
+
+    return Fn(f"{name}, keeps {keeps}{', float32' if single else ''}", run, layer), shape
 
 
 @block(0, 1, 2, 3)

@@ -53,6 +53,8 @@ class Case:
     marks: set[str]
     options: dict[str, Any] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)
+    single: bool = False
+    """The library is given it in float32; the truth is that of the same numbers in float64."""
 
     def select(self, output: Any) -> Tensor:
         if isinstance(output, (tuple, dict)):
@@ -71,10 +73,25 @@ class Case:
             return list(self.inputs.values())
         return list(self.inputs) if isinstance(self.inputs, tuple) else [self.inputs]
 
+    def convert(self, dtype: torch.dtype) -> Case:
+        """The same numbers in another precision."""
+
+        def to(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return value.to(dtype) if value.is_floating_point() else value
+            if isinstance(value, dict):
+                return {name: to(part) for name, part in value.items()}
+            return tuple(map(to, value)) if isinstance(value, tuple) else value
+
+        self.model.to(dtype)
+        self.inputs, self.targets, self.options = to(self.inputs), to(self.targets), to(self.options)
+        return self
+
     def __str__(self) -> str:
         shapes = [tuple(tensor.shape) for tensor in self.given()]
         options = {name: value for name, value in self.options.items() if name not in ("weights", "gradient", "output")}
-        about = f"{self.divergence!r}, {options}, training {self.model.training}, marks {sorted(self.marks)}"
+        about = f"{self.divergence!r}, {options}, in float32: {self.single}, "
+        about += f"training {self.model.training}, marks {sorted(self.marks)}"
         return f"{self.model}\ninputs {shapes}, {about}"
 
 
@@ -110,6 +127,11 @@ def made(seed: int) -> Case:
         case.options["weights"] = weights
     if container in SELECTORS:
         case.options["output"] = SELECTORS[container]
+    weak = "batch" in d.marks and "chunk_size" in case.options  # below √eps of the output it isn't seen in float32
+    if "random" not in d.marks and not weak and d.chance(0.25):  # masks of another precision are others
+        d.marks.add("float32")
+        case.single = True
+        case.convert(torch.float32).convert(torch.float64)
     return case
 
 

@@ -190,7 +190,7 @@ def attention(d: Draw, shape: Shape) -> Made:
             q, k, v = layer(x).chunk(3, -1)
             if shaped:
                 q, k, v = (part[:, None] for part in (q, k, v))
-            given = mask if mask is not None and not shaped else None
+            given = mask.to(q.dtype) if mask is not None and not shaped else None
             y = F.scaled_dot_product_attention(q, k, v, given, drop, causal and given is None, scale=d_scale)
             return y.squeeze(1) if shaped else y
 
@@ -202,11 +202,17 @@ def attention(d: Draw, shape: Shape) -> Made:
             width, heads_count, drop, batch_first=True, bias=d.chance(0.8), add_bias_kv=d.chance(0.1)
         )
         weighed = d.chance(0.3)
-        return Fn("mha", lambda x, a: a(x, x.flip(1), x, attn_mask=mask, need_weights=weighed)[0], layer), shape
+        return Fn(
+            "mha",
+            lambda x, a: a(x, x.flip(1), x, attn_mask=mask if mask is None else mask.to(x.dtype), need_weights=weighed)[
+                0
+            ],
+            layer,
+        ), shape
     encoder = nn.TransformerEncoderLayer(
         width, heads_count, 3, drop, d.one("relu", "gelu", F.silu), batch_first=True, norm_first=d.chance(0.5)
     )
-    return Fn("encoder", lambda x, a: a(x, src_mask=mask), encoder), shape
+    return Fn("encoder", lambda x, a: a(x, src_mask=mask if mask is None else mask.to(x.dtype)), encoder), shape
 
 
 WORDS = 5

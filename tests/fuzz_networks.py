@@ -3,8 +3,9 @@
     python tests/fuzz_networks.py --seeds 0-9999 [--json counts.json]
 
 Every seed draws a network, a batch, a loss, a divergence, and whether the batch is cut. `QuadraticModel` is held against the
-truth of `fuzz_truth` to 1e-9, and has to leave everything as it was. An error of the library's own counts as a refusal where
-the draw has a reason for it. What is wrong, or raises anything else, is printed with its seed, and makes the exit code 1.
+truth of `fuzz_truth` to 1e-9 (1e-4 in float32), and has to leave everything as it was. An error of the library's own counts as
+a refusal where the draw has a reason for it. What is wrong, or raises anything else, is printed with its seed, and makes
+the exit code 1.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from llqr_lab.results import provenance, write_json
 
 TOLERANCE = 1e-9
 """Of the product's length; and a thousandth of it of the longest that it could be."""
+SINGLE = 1e-4
+"""The same, where float32 is in it."""
 REFUSALS: dict[str, tuple[set[str], str]] = {
     "refused: draws random numbers in chunks": ({"random"}, "draws random numbers"),
     "refused: batch statistics in chunks": ({"norm"}, "statistics of the batch|more than 1 value per channel"),
@@ -76,10 +79,13 @@ def answered(case: Case, along: Sequence[Tensor]) -> tuple[Tensor, list[Tensor],
     products, bends = [], []
     for v in along:
         parts = v.split([shape.numel() for shape in shapes.values()])
-        named = {name: part.reshape(shapes[name]) for name, part in zip(shapes, parts, strict=True)}
-        products.append(flat(list(q.curvature(named).values())))
+        named = {
+            name: part.reshape(shapes[name]).to(q.gradient[name].dtype)
+            for name, part in zip(shapes, parts, strict=True)
+        }
+        products.append(flat(list(q.curvature(named).values())).double())
         bends.append(q.bend(named))
-    return flat(list(q.gradient.values())), products, bends
+    return flat(list(q.gradient.values())).double(), products, bends
 
 
 def effective(case: Case) -> nn.Module:
@@ -94,9 +100,12 @@ def compare(case: Case, along: Sequence[Tensor], answer: tuple[Tensor, list[Tens
     truth = Truth(effective(case), case.names, case.run, case.plain)
     base = truth.output.detach()
     gradient, products, bends = answer
+    rounds = "float32" in case.marks
     rows = float(truth.rows.norm()) if len(truth.rows) else 1.0
     given = case.options.get("gradient")
-    close("the gradient", gradient, truth.gradient if given is None else flat(list(given.values())), rows * 1e-3)
+    close(
+        "the gradient", gradient, truth.gradient if given is None else flat(list(given.values())), rows * 1e-3, rounds
+    )
     damping = case.options["damping"]
     diagonal = flat(
         [
@@ -111,13 +120,13 @@ def compare(case: Case, along: Sequence[Tensor], answer: tuple[Tensor, list[Tens
             part = truth.steep(v) if psi is None else truth.curved(lambda x, psi=psi: psi(x, base), v)
             expected = expected + weight * part
         longest = float(truth.gradient.norm() + rows**2) * float(v.norm())
-        close("a product", product, expected, longest * 1e-3)
-        close("v·Hv", torch.tensor(bend, dtype=torch.float64), v @ expected, longest * 1e-3 * float(v.norm()))
+        close("a product", product, expected, longest * 1e-3, rounds)
+        close("v·Hv", torch.tensor(bend, dtype=torch.float64), v @ expected, longest * 1e-3 * float(v.norm()), rounds)
 
 
-def close(what: str, found: Tensor, truth: Tensor, scale: float) -> None:
+def close(what: str, found: Tensor, truth: Tensor, scale: float, rounds: bool) -> None:
     gap, size = float((found - truth).norm()), float(truth.norm())
-    if not gap <= TOLERANCE * (size + scale):
+    if not gap <= (SINGLE if rounds else TOLERANCE) * (size + scale):
         raise Wrong(f"{what} is off by {gap:.3g} of {size:.3g} ({gap / (size or 1):.2g})")
 
 
@@ -174,9 +183,9 @@ def judged(seed: int) -> str:
     case = made(seed)
     if not case.names:
         return "nothing to step"
-    along, held = directions(case, seed), Held(case)
+    along = directions(case, seed)
     streams(seed)
-    held = Held(case)
+    held = Held(case.convert(torch.float32) if case.single else case)
     try:
         answer = answered(case, along)
     except Exception as error:

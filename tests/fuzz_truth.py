@@ -157,8 +157,11 @@ def classes(d: Draw, shape: Shape, dim: int) -> Loss:
     def logits(x: Tensor) -> Tensor:
         return x.movedim(dim, -1).reshape(-1, size)
 
+    def weighed(x: Tensor) -> Tensor | None:
+        return None if weight is None else weight.to(x.dtype)
+
     def entropy(x: Tensor, y: Tensor, reduction: str = "mean") -> Tensor:
-        return F.cross_entropy(logits(x), y.reshape(-1), weight, label_smoothing=smoothing, reduction=reduction)
+        return F.cross_entropy(logits(x), y.reshape(-1), weighed(x), label_smoothing=smoothing, reduction=reduction)
 
     def plain(x: Tensor) -> Tensor:
         log_p = logits(x) - logits(x).logsumexp(-1, keepdim=True)
@@ -186,7 +189,7 @@ def classes(d: Draw, shape: Shape, dim: int) -> Loss:
     if kind == "ctc" and len(shape) == 3 and dim == -1:
         return ctc(d, shape)
     if kind == "nll":
-        return lambda x, y: F.nll_loss(logits(x).log_softmax(-1), y.reshape(-1), weight), targets, plain
+        return lambda x, y: F.nll_loss(logits(x).log_softmax(-1), y.reshape(-1), weighed(x)), targets, plain
     return entropy, targets, plain
 
 
@@ -251,7 +254,10 @@ def coins(d: Draw, shape: Shape) -> Loss:
     def plain(x: Tensor) -> Tensor:
         return (softplus(-x) * targets * (1 if more is None else more) + softplus(x) * (1 - targets)).mean()
 
-    return lambda x, y: F.binary_cross_entropy_with_logits(x, y, pos_weight=more), targets, plain
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(x, y, pos_weight=None if more is None else more.to(x.dtype))
+
+    return loss, targets, plain
 
 
 # --- the truth ---

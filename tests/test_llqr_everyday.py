@@ -12,7 +12,8 @@ from torch.nn import functional
 
 from llqr import LLQR
 from llqr.divergences import KL
-from llqr.errors import LLQRError
+from llqr.errors import LLQRError, LLQRWarning
+from llqr.family_of_loss import summed
 from loops import backward, batch, blocks_of, network, sgd, train
 
 
@@ -126,3 +127,91 @@ def test_targets_without_a_loss_are_told() -> None:
     backward(model, (x, y))
     with pytest.raises(LLQRError, match="give loss_fn too"):
         LLQR.paper(sgd(model), model).refit(x, y)
+
+
+SUMS = {
+    "classes": (KL(reduction="sum"), lambda out, y: functional.cross_entropy(out, y, reduction="sum")),
+    "padding": (
+        KL(),
+        lambda out, y: functional.cross_entropy(out, torch.where(y == y[0], -100, y), reduction="sum"),
+    ),
+    "coins": (
+        KL("bernoulli"),
+        lambda out, y: functional.binary_cross_entropy_with_logits(
+            out, functional.one_hot(y, out.shape[1]).to(out), reduction="sum"
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_loss_that_is_a_sum_is_told_once(name: str) -> None:
+    """Its gradient at the output is p - y, and that of a mean is p - y over the number of variables."""
+    divergence, loss = SUMS[name]
+    model, (x, y) = network(), batch()
+    count = {"classes": len(y), "padding": int((y != y[0]).sum()), "coins": model(x).numel()}[name]
+    optimizer = LLQR.paper(sgd(model), model, divergence, "kfac", every=1, steps=2)
+    loss(model(x), y).backward()
+    with pytest.warns(
+        LLQRWarning, match=rf"adds up its {count} variables.*reduction=\"mean\".*rate by {count} \(said once"
+    ):
+        optimizer.step()
+    for scale in (1.0, 1 / count, 2.0**16 / count):  # told already; a mean; one that a GradScaler has multiplied
+        other = optimizer if scale == 1 else LLQR.paper(sgd(model), model, divergence, "kfac", every=1, steps=2)
+        (scale * loss(model(x), y)).backward()
+        other.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_what_is_known_to_be_a_sum(dtype: torch.dtype) -> None:
+    """p - y for hard targets, whatever p is; not for soft ones, class weights, squares, or a mean of saturated logits."""
+    torch.manual_seed(0)
+    for size in (0.1, 1.0, 10.0):
+        output = (size * torch.randn(8, 5)).to(dtype).requires_grad_()
+        targets = torch.randint(5, (8,))
+        soft, weights = torch.rand(8, 5).softmax(-1).to(dtype), (1 + torch.rand(5)).to(dtype)
+        known = {
+            8: [functional.cross_entropy(output, targets, reduction="sum")],
+            0: [
+                functional.cross_entropy(output, targets),
+                2.0**10 * functional.cross_entropy(output, targets),
+                functional.cross_entropy(output, soft, reduction="sum"),
+                functional.cross_entropy(output, targets, weights, reduction="sum"),
+                functional.mse_loss(output, soft),
+                1e6 * functional.mse_loss(output, soft),
+            ],
+        }
+        for count, losses in known.items():
+            for loss in losses:
+                (slope,) = torch.autograd.grad(loss, output)
+                assert summed(KL(), slope, output.detach()) == count
+        right = functional.one_hot(output.argmax(-1), 5).to(dtype) * 20 + output
+        (slope,) = torch.autograd.grad(functional.cross_entropy(right, right.argmax(-1)), output)
+        assert summed(KL(), slope, right.detach()) == 0
+
+
+def test_the_sum_of_a_loss_is_no_matter_without_a_divergence() -> None:
+    """LLQR's steps are as long as the base's: a sum at the rate over N gives those of a mean."""
+    found = []
+    for reduction, lr in (("mean", 0.06), ("sum", 0.01)):
+        model = network()
+        optimizer = LLQR(torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9), model, every=2)
+        for k in range(5):
+            x, y = batch(k)
+            optimizer.zero_grad()
+            functional.cross_entropy(model(x), y, reduction=reduction).backward()
+            optimizer.step()
+        assert optimizer.stats.refits > 1
+        found.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("make", [LLQR, LLQR.paper])
+def test_gradients_that_are_not_finite_are_counted_before_the_first_refit(make: Any) -> None:
+    model, (x, y) = network(), batch()
+    optimizer = make(sgd(model), model, every=lambda step: step == 3)
+    functional.cross_entropy(model(x), y).backward()
+    model[0].bias.grad.fill_(torch.nan)
+    with pytest.warns(LLQRWarning, match=r"'0\.bias'.*stats\.nonfinite"):
+        optimizer.step()
+    assert (optimizer.stats.nonfinite, optimizer.stats.rejected) == (1, 0)

@@ -183,7 +183,7 @@ def test_inputs_that_are_not_finite_reject_the_refit() -> None:
     backward(model, batch())
     with torch.enable_grad():
         model(torch.full((3, 4), torch.nan).double())
-    with pytest.warns(LLQRWarning, match="the inputs ha"):
+    with pytest.warns(LLQRWarning, match="not finite in the inputs"):
         optimizer.step()
     assert optimizer.stats.rejected == 1
     assert all(bool(p.isfinite().all()) for p in model.parameters())

@@ -20,6 +20,7 @@ from llqr_lab.experiments import command
 from llqr_lab.experiments.folder import RunError, RunFolder
 from llqr_lab.experiments.loop import train
 from llqr_lab.experiments.presets import resolve
+from llqr_lab.report.runs import found_runs
 
 
 def llqr(*arguments: str) -> Result:
@@ -197,7 +198,11 @@ def test_edited_or_torn_metrics_are_noticed(tmp_path: Path) -> None:
         run.metrics.write_bytes(other)
         with pytest.raises(RunError, match=r"metrics\.jsonl isn't what it was: it has been edited, or damaged"):
             resumed(run)
+        (found,) = found_runs([run.path])
+        assert "metrics.jsonl isn't what the run wrote: edited, or damaged" in found.notes
     run.metrics.write_bytes(content + b'{"step": 99')
+    (found,) = found_runs([run.path])
+    assert not any("isn't what the run wrote" in note for note in found.notes)
     resumed(run)
     assert run.metrics.read_bytes() == whole.metrics.read_bytes()
 

@@ -155,7 +155,7 @@ def check_finite(tensor: Tensor, what: str) -> None:
         value = float(tensor.detach()[place].real)
         more = int(bad.sum()) - 1
         also = f", and in {more} more places" if more else ""
-        raise NonFiniteError(f"{what} has a value that is not finite: {value} at index {place}{also}")
+        raise NonFiniteError(f"there is a value that is not finite in {what}: {value} at index {place}{also}")
 
 
 def check_callable(name: str, value: object) -> None:
@@ -182,7 +182,7 @@ def check_tensors(what: str, value: object) -> None:
     for name, tensor in value.items():
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             raise LLQRError(f"{what} has under {name!r} what isn't a tensor of real numbers")
-        check_finite(tensor, f"{what}, under {name!r},")
+        check_finite(tensor, f"{what}, under {name!r}")
 
 
 def check_parameter(name: str, parameter: Tensor) -> None:

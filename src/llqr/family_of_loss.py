@@ -16,6 +16,8 @@ NOT_CATEGORICAL = 0.1
 """How far from zero the gradient of a loss may sum up over the classes, as a share of its size; rounding leaves far less."""
 ROUNDING = 1e-5
 """What rounding in float32 leaves of a sum that is zero, as a share of the size of what is summed."""
+SUM = 1e-3
+"""How far from a sum's gradient that of a loss may be, to be one."""
 PROBABILITIES = 0.01
 """How far from one the sum of probabilities may be."""
 
@@ -47,6 +49,27 @@ def check_family(term: OutputTerm, slope: Tensor | None, output: Tensor, has_cla
             "KL(family='gaussian') for regression, KL(family=Categorical(dim=…)) for classes along another dimension, or take "
             "LLQR without a divergence"
         )
+
+
+def summed(term: OutputTerm, slope: Tensor, output: Tensor) -> int:
+    """How many variables a loss adds up, where the gradient tells that it does; else 0.
+
+    That of a sum of cross-entropies is p - y at each variable, of a mean it is that over their number. A mean that a GradScaler
+    has multiplied by just that number looks the same: in float16, where there may be one, nothing is said.
+    """
+    family = getattr(term, "family", None)
+    if slope.dtype == torch.float16 or not isinstance(family, (Bernoulli, Categorical)):
+        return 0
+    rounding = max(SUM, 2 * torch.finfo(slope.dtype).eps)
+    slope, output = raised(slope), raised(output)
+    if isinstance(family, Bernoulli):
+        p, count = output.sigmoid(), slope.numel()
+    else:
+        seen = slope.ne(0).any(family.dim, keepdim=True)  # what isn't is padding
+        p, count = output.softmax(family.dim) * seen, int(seen.sum())
+    gap = slope - (p - (p - slope).round().clamp(0, 1))
+    size = float(slope.norm())
+    return count if count > 1 and size > 0 and float(gap.norm()) <= rounding * size else 0
 
 
 def _dimension_of_classes(slope: Tensor, output: Tensor) -> int | None:

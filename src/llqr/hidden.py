@@ -2,16 +2,22 @@
 
 A `torch.autograd.Function` that computes with detached tensors, or keeps results of its forward in `ctx`, has right gradients
 and silently wrong second derivatives. Torch's own operations don't, so only models in whose graph there is a formula written by
-hand are looked at: there, differences of the gradient are held against its derivative. In double precision, whatever the model
-is in: the steps can be so short then that no unit is at a kink between them, and rounding doesn't matter.
+hand are looked at.
 
-Each formula is looked at by itself, where it is called: in the whole model it may have a small part, or stand beside another
-one whose gradient isn't meant to be one. The whole model is looked at for what can't be called by itself.
+A formula is B_i(u, x) = (∂y/∂x_i)ᵀ u, one for each argument x_i. What torch gives for its derivative is compared with what it
+is: linear in u, so that (∂B_i/∂u) u' = B_i(u', x); and along x_i the same as differences of B_j, since second derivatives are
+symmetric, (∂B_i/∂x_j)ᵀ v_i = (∂B_j/∂x_i) v_i. Each pair of arguments is compared by itself, and so is each output: a large part
+that is right hides no small one that is wrong. In double precision where that is possible; and with steps of several lengths,
+because a formula may compute in float32 whatever it is given. The short ones meet no kink, the long ones no rounding.
+
+Each formula is looked at where it is called: in the whole model it may have a small part, or stand beside another one whose
+gradient isn't meant to be one. The whole model is looked at for what can't be called by itself.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
@@ -21,34 +27,30 @@ from torch import Tensor
 from torch.autograd.function import _SingleLevelFunction
 
 from llqr.checks import frozen_rng
-from llqr.errors import NotTwiceDifferentiableError
+from llqr.errors import LLQRWarning, NotTwiceDifferentiableError, callers_level
 from llqr.exact.derivatives import graph_nodes
 
-STEP = 1e-9
-"""Length of a difference, relative to the point."""
-TOLERANCE = 1e-3
-"""Relative; what is hidden is usually a large part of the whole."""
-NOISE = 1e-14
-"""Of the numbers that differences are taken of."""
 
-
-class Fineness(NamedTuple):
+class Step(NamedTuple):
     """How differences are taken: along how long a step, and what they may be off by."""
 
-    step: float
+    length: float
+    """Relative to the point."""
     tolerance: float
     noise: float
-    """What rounding leaves, relative to the numbers that a value is summed of."""
-    coordinates: int | None = None
-    """How many of each tensor are moved; None: all. Of a few, hardly any comes to a kink."""
+    """What rounding leaves of a number."""
 
 
-FINE = Fineness(STEP, TOLERANCE, NOISE)
-COARSE = Fineness(1e-3, 0.05, 1e-7, 64)
-"""For functions that compute in float32, whatever they are given."""
+STEPS = (Step(1e-9, 1e-3, 1e-14), *(Step(length, 1e-2, 1e-6) for length in (1e-4, 1e-3, 1e-2)))
+"""For double precision; for float32, whose rounding asks for a long step, and a sharp function for a short one."""
+BELIEVED = 0.1
+"""How far the differences of both sides may be from each other, relative to their size. A kink, or rounding, is beyond."""
+FLAT = 1e-6
+"""A step that meets hardly any kink, and changes what is rounded to float32."""
+UNSEEN = 1e-3
+"""An argument that is smaller than this, compared with the others, is moved as they are."""
 
-Run = Callable[[list[Tensor]], Tensor]
-Scalar = Callable[[list[Tensor]], Tensor]
+Run = Callable[[list[Tensor]], tuple[Tensor, ...]]
 Call = tuple[Any, list[Any]]
 """A function written by hand, and what it was called with."""
 
@@ -65,15 +67,11 @@ def handwritten(outputs: Sequence[Tensor]) -> list[str]:
     return sorted(names)
 
 
-def check_model(outputs: Sequence[Tensor], run: Run, point: Sequence[Tensor], slope: Tensor) -> None:
-    """Raise where a formula in the model's graph hides: `run` is the model in double precision, `slope` the loss's ∇ℓ(x_N)."""
+def check_model(outputs: Sequence[Tensor], run: Run, run_in_double: Run, point: Sequence[Tensor]) -> None:
+    """Raise where a formula in the model's graph hides: `run` is the model, as a function of the `point`."""
     names = handwritten(outputs[:1])
-    if not names:
-        return
-    start, slope = outputs[0].detach().double(), slope.double()
     doubled = [tensor.detach().double() for tensor in point]
-    whole, size = _curved(run, start, slope)
-    if _any_hides(names, lambda: run(_leaves(doubled)), lambda: _judged(whole, doubled, size)):
+    if names and _any_hides(names, lambda: run(_leaves(point)), lambda: hides(*_joined(run_in_double, doubled))):
         raise NotTwiceDifferentiableError(
             "the second derivatives that Newton asks for are wrong, because a backward formula written by hand hides a part "
             f"of itself from them ({', '.join(names)}): write it in differentiable operations of the inputs that "
@@ -84,43 +82,38 @@ def check_model(outputs: Sequence[Tensor], run: Run, point: Sequence[Tensor], sl
 def check_loss(loss: Callable[[Tensor], Tensor], output: Tensor) -> None:
     """Raise where a formula in the loss hides."""
     with torch.enable_grad():
-        value = loss(output.detach().requires_grad_())
-    names, doubled = handwritten([value]), [output.detach().double()]
-    if not names:
-        return
-    size = abs(float(value.detach()))
-    if _any_hides(
-        names, lambda: loss(*_leaves(doubled)), lambda: _judged(lambda leaves: loss(leaves[0]), doubled, size)
-    ):
+        names = handwritten([loss(output.detach().requires_grad_())])
+    whole: Run = lambda leaves: (loss(leaves[0]),)  # noqa: E731
+    if names and _any_hides(names, lambda: whole(_leaves([output])), lambda: hides(whole, [output.detach().double()])):
         raise NotTwiceDifferentiableError(
             "the second derivative of the loss is wrong, because a backward formula written by hand hides a part of itself "
             f"from it ({', '.join(names)}): use a loss of torch's own operations here, or KL, which doesn't need the loss's"
         )
 
 
-def _curved(run: Run, start: Tensor, slope: Tensor) -> tuple[Scalar, float]:
-    """A function of what `run` gives, and the size of its numbers. Any will do that has a slope, here at `start` (for what is
-    kept), and a curvature (for what is cut)."""
-    stiffness = float(slope.norm() / (start.norm() + 1e-300))
-
-    def curved(leaves: list[Tensor]) -> Tensor:
-        change = run(leaves) - start
-        return (change * (slope + 0.5 * stiffness * change)).sum()
-
-    return curved, float(slope.norm() * start.norm())
-
-
-def _any_hides(names: Sequence[str], run: Callable[[], Tensor], whole: Callable[[], bool | None]) -> bool:
+def _any_hides(names: Sequence[str], run: Callable[[], object], whole: Callable[[], bool | None]) -> bool:
     """Whether one of these functions does: by itself, as it is called in the run, or in the whole where that can't be told."""
-    with _overheard() as calls, torch.enable_grad(), suppress(Exception):  # it may not run in double precision
+    with _overheard() as calls, torch.enable_grad(), suppress(Exception):
         run()
-    judged = {}
+    judged: dict[str, bool] = {}
     for function, args in calls:
         if function.__name__ in names:
-            judged[function.__name__] = verdict = _hides_by_itself(function, args)
+            verdict = hides(*_called(function, _doubled(args)))
+            if verdict is None:  # it doesn't run in double precision
+                verdict = hides(*_called(function, args))
             if verdict:
                 return True
-    return any(judged.get(name) is None for name in names) and bool(whole())
+            judged[function.__name__] = judged.get(function.__name__, True) and verdict is not None
+    unknown = [name for name in names if not judged.get(name)]
+    verdict = whole() if unknown else False
+    if verdict is None:
+        warnings.warn(
+            f"the backward formula of {', '.join(unknown)} is written by hand, and can't be called by itself to see whether "
+            "its second derivatives, which Newton asks for, are right: compare them once with torch.autograd.gradgradcheck",
+            LLQRWarning,
+            stacklevel=callers_level(),
+        )
+    return bool(verdict)
 
 
 @contextmanager
@@ -148,119 +141,176 @@ def _copied(value: Any) -> Any:
     return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
-def _hides_by_itself(function: Any, args: Sequence[Any]) -> bool | None:
+def _doubled(args: Sequence[Any]) -> list[Any]:
+    return [
+        value.detach().double().requires_grad_(value.requires_grad)
+        if isinstance(value, Tensor) and value.is_floating_point()
+        else value
+        for value in args
+    ]
+
+
+def _called(function: Any, args: Sequence[Any]) -> tuple[Run, list[Tensor]]:
+    """A call as a function of the arguments that a backward pass goes through, and those."""
     places = [place for place, value in enumerate(args) if _leads_back(value)]
 
-    def run(leaves: list[Tensor]) -> Tensor:
+    def run(leaves: list[Tensor]) -> tuple[Tensor, ...]:
         given = list(args)
         for place, leaf in zip(places, leaves, strict=True):
             given[place] = leaf.clone()  # it may be changed in place
         with frozen_rng():  # it draws the same each time
             outputs = function.apply(*given)
-        each = outputs if isinstance(outputs, tuple) else (outputs,)
-        return torch.cat([output.reshape(-1) for output in each if _leads_back(output)])
+        return tuple(y for y in (outputs if isinstance(outputs, tuple) else (outputs,)) if _leads_back(y))
 
-    point = [args[place].detach() for place in places]
+    return run, [args[place].detach() for place in places]
+
+
+def _joined(run: Run, point: Sequence[Tensor]) -> tuple[Run, list[Tensor]]:
+    """With all arguments in one, each as large as the others."""
+    sizes = _sizes(point)
+    shapes = [tensor.shape for tensor in point]
+
+    def joined(leaves: list[Tensor]) -> tuple[Tensor, ...]:
+        parts = torch.split(leaves[0], [shape.numel() for shape in shapes])
+        return run([part.view(shape) * size for part, shape, size in zip(parts, shapes, sizes, strict=True)])
+
+    return joined, [torch.cat([tensor.reshape(-1) / size for tensor, size in zip(point, sizes, strict=True)])]
+
+
+def hides(run: Run, point: Sequence[Tensor]) -> bool | None:
+    """Whether a derivative of a function's gradient isn't what it says it is; None where that can't be told.
+
+    A gradient that isn't the function's own (straight-through estimators) is meant so: nothing is said about it.
+    """
     try:
-        with torch.enable_grad():
-            start = run(_leaves(point)).detach()
-    except Exception:  # it can't be called once more
+        with torch.autocast(point[0].device.type, enabled=False), torch.enable_grad():
+            count = len(run(_leaves(point)))
+            return any(_Look(run, place, point).hides() for place in range(count))
+    except Exception:  # it can't be called once more, or not in this precision
         return None
-    curved, size = _curved(run, start, torch.linspace(-40, 40, start.numel()).sin().to(start))
-    verdict = _judged(curved, point, size)
-    return _judged(curved, point, size, COARSE) if not verdict and _in_single(run, point) else verdict
 
 
-def _in_single(run: Run, point: Sequence[Tensor]) -> bool:
-    """Whether a function that is given doubles, or its gradient, has numbers of float32 alone."""
-    if any(tensor.dtype != torch.float64 for tensor in point):
+class _Look:
+    """At one output of a function: y, a cotangent u, and B_i(u, x) for each argument x_i."""
+
+    def __init__(self, run: Run, place: int, point: Sequence[Tensor]) -> None:
+        self._run, self._place, self._point = run, place, point
+        self._generator, self._sizes = torch.Generator().manual_seed(0), _sizes(point)
+        self._leaves = _leaves(point)
+        y = self._value(self._leaves)
+        self._y = y.detach()
+        self._u = self._cotangent().requires_grad_()
+        self._slopes = torch.autograd.grad(y, self._leaves, self._u, create_graph=True, materialize_grads=True)
+
+    def hides(self) -> bool:
+        arguments = range(len(self._point))
+        steps = [[step for step in STEPS if self._climbs(i, step)] for i in arguments]
+        for i in arguments:
+            if not steps[i]:
+                continue
+            v = self._random(self._point[i]) * self._sizes[i] + self._point[i]
+            try:
+                of_u, *products = self._derivative(i, v)
+            except RuntimeError:  # it has none, which torch says itself
+                return False
+            if self._hides_u(i, v, of_u):
+                return True
+            doubted, agreed = set[int](), self._flat(i, v, products)
+            for step in steps[i]:
+                judged = [j for j in arguments if step in steps[j] and j not in agreed]
+                for j, verdict in self._turned(i, v, products, step, judged):
+                    (doubted if verdict else agreed).add(j)
+            if doubted - agreed:
+                return True
         return False
-    with torch.enable_grad():
-        leaves = _leaves(point)
-        output = run(leaves)
-        slope = torch.linspace(-40, 40, output.numel()).sin().to(output)
-        try:
-            found = [output, *torch.autograd.grad(output, leaves, slope, materialize_grads=True)]
-        except RuntimeError:
-            return False
-    return any(bool(each.any()) and torch.equal(each, each.float().to(each.dtype)) for each in found)
+
+    def _climbs(self, i: int, step: Step) -> bool:
+        """Whether B_i is the function's gradient, as far as this step can tell. No part of the sum cancels another."""
+        slope = self._slopes[i].detach()
+        v = torch.where(slope < 0, -self._sizes[i], self._sizes[i]).to(slope)
+        ahead, behind = (self._value(self._moved(i, v, length)) for length in (step.length, -step.length))
+        u = self._u.detach()
+        climbed = _total((ahead - behind).detach() * u) / (2 * step.length)
+        along = _total(slope * v)
+        floor = step.noise / step.length * _norm((u * self._y)[ahead != behind])
+        larger = max(abs(climbed), abs(along))
+        return abs(climbed - along) <= step.tolerance * larger + floor and larger > 2 * floor
+
+    def _derivative(self, i: int, v: Tensor) -> tuple[Tensor, ...]:
+        """(∂B_i/∂u)ᵀ v and (∂B_i/∂x_j)ᵀ v for each j."""
+        of = [self._u, *self._leaves]
+        if not self._slopes[i].requires_grad:
+            return tuple(torch.zeros_like(each) for each in of)
+        return torch.autograd.grad(self._slopes[i], of, v, retain_graph=True, materialize_grads=True)
+
+    def _hides_u(self, i: int, v: Tensor, of_u: Tensor) -> bool:
+        """Whether v·(∂B_i/∂u) u' isn't v·B_i(u', x), for some u'."""
+        tolerance = STEPS[0].tolerance if v.dtype == torch.float64 else STEPS[1].tolerance
+        for _ in range(2):
+            u = self._cotangent()
+            leaves = _leaves(self._point)
+            slope = torch.autograd.grad(self._value(leaves), leaves[i], u, materialize_grads=True)[0]
+            found, truth = _total(of_u * u), _total(v * slope)
+            scale = max(_norm(of_u) * _norm(u) / math.sqrt(max(u.numel(), 1)), abs(truth))
+            if abs(found - truth) > tolerance * scale + 1e-5 * _norm(v * slope):
+                return True
+        return False
+
+    def _flat(self, i: int, v: Tensor, products: Sequence[Tensor]) -> set[int]:
+        """The B_j that don't change at all, to the last bit, and whose derivative is zero: kinks further away are no sign."""
+        ahead, behind = (self._slopes_at(self._moved(i, v, length)) for length in (FLAT, -FLAT))
+        equal = [torch.equal(one, other) for one, other in zip(ahead, behind, strict=True)]
+        return {j for j, product in enumerate(products) if equal[j] and not product.any()}
+
+    def _turned(
+        self, i: int, v: Tensor, products: Sequence[Tensor], step: Step, judged: Sequence[int]
+    ) -> Iterator[tuple[int, bool]]:
+        """For each B_j that differences along v tell something about: whether they contradict what torch says."""
+        ahead, behind = (self._slopes_at(self._moved(i, v, length)) for length in (step.length, -step.length))
+        for j in judged:
+            here, product = self._slopes[j].detach(), products[j]
+            one, other = (ahead[j] - here) / step.length, (here - behind[j]) / step.length
+            noise = step.noise / step.length * _norm(here) / math.sqrt(max(here.numel(), 1))
+            changed = torch.maximum(torch.maximum(one.abs(), other.abs()), product.abs()) > noise
+            believed = changed & ((one - other).abs() <= BELIEVED * (one.abs() + other.abs()))
+            count = int(believed.sum())
+            if count == 0 or 2 * count < int(changed.sum()):
+                continue
+            middle, product = (0.5 * (one + other))[believed], product[believed]
+            scale = max(_norm(middle), _norm(product))
+            yield j, _norm(middle - product) > step.tolerance * scale + noise * math.sqrt(count)
+
+    def _value(self, leaves: list[Tensor]) -> Tensor:
+        return self._run(leaves)[self._place]
+
+    def _slopes_at(self, leaves: list[Tensor]) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(self._value(leaves), leaves, self._u.detach(), materialize_grads=True)
+
+    def _moved(self, i: int, v: Tensor, length: float) -> list[Tensor]:
+        return _leaves([x.add(v, alpha=length) if place == i else x for place, x in enumerate(self._point)])
+
+    def _cotangent(self) -> Tensor:
+        """Random, and neither orthogonal to constants nor to y itself, whose sums are what norms hide."""
+        return self._random(self._y) + 1 + self._y / _sizes([self._y])[0]
+
+    def _random(self, like: Tensor) -> Tensor:
+        """The same at every look, and no draw from torch's stream."""
+        return torch.randn(like.shape, generator=self._generator, dtype=torch.float64).to(like)
 
 
 def _leaves(point: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.detach().requires_grad_() for tensor in point]
 
 
-def _judged(function: Scalar, point: Sequence[Tensor], size: float, fineness: Fineness = FINE) -> bool | None:
-    """`hides`, where that can be told; else None."""
-
-    def precise(leaves: list[Tensor]) -> Tensor:
-        value = function(leaves)
-        if fineness is FINE and value.dtype != torch.float64:
-            raise TypeError("computed in another precision")
-        return value
-
-    try:
-        with torch.autocast(point[0].device.type, enabled=False):
-            return hides(precise, point, size, fineness)
-    except Exception:  # it doesn't run in double precision: a kernel, a dtype that is written out
-        return None
-
-
-def hides(function: Scalar, point: Sequence[Tensor], size: float, fineness: Fineness = FINE) -> bool:
-    """Whether the second derivative of a scalar function isn't the derivative of its gradient, while the gradient is one.
-
-    `point` is in double precision, and so is what the function computes; `size` is that of the numbers that its value is summed
-    of. A gradient that isn't the function's own (straight-through estimators) is meant so: nothing is said about it.
-    """
-    step, tolerance, noise, coordinates = fineness
-    direction = _direction(point, coordinates)
-    leaves = _leaves(point)
-    with torch.enable_grad():
-        value = function(leaves)
-        slope = torch.autograd.grad(value, leaves, create_graph=True, materialize_grads=True)
-    product = _product(slope, leaves, direction)
-    along = _dot(slope, direction)
-    for length in (step, -step):  # a kink in between is on one side
-        moved = [
-            tensor.detach().add(v, alpha=length).requires_grad_() for tensor, v in zip(point, direction, strict=True)
-        ]
-        with torch.enable_grad():
-            other = function(moved)
-            there = torch.autograd.grad(other, moved, materialize_grads=True)
-        climbed = float(other.detach() - value.detach()) / length
-        larger, floor = max(abs(climbed), abs(along)), noise / step * size
-        if abs(climbed - along) > tolerance * larger + floor or (fineness is COARSE and larger < 2 * floor):
-            return False
-        turned = [(b - a.detach()) / length for a, b in zip(slope, there, strict=True)]
-        difference = _norm([a - b for a, b in zip(turned, product, strict=True)])
-        scale = max(_norm(turned), _norm(product))
-        if not difference > tolerance * scale + noise / step * _norm(slope):
-            return False
-    return True
-
-
-def _direction(point: Sequence[Tensor], coordinates: int | None = None) -> list[Tensor]:
-    """Random, each tensor as large as the one it moves; the same at every call, and no draw from torch's stream."""
-    generator = torch.Generator().manual_seed(0)
-    drawn = [torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype).to(tensor.device) for tensor in point]
-    for v in drawn if coordinates is not None else ():
-        v.view(-1)[torch.randperm(v.numel(), generator=generator)[coordinates:].to(v.device)] = 0
-    sizes = [float(tensor.square().mean().sqrt()) if tensor.numel() else 0.0 for tensor in point]
+def _sizes(point: Sequence[Tensor]) -> list[float]:
+    sizes = [_norm(tensor) / math.sqrt(max(tensor.numel(), 1)) for tensor in point]
     typical = max(sizes, default=0.0) or 1.0
-    return [v * max(size, 1e-3 * typical) for v, size in zip(drawn, sizes, strict=True)]
+    return [size if size > UNSEEN * typical else typical for size in sizes]
 
 
-def _product(slope: Sequence[Tensor], leaves: Sequence[Tensor], direction: Sequence[Tensor]) -> list[Tensor]:
-    pairs = [(row, v) for row, v in zip(slope, direction, strict=True) if row.requires_grad]
-    if not pairs:
-        return [torch.zeros_like(leaf) for leaf in leaves]
-    rows, along = zip(*pairs, strict=True)
-    return list(torch.autograd.grad(rows, leaves, along, materialize_grads=True))
+def _total(tensor: Tensor) -> float:
+    return float(tensor.detach().double().sum())
 
 
-def _dot(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
-    return sum(float((a.detach() * b).sum()) for a, b in zip(left, right, strict=True))
-
-
-def _norm(tensors: Sequence[Tensor]) -> float:
-    return math.sqrt(sum(float(tensor.detach().square().sum()) for tensor in tensors))
+def _norm(tensor: Tensor) -> float:
+    return float(tensor.detach().double().norm())

@@ -225,19 +225,22 @@ class SecondDerivative(Recording):
         self._slopes = _edges(slopes)
         return [slope.detach() for slope in slopes]
 
-    def examine(self, slope: Tensor) -> None:
-        """Raise where products would be wrong, at a loss with this slope ∇ℓ(x_N)."""
-        recorder, inputs = self._recorder.in_double(), in_double(self._inputs)
+    def examine(self) -> None:
+        """Raise where products would be wrong."""
 
-        def run(leaves: list[Tensor]) -> Tensor:
-            with sdpa_kernel(SDPBackend.MATH), plain_rules():
-                return recorder.run(dict(zip(self._names, leaves, strict=True)), inputs)[0]
+        def runs(recorder: Recorder, inputs: Inputs) -> hidden.Run:
+            def run(leaves: list[Tensor]) -> tuple[Tensor, ...]:
+                with sdpa_kernel(SDPBackend.MATH), plain_rules():
+                    return tuple(recorder.run(dict(zip(self._names, leaves, strict=True)), inputs)[:1])
+
+            return run
 
         outputs = self._outputs
         if self._within:
             with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), plain_rules():
                 outputs = self._recorder.run(dict(zip(self._names, self._leaves, strict=True)), self._inputs)
-        hidden.check_model(outputs, run, self._leaves, slope)
+        own, double = runs(self._recorder, self._inputs), runs(self._recorder.in_double(), in_double(self._inputs))
+        hidden.check_model(outputs, own, double, self._leaves)
 
     def product(self, tangents: Sequence[Tensor]) -> list[Tensor]:
         """Hv."""

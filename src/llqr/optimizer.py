@@ -308,9 +308,7 @@ class LLQR(Wrapping):
             )
 
     def _count_not_finite(self, parameters: Mapping[str, Tensor]) -> None:
-        """Where there is no U because a refit was left out, it may be that nothing is finite from the start."""
-        if not self.stats.rejected:
-            return
+        """Where there is no U yet, it may be that nothing is finite from the start."""
         if spoiled := not_finite(gradients_of(parameters)):
             self.stats.nonfinite += len(spoiled)
             self._warn("nonfinite", f"the gradient of {spoiled[0]!r} isn't finite, and the base's own step was taken")

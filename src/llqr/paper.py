@@ -238,7 +238,12 @@ class PaperLLQR(Together):
         """What a refit is about. `streams` are as they were before the closure was evaluated."""
         seen = self._hook.inputs(self.model) if batch is None else None
         called = self._hook.called if batch is None else None
-        self._refit.check_family(self._hook.slopes)
+        if count := self._refit.check_family(self._hook.slopes):
+            self._warn(
+                "sum",
+                f"the loss adds up its {count} variables, and LLQR.paper expects their mean, as in the paper: steps are about "
+                f'{count} times as long. Write reduction="mean" in the loss, or divide the learning rate by {count}',
+            )
         known = batch is not None and (loss_fn or self._refit.loss_fn) is not None
         if closure is None or streams is None or known:
             return Source(gradients_of(parameters), seen, closure, batch, loss_fn, called, streams, evaluated=known)
@@ -293,8 +298,7 @@ class PaperLLQR(Together):
         self, parameters: Mapping[str, Tensor], gradients: dict[str, Tensor]
     ) -> Mapping[str, Tensor | None]:
         if self.preconditioner is None:
-            spoiled = not_finite(gradients) if self.stats.rejected else []
-            self._count_not_finite(spoiled)
+            self._count_not_finite(not_finite(gradients))
             return {}
         team = self._team if self._division is not None and self._team is not None and self._team.shard else None
         with torch.no_grad(), no_autocast(gradients), nullcontext() if team is None else self._together():

@@ -186,7 +186,7 @@ class Part:
         if any(isinstance(term, OutputTerm) and term.needs_loss for _, term in problem.terms):
             check_loss(base.loss, base.output)
         if second is not None:
-            second.examine(slope)
+            second.examine()
 
     def _bases(self, values: list[Tensor]) -> tuple[list[BasePoint], Tensor | None]:
         """The points that the ψ are expanded around, checked, and ∇ℓ(x_N)."""

@@ -212,7 +212,8 @@ def _check_closure(terms: sites.Terms, chunk_size: int | None) -> None:
             )
     if chunk_size is not None:
         raise LLQRError(
-            "a closure evaluates the whole batch, so chunk_size can't be used: give inputs, targets and loss_fn"
+            "the loss is a closure's or the model's own, of the whole batch, and chunk_size can't cut it: leave it out; "
+            "or give targets and a loss_fn (to LLQR.paper a loss_fn, and a refit_batch that returns inputs and targets)"
         )
 
 

@@ -138,7 +138,8 @@ class _Files:
                 state, storage_reader=reader, planner=Planner(), process_group=self._group, no_dist=alone
             )
         except CheckpointException as error:
-            raise LLQRError(f"the checkpoint in {str(self._folder)!r} can't be loaded: {error}") from error
+            why = "; ".join(sorted({str(failed) for failed, _ in error.failures.values()}))
+            raise LLQRError(f"the checkpoint in {str(self._folder)!r} can't be loaded: {why}") from error
 
 
 def _trained(optimizer: LLQR | PaperLLQR) -> dict[str, Any]:

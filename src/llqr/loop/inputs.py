@@ -18,10 +18,11 @@ from llqr.streams import Streams
 
 
 class Called(NamedTuple):
-    """How a model was when it was called: what it drew from, and the modes of its modules."""
+    """How a model was when it was called: what it drew from, the modes of its modules, and what autocast ran it in."""
 
     streams: Streams
     modes: list[tuple[nn.Module, bool]]
+    autocast: torch.dtype | None = None
 
 
 class InputHook:
@@ -89,7 +90,10 @@ class InputHook:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _listen(hook: InputHook, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if torch.is_grad_enabled() and is_own_call(module) and hook.wanted():
-        hook.hold(args, kwargs, Called(Streams(module), [(each, each.training) for each in module.modules()]))
+        device = next(module.parameters()).device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        modes = [(each, each.training) for each in module.modules()]
+        hook.hold(args, kwargs, Called(Streams(module), modes, autocast))
 
 
 def _keep(slopes: list[tuple[Tensor, Tensor]], output: Tensor, place: int, gradients: Sequence[Tensor | None]) -> None:

@@ -19,7 +19,7 @@ from llqr.distributed.division import Division
 from llqr.divergences import L2, Divergence, Newton, OutputTerm
 from llqr.errors import LLQRError
 from llqr.families import Categorical
-from llqr.family_of_loss import check_family
+from llqr.family_of_loss import check_family, summed
 from llqr.loop.blocks import Blocks
 from llqr.loop.closures import Closure, loss_of_output, loss_of_rows, tensor_alone, whole_loss
 from llqr.loop.gradients import check_parameters
@@ -122,15 +122,19 @@ class Refit:
         places = sites.places_of(self.model, terms)
         sites.segment_modules(self.model, self.segments, [place.module for place in places.values()])
 
-    def check_family(self, slopes: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Raise where the divergence's family isn't the loss's. `slopes`: outputs, with what the loss has sent back to them."""
+    def check_family(self, slopes: Sequence[tuple[Tensor, Tensor]]) -> int:
+        """Raise where the divergence's family isn't the loss's. `slopes`: outputs, with what the loss has sent back to them.
+
+        Returns how many variables the loss adds up, if it is known not to be their mean.
+        """
         if len(slopes) != 1:  # which of them is the divergence about?
-            return
+            return 0
         terms = [term for _, term in self.divergence.terms() if isinstance(term, OutputTerm)]
         has_classes = any(isinstance(getattr(term, "family", None), Categorical) for term in terms)
         for output, slope in slopes:
             for term in terms:
                 check_family(term, slope, output, has_classes)
+        return max((summed(term, slope, output) for output, slope in slopes for term in terms), default=0)
 
     def settings(self) -> tuple[object, ...]:
         """What decides what a refit does, in words; ranks that fit together have to have the same."""

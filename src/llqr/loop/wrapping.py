@@ -18,6 +18,7 @@ class Wrapping(Optimizer):
     """An optimizer whose `param_groups`, `state` and `defaults` are those of the `base` inside."""
 
     base: Optimizer
+    stats: Any
 
     def __init__(self, base: Optimizer) -> None:
         self.base = base
@@ -58,9 +59,8 @@ class Wrapping(Optimizer):
         self.base.zero_grad(set_to_none)
 
     def _warn(self, kind: str, message: str) -> None:
-        """Once; what comes after is only counted."""
+        """Once; what comes after is only counted, if it is."""
         if kind not in self._warned:
             self._warned.add(kind)
-            warnings.warn(
-                f"{message} (counted in optimizer.stats.{kind}; said once)", LLQRWarning, stacklevel=callers_level()
-            )
+            counted = f"counted in optimizer.stats.{kind}; " if hasattr(self.stats, kind) else ""
+            warnings.warn(f"{message} ({counted}said once)", LLQRWarning, stacklevel=callers_level())

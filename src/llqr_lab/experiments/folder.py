@@ -157,10 +157,8 @@ class RunFolder:
                     for log, length in zip(self._logs, lengths, strict=False):
                         if _length(log) < length:
                             raise ValueError(f"{log.name} is shorter than when it was written")
-                    # a checkpoint from before there were checksums has none
-                    for log, length, checksum in zip(self._logs, lengths, state.get("checksums", ()), strict=False):
-                        if _checksum(log, length) != checksum:
-                            raise ValueError(f"{log.name} isn't what it was: it has been edited, or damaged")
+                    if edited := self._edited_since(state):
+                        raise ValueError(f"{edited[0]} isn't what it was: it has been edited, or damaged")
                     restore(state)
                     break
                 except UNUSABLE as error:
@@ -202,8 +200,21 @@ class RunFolder:
         except (ValueError, TypeError) as error:
             raise RunError(f"'{self.result}' isn't a result ({error}): remove it, and resume the run") from None
 
-    def edited(self, result: dict[str, Any]) -> list[str]:
-        """The files that aren't what they were when the result was written; an old result has no checksums."""
+    def _edited_since(self, state: dict[str, Any]) -> list[str]:
+        """The files that aren't what they were at a checkpoint, as far as they went; an old one has no checksums."""
+        kept = zip(self._logs, state["lengths"], state.get("checksums", ()), strict=False)
+        return [log.name for log, length, checksum in kept if _checksum(log, length) != checksum]
+
+    def edited(self, result: dict[str, Any] | None) -> list[str]:
+        """The files that aren't what they were when the result was written, or without one at the newest checkpoint."""
+        newest = self.checkpoints[0]
+        if result is None and (self.running or not newest.is_file()):
+            return []
+        if result is None:
+            try:
+                return self._edited_since(torch.load(newest, map_location="cpu", weights_only=True, mmap=True))
+            except UNUSABLE:
+                return []  # resuming says what is wrong with it
         known = result.get("checksums")
         known = known if isinstance(known, dict) else {}
         return [path.name for path in self._logs if known.get(path.name, _checksum(path)) != _checksum(path)]

@@ -133,6 +133,8 @@ def _of_folder(folder: RunFolder, limit: int, diagnostics_limit: int) -> FoundRu
         notes.append(f"{name} wasn't a finite number {count:,} {'time' if count == 1 else 'times'}")
     settings = _settings(folder, notes)
     result = _result(folder, notes)
+    if edited := folder.edited(result):
+        notes.append(f"{' and '.join(edited)} isn't what the run wrote: edited, or damaged")
     status = _status(folder, result, notes)
     diagnostics, spectra = _diagnostics(folder.diagnostics, diagnostics_limit, notes)
     preset, scale, method, seed = _named(folder, settings)
@@ -166,10 +168,7 @@ def _result(folder: RunFolder, notes: list[str]) -> Result | None:
     if not folder.done:
         return None
     try:
-        result = checked({**folder.read_result(), "curve": {}})
-        if edited := folder.edited(result):
-            notes.append(f"{' and '.join(edited)} isn't what the run wrote: edited, or damaged")
-        return result
+        return checked({**folder.read_result(), "curve": {}})
     except (RunError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         notes.append(f"result.json isn't whole ({error}): remove it, and resume the run")
         return None
