@@ -27,7 +27,6 @@ from llqr_lab.data.pictures import (
     pictures_in_memory,
 )
 
-
 CUTOUT = Augmentation(padding=4, reflect=True, flip=True, cutout=16, cutout_share=0.5)
 
 

@@ -66,7 +66,7 @@ def test_the_paper_scale_is_the_paper_s_appendix() -> None:
 
 
 def test_where_the_paper_is_silent_the_authors_code_is_followed() -> None:
-    """The decay of the other networks, PyramidNet's bottlenecks, VGG's head, Cutout, padding, a batch of its own for a refit."""
+    """The decay of the other networks, PyramidNet's bottlenecks, VGG's head, Cutout, padding, a refit's own batch."""
     for classes in (10, 100):
         for network in ("pyramidnet110", "vgg16bn", "wrn28x10"):
             config = resolve(f"cifar{classes}-{network}-sgdm", "paper", "ekfac-ngd", 0)

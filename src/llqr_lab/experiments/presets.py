@@ -182,7 +182,7 @@ def _imagenet(epochs: int) -> Preset:
         settings={
             "task": "classification",
             "model": {"name": "resnet50", "classes": 1000},
-            "data": {"name": "imagenet"},
+            "data": {"name": "imagenet", "fit": "stretch"},
             "batch": 256,
             "epochs": epochs,
             "base": _sgdm(0.1, 1e-4),
@@ -406,8 +406,7 @@ def _wrapper(preset: Preset, scale: str, method: str) -> dict[str, Any] | None:
         known = [f"{each}-{other}" for each in STRUCTURES for other in DIVERGENCES]
         raise ConfigError(f"there is no method '{method}'{suggestion(method, [*BARE, *known])}; or with -scalefree")
     own: dict[str, Any] = {"ema": 0.9 if divergence == "newton" else 0.95, "solver": dict(SOLVER), **preset.llqr}
-    if scale == "paper":
-        own["fresh_batch"] = True  # as in the authors' code
+    own["fresh_batch"] = scale != "cpu"  # as in the authors' code
     if scale == "cpu":
         own |= preset.llqr_cpu
     if preset.settings["task"] == "grokking" and structure == "diagonal":

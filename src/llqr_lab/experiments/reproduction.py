@@ -57,7 +57,7 @@ SHOWN = (
         "The cost of an epoch",
         [],
         [f"llqr bench epoch {name}" for name in (*RESNET18, *LARGE)],
-        "run on one thread of a processor for some: [the time of an epoch](experiments.md#the-time-of-an-epoch)",
+        "not run by us since the last change to refits; it takes any `--device`",
     ),
     Shown(
         "Ablations: damping, the inner loop, the EMA, warm start, inner solvers",
