@@ -8,8 +8,6 @@ from torch import Tensor
 
 from llqr.errors import LLQRError
 from llqr_lab.data.augment import (
-    IMAGENET,
-    IMAGENET_RESIZED,
     NOTHING,
     Augmentation,
     centred,
@@ -64,7 +62,7 @@ def test_the_test_pictures_come_once_each_in_order_and_as_they_are() -> None:
     torch.testing.assert_close(pictures, data.normalisation(data.test.images.float() / 255))
 
 
-@pytest.mark.parametrize("augmentation", [NOTHING, CUTOUT, Augmentation(size=16, resized=True, flip=True)])
+@pytest.mark.parametrize("augmentation", [NOTHING, CUTOUT, Augmentation(size=16, flip=True)])
 def test_a_batch_is_a_function_of_seed_and_step(augmentation: Augmentation) -> None:
     data = small()
     batches = data.training(4, 1, augmentation)
@@ -191,26 +189,13 @@ def test_black_comes_in_at_the_sides_and_the_mean_into_the_square() -> None:
 def test_imagenet_crops_are_pieces_of_the_picture() -> None:
     pictures = noise(4, 3, 256, 256).float() / 255
     with own_randomness("a test"):
-        crops, scaled = moved(pictures, Augmentation(size=224)), moved(pictures, IMAGENET_RESIZED)
-        flipped = moved(pictures, IMAGENET)
-    assert crops.shape == scaled.shape == flipped.shape == (4, 3, 224, 224)
+        crops = moved(pictures, Augmentation(size=224))
+        flipped = moved(pictures, Augmentation(size=224, flip=True))
+    assert crops.shape == flipped.shape == (4, 3, 224, 224)
     for crop, picture in zip(crops, pictures, strict=True):
         found = (picture[0] == crop[0, 0, 0]).nonzero()
         assert any(torch.equal(picture[:, y : y + 224, x : x + 224], crop) for y, x in found.tolist())
-    assert scaled.min() >= 0
-    assert scaled.max() <= 1
     assert torch.equal(centred(pictures, 224), pictures[..., 16:240, 16:240])
-
-
-def test_a_resized_crop_takes_a_part_and_keeps_its_colours_in_place() -> None:
-    """Of a picture that grows brighter to the right, any part does so too."""
-    ramp = (torch.arange(64.0) / 63).expand(20, 1, 64, 64)
-    with own_randomness("a test"):
-        out = moved(ramp, Augmentation(size=32, resized=True))
-    assert (out.diff(dim=-1) >= -1e-6).all()
-    assert out.diff(dim=-2).abs().max() < 1e-5
-    widths = out[:, 0, 0, -1] - out[:, 0, 0, 0]
-    assert widths.max() - widths.min() > 0.2
 
 
 def test_imagenet_is_normalised_by_its_own_constants() -> None:
@@ -250,8 +235,8 @@ def test_settings_that_cannot_be_had_are_refused() -> None:
         next(iter(data.testing(4, crop=9)))
     with pytest.raises(LLQRError, match="even"):
         Augmentation(cutout=5)
-    with pytest.raises(LLQRError, match="no padding"):
-        Augmentation(padding=4, resized=True)
+    with pytest.raises(LLQRError, match="nothing to mirror"):
+        Augmentation(reflect=True)
     with pytest.raises(LLQRError, match="negative"):
         Augmentation(padding=-1)
     part = (noise(4, 1, 2, 2), torch.arange(4))

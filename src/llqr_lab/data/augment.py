@@ -23,8 +23,6 @@ class Augmentation:
     """Pixels on each side, of which a random crop takes some in: a shift by at most so many."""
     reflect: bool = False
     """What comes in at the sides is the picture mirrored, not zeros."""
-    resized: bool = False
-    """The crop is of 8 to 100 % of the area with sides of 3:4 to 4:3, scaled to `size`, instead of one of that size."""
     flip: bool = False
     """Left and right are swapped in half of the pictures."""
     cutout: int = 0
@@ -41,14 +39,12 @@ class Augmentation:
             )
         if self.padding < 0 or (self.size is not None and self.size < 1):
             raise LLQRError(f"a crop has a side of at least 1 and no negative padding: {self}")
-        if self.resized and self.padding:
-            raise LLQRError("a resized crop takes no padding")
+        if self.reflect and not self.padding:
+            raise LLQRError("pictures that aren't padded have nothing to mirror at their sides: leave out reflect")
 
 
 NOTHING = Augmentation()
 CIFAR = Augmentation(padding=4, flip=True)
-IMAGENET = Augmentation(size=224, flip=True)
-IMAGENET_RESIZED = Augmentation(size=224, resized=True, flip=True)
 
 
 def moved(pictures: Tensor, augmentation: Augmentation) -> Tensor:
@@ -56,9 +52,7 @@ def moved(pictures: Tensor, augmentation: Augmentation) -> Tensor:
     height, width = pictures.shape[-2:]
     size = (augmentation.size, augmentation.size) if augmentation.size else (height, width)
     # kornia would stretch a picture that is too small, without a word.
-    if not augmentation.resized and (
-        size[0] > height + 2 * augmentation.padding or size[1] > width + 2 * augmentation.padding
-    ):
+    if size[0] > height + 2 * augmentation.padding or size[1] > width + 2 * augmentation.padding:
         raise LLQRError(f"a crop of {size[0]} × {size[1]} doesn't fit into a picture of {height} × {width}")
     for step in _moves(augmentation, size, size == (height, width)):
         pictures = step(pictures)
@@ -68,13 +62,10 @@ def moved(pictures: Tensor, augmentation: Augmentation) -> Tensor:
 @lru_cache(maxsize=16)
 def _moves(augmentation: Augmentation, size: tuple[int, int], same_size: bool) -> tuple[nn.Module, ...]:
     # Importing kornia takes seconds that runs without augmentation shouldn't pay for.
-    from kornia.augmentation import RandomCrop, RandomHorizontalFlip, RandomResizedCrop
+    from kornia.augmentation import RandomCrop, RandomHorizontalFlip
 
     steps: list[nn.Module] = []
-    if augmentation.resized:
-        # "slice" resizes a cut-out piece; kornia's other mode samples the whole batch by coordinates, four times slower.
-        steps.append(RandomResizedCrop(size, scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3), cropping_mode="slice"))
-    elif augmentation.padding or not same_size:
+    if augmentation.padding or not same_size:
         steps.append(
             RandomCrop(
                 size,
