@@ -14,7 +14,7 @@ from PIL import Image
 
 from llqr.errors import LLQRError
 from llqr_lab.data.archives import unpacked
-from llqr_lab.data.augment import IMAGENET, Augmentation
+from llqr_lab.data.augment import Augmentation
 from llqr_lab.data.batches import stream
 from llqr_lab.data.catalogue import CATALOGUE, data_set, rows
 from llqr_lab.data.fashion import fashion_mnist, fashion_pictures
@@ -80,7 +80,7 @@ def test_imagenet_is_looked_for_in_its_folder(tmp_path: Path) -> None:
     with pytest.raises(MissingDataError, match=r"image-net\.org"):
         imagenet(tmp_path)
     write_folder(tmp_path / "imagenet")
-    assert imagenet(tmp_path).training(1, 0, IMAGENET)[0].inputs[0].shape == (1, 3, 224, 224)
+    assert imagenet(tmp_path).training(1, 0, Augmentation(size=224, flip=True))[0].inputs[0].shape == (1, 3, 224, 224)
     assert data_set("imagenet").check(tmp_path).detail == "2 classes"
     assert data_set("imagenet").check(tmp_path, thorough=True).detail == "6 + 4 pictures of 2 classes"
 

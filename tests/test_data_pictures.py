@@ -8,9 +8,6 @@ from torch import Tensor
 
 from llqr.errors import LLQRError
 from llqr_lab.data.augment import (
-    CIFAR10_CUTOUT,
-    IMAGENET,
-    IMAGENET_RESIZED,
     NOTHING,
     Augmentation,
     centred,
@@ -19,7 +16,16 @@ from llqr_lab.data.augment import (
 )
 from llqr_lab.data.batches import own_randomness, stream
 from llqr_lab.data.folder import DataError
-from llqr_lab.data.pictures import IMAGENET_NORMALISATION, MemoryPictures, Normalisation, Pictures, pictures_in_memory
+from llqr_lab.data.pictures import (
+    IMAGENET_NORMALISATION,
+    MemoryPictures,
+    Normalisation,
+    Pictures,
+    imbalanced,
+    pictures_in_memory,
+)
+
+CUTOUT = Augmentation(padding=4, reflect=True, flip=True, cutout=16, cutout_share=0.5)
 
 
 def noise(count: int, *sides: int) -> Tensor:
@@ -56,7 +62,7 @@ def test_the_test_pictures_come_once_each_in_order_and_as_they_are() -> None:
     torch.testing.assert_close(pictures, data.normalisation(data.test.images.float() / 255))
 
 
-@pytest.mark.parametrize("augmentation", [NOTHING, CIFAR10_CUTOUT, Augmentation(size=16, resized=True, flip=True)])
+@pytest.mark.parametrize("augmentation", [NOTHING, CUTOUT, Augmentation(size=16, flip=True)])
 def test_a_batch_is_a_function_of_seed_and_step(augmentation: Augmentation) -> None:
     data = small()
     batches = data.training(4, 1, augmentation)
@@ -76,7 +82,7 @@ def test_a_batch_is_a_function_of_seed_and_step(augmentation: Augmentation) -> N
 def test_the_same_picture_is_changed_differently_at_each_step() -> None:
     one = noise(1, 3, 32, 32)
     data = pictures_in_memory("a test", (one, torch.zeros(1).long()), (one, torch.zeros(1).long()), 1)
-    batches = data.training(1, 0, CIFAR10_CUTOUT)
+    batches = data.training(1, 0, CUTOUT)
     assert len({batches[step].inputs[0].numpy().tobytes() for step in range(10)}) == 10
 
 
@@ -108,11 +114,12 @@ def test_a_flip_is_a_flip_of_half_of_the_pictures() -> None:
     assert 60 < sum(flipped) < 140
 
 
-def test_a_padded_crop_is_a_shift_with_zeros() -> None:
+@pytest.mark.parametrize("reflect", [False, True])
+def test_a_padded_crop_is_a_shift_with_zeros_or_with_the_mirrored_picture(reflect: bool) -> None:
     pictures = noise(300, 2, 9, 9).float() / 255 + 0.01
     with own_randomness("a test"):
-        out = moved(pictures, Augmentation(padding=4))
-    padded = torch.nn.functional.pad(pictures, (4, 4, 4, 4))
+        out = moved(pictures, Augmentation(padding=4, reflect=reflect))
+    padded = torch.nn.functional.pad(pictures, (4, 4, 4, 4), mode="reflect" if reflect else "constant")
     shifts = [
         next((y, x) for y in range(9) for x in range(9) if torch.equal(new, wide[:, y : y + 9, x : x + 9]))
         for new, wide in zip(out, padded, strict=True)
@@ -144,6 +151,28 @@ def test_cutout_zeroes_one_square_that_may_lie_partly_outside(side: int) -> None
     assert {y for y, _ in centres} == {x for _, x in centres} == set(range(32))  # every pixel can be the centre
 
 
+def test_a_share_of_the_pictures_is_cut() -> None:
+    with own_randomness("a test"):
+        out = cut_out(torch.ones(2000, 1, 32, 32), 16, 0.5)
+    assert int((out == 0).any((1, 2, 3)).sum()) == pytest.approx(1000, abs=5 * 500**0.5)
+
+
+def test_classes_can_be_made_rare() -> None:
+    """Class c keeps n · ratio^(-c/(C-1)) of its n, and every picture its label."""
+    labels = torch.arange(300) % 3
+    data = pictures_in_memory("a test", (noise(300, 1, 4, 4), labels), (noise(300, 1, 4, 4), labels), 3)
+    rare = imbalanced(data.train, 3, 25.0)
+    assert torch.bincount(rare.labels).tolist() == [100, 20, 4]
+    rows = torch.arange(len(rare.labels))
+    everything = {
+        bytes(picture.flatten().tolist()): label for picture, label in zip(noise(300, 1, 4, 4), labels, strict=True)
+    }
+    for picture, label in zip(rare.take(rows), rare.labels, strict=True):
+        assert everything[bytes(picture.flatten().tolist())] == label
+    with pytest.raises(DataError, match="how many times rarer"):
+        imbalanced(data.train, 3, 0.5)
+
+
 def test_black_comes_in_at_the_sides_and_the_mean_into_the_square() -> None:
     """What a crop's padding brings is black before normalisation; what is cut out is zero after it."""
     white = torch.full((8, 1, 32, 32), 255, dtype=torch.uint8)
@@ -160,26 +189,13 @@ def test_black_comes_in_at_the_sides_and_the_mean_into_the_square() -> None:
 def test_imagenet_crops_are_pieces_of_the_picture() -> None:
     pictures = noise(4, 3, 256, 256).float() / 255
     with own_randomness("a test"):
-        crops, scaled = moved(pictures, Augmentation(size=224)), moved(pictures, IMAGENET_RESIZED)
-        flipped = moved(pictures, IMAGENET)
-    assert crops.shape == scaled.shape == flipped.shape == (4, 3, 224, 224)
+        crops = moved(pictures, Augmentation(size=224))
+        flipped = moved(pictures, Augmentation(size=224, flip=True))
+    assert crops.shape == flipped.shape == (4, 3, 224, 224)
     for crop, picture in zip(crops, pictures, strict=True):
         found = (picture[0] == crop[0, 0, 0]).nonzero()
         assert any(torch.equal(picture[:, y : y + 224, x : x + 224], crop) for y, x in found.tolist())
-    assert scaled.min() >= 0
-    assert scaled.max() <= 1
     assert torch.equal(centred(pictures, 224), pictures[..., 16:240, 16:240])
-
-
-def test_a_resized_crop_takes_a_part_and_keeps_its_colours_in_place() -> None:
-    """Of a picture that grows brighter to the right, any part does so too."""
-    ramp = (torch.arange(64.0) / 63).expand(20, 1, 64, 64)
-    with own_randomness("a test"):
-        out = moved(ramp, Augmentation(size=32, resized=True))
-    assert (out.diff(dim=-1) >= -1e-6).all()
-    assert out.diff(dim=-2).abs().max() < 1e-5
-    widths = out[:, 0, 0, -1] - out[:, 0, 0, 0]
-    assert widths.max() - widths.min() > 0.2
 
 
 def test_imagenet_is_normalised_by_its_own_constants() -> None:
@@ -219,8 +235,8 @@ def test_settings_that_cannot_be_had_are_refused() -> None:
         next(iter(data.testing(4, crop=9)))
     with pytest.raises(LLQRError, match="even"):
         Augmentation(cutout=5)
-    with pytest.raises(LLQRError, match="no padding"):
-        Augmentation(padding=4, resized=True)
+    with pytest.raises(LLQRError, match="nothing to mirror"):
+        Augmentation(reflect=True)
     with pytest.raises(LLQRError, match="negative"):
         Augmentation(padding=-1)
     part = (noise(4, 1, 2, 2), torch.arange(4))

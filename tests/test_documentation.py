@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 
 from llqr_lab.cli import app
 from llqr_lab.experiments.cli import configuration, sweep
-from llqr_lab.experiments.presets import PRESETS
+from llqr_lab.experiments.presets import PRESETS, SCALES, known_preset
 from pages import PAGES, ROOT, blocks, text_of, without_blocks
 
 BLOCKS = [
@@ -98,17 +98,40 @@ def understood(arguments: list[str]) -> None:
         _, command, rest = command.resolve_command(context, list(rest))
     given = command.make_context(command.name, list(rest), parent=context).params
     if command.name == "sweep":
-        chosen = [given[name] for name in ("preset", "scale", "methods", "seeds", "ablation")]
+        chosen = [given[name] for name in ("presets", "scale", "methods", "seeds", "ablation")]
         sweep(*chosen, given["changes"] or [], None, None, Path("runs"), "cpu", dry=True)
     elif command.name == "train" and given["target"]:
         configuration(given["target"], given["scale"], given["method"], given["seed"], given["changes"] or [])
-    elif command.name == "figure" and given["preset"]:
-        assert given["preset"] in PRESETS
+    elif command.name == "figure":
+        named = set(filter(None, given["methods"].split(",")))
+        for preset in given["presets"] or []:
+            own = set(known_preset(preset).methods)
+            assert not named or named & own, f"{preset} has none of {named}"
+        assert given["scale"] in SCALES
+    elif command.name == "table":
+        for part in given["presets"].split(","):
+            assert any(part in preset for preset in PRESETS), f"no preset has {part!r} in its name"
+    elif command.name == "epoch":
+        for method in given["methods"].split(","):
+            configuration(given["preset"], given["scale"], method, None, given["changes"] or [])
 
 
-@pytest.mark.parametrize("line", ["llqr swep x", "llqr sweep grokking-ad", "llqr train --sed 1", "make coffee"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "llqr swep x",
+        "llqr sweep grokking-add grokking-ad",
+        "llqr sweep grokking-add --methods adam",
+        "llqr figure curves grokking-add grokking-ad",
+        "llqr figure curves iwslt14-transformer-adamw --methods kfac-ngd",
+        "llqr table --presets resnet18,cifr",
+        "llqr bench epoch cifar10-resnet18",
+        "llqr train --sed 1",
+        "make coffee",
+    ],
+)
 def test_wrong_commands_are_noticed(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(Exception, match=r"No such|there is no preset|coffee"):
+    with pytest.raises(Exception, match=r"No such|there is no preset|coffee|has none of|no preset has|in its table"):
         test_command_is_understood(line, tmp_path, monkeypatch)
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from llqr_lab.cli import app
 from llqr_lab.experiments.cli import _values, numbers
 from llqr_lab.experiments.collect import summary
-from llqr_lab.experiments.config import Schedule
+from llqr_lab.experiments.config import ConfigError, Schedule
 from llqr_lab.experiments.optimizers import rate
 from llqr_lab.experiments.presets import resolve
 from llqr_lab.experiments.sweep import configurations
@@ -105,14 +105,16 @@ def test_curves_hold_what_was_measured_last_and_leave_out_what_diverged() -> Non
 
 def test_steps_to_grokking() -> None:
     task = Grokking({"name": "grokking-transformer"}, 8, 0, "add", p=5)
-    accuracies = [(0.5, 0.1), (0.995, 0.2), (1.0, 0.96), (1.0, 0.97)]
+    accuracies = [(0.5, 0.1), (0.9, 0.96), (0.995, 0.2), (1.0, 0.96), (1.0, 0.97)]  # understood before it was learned
     lines = [
         {"step": 10 * number, "seconds": float(number), "train_accuracy": train, "test_accuracy": test}
         for number, (train, test) in enumerate(accuracies, 1)
     ]
-    assert [task.over(line) for line in lines] == [False, False, True, True]
-    assert task.summary(lines) == {"steps_to_overfit": 20, "steps_to_target": 30, "seconds_to_target": 3.0}
-    assert task.summary(lines[:2])["steps_to_target"] is None
+    assert [task.over(line) for line in lines] == [False, False, False, True, True]
+    assert task.summary(lines) == {"steps_to_overfit": 30, "steps_to_target": 40, "seconds_to_target": 4.0}
+    assert task.summary(lines[:3])["steps_to_target"] is None
+    anyhow = Grokking({"name": "grokking-transformer"}, 8, 0, "add", p=5, by_heart=False)
+    assert anyhow.summary(lines)["steps_to_target"] == 20
 
 
 def test_what_a_sweep_is_asked_for() -> None:
@@ -169,11 +171,89 @@ def test_settings_reach_the_optimizer() -> None:
     assert (made._refit.damping, made._refit.chunk_size, made._refit.steps) == (0.5, 4, 3)
 
 
+def test_divergences_reach_the_optimizer() -> None:
+    """Reverse KL, Rényi of an order and metrics on what modules return, summed as the paper's KL or averaged."""
+    import torch
+
+    from llqr_lab.experiments.optimizers import optimizer
+
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    for method, changes, words in (
+        ("ekfac-reverse-kl", {}, "ReverseKL(reduction='sum')"),
+        ("ekfac-renyi", {"llqr.order": 2.0, "llqr.reduction": "mean"}, "Renyi(2)"),
+        ("kfac-ngd", {"llqr.intermediate": ["0"]}, "KL(reduction='sum') + Intermediate({'0': 0.1}, reduction='sum')"),
+        ("kfac-newton", {"llqr.intermediate": ["1"], "llqr.intermediate_weight": 2.0}, "Intermediate({'1': 2.0})"),
+    ):
+        made: Any = optimizer(resolve("grokking-add", "smoke", method, 0, changes), model)
+        assert words in repr(made._refit.divergence), method
+    with pytest.raises(ConfigError, match=r"the model has no module '00': did you mean 0"):
+        optimizer(resolve("grokking-add", "smoke", "kfac-ngd", 0, {"llqr.intermediate": ["00"]}), model)
+
+
+def test_the_inner_rate_falls_with_the_training(tmp_path: Path) -> None:
+    """½(1 + cos πk/n) of it at step k of n, so that the refits of a run are those of constant rates one after another."""
+    from llqr.solvers import SGDM
+    from llqr_lab.experiments.optimizers import Decaying, optimizer
+    from llqr_lab.tasks.named import task_of
+
+    config = resolve("grokking-add", "smoke", "kfac-ngd", 0, {"llqr.solver.schedule": "cosine", "llqr.every": 1})
+    task = task_of(config, None)
+    seen: list[float] = []
+
+    class Noted(SGDM):
+        def solve(self, problem: Any, u: Any, steps: int) -> Any:
+            seen.append(self.lr)
+            return super().solve(problem, u, steps)
+
+    from torch import device
+
+    from llqr_lab.experiments.loop import Run
+
+    run: Any = Run(config, task, device("cpu"))
+    own = run.optimizer._refit.solver
+    assert isinstance(own, Decaying)
+    object.__setattr__(own, "solver", Noted(lr=0.005, momentum=0.9, clip=5.0))
+    for step in range(3):
+        run.advance(task.train[step])
+    assert seen == pytest.approx([0.005 * 0.5 * (1 + math.cos(math.pi * k / config.steps)) for k in range(3)])
+    assert optimizer
+
+
+def test_a_refit_has_a_batch_of_its_own_where_it_is_asked_for() -> None:
+    """The fitted U is that of `fit` on the batch with a number beyond the run's steps, not on the step's."""
+    import torch
+
+    from llqr_lab.experiments.loop import Run
+    from llqr_lab.tasks.named import task_of
+
+    found = []
+    for fresh in (False, True):
+        config = resolve("grokking-add", "smoke", "kfac-ngd", 0, {"llqr.fresh_batch": fresh})
+        task = task_of(config, None)
+        run: Any = Run(config, task, torch.device("cpu"))
+        asked: list[int] = []
+        train = task.train
+
+        class Watched:
+            steps_per_epoch = train.steps_per_epoch
+
+            def __getitem__(self, step: int, asked: list[int] = asked, train: Any = train) -> Any:
+                asked.append(step)
+                return train[step]
+
+        task.train = Watched()
+        run.advance(train[0])
+        found.append(asked)
+        assert run.optimizer.stats.refits == 1
+    assert found == [[], [6]]
+
+
 def test_bench_epoch_times_steps_and_refits_beside_the_paper_s(tmp_path: Path) -> None:
     import json
 
     output = tmp_path / "epoch.json"
     arguments = ["bench", "epoch", "cifar10-resnet18-sgdm", "--scale=smoke", "--methods=diagonal-ngd", "--repeats=1"]
+    arguments.append("--device=cpu")
     shown = CliRunner().invoke(app, [*arguments, f"--output={output}", "--threads=1"], env={"COLUMNS": "120"})
     assert shown.exit_code == 0, shown.output
     base, own = json.loads(output.read_text(encoding="utf-8"))["rows"]

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from llqr_lab.cli import app
 from llqr_lab.experiments.collect import collected
 from llqr_lab.experiments.config import read
-from llqr_lab.experiments.presets import PRESETS, resolve
+from llqr_lab.experiments.presets import BARE, PEERS, PRESETS, resolve
 
 
 def llqr(*arguments: str) -> str:
@@ -25,7 +25,7 @@ def train(preset: str, method: str, runs: Path) -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_from_data_to_table(preset: str, tmp_path: Path) -> None:
-    methods = ("base", PRESETS[preset].methods[-1])
+    methods = ("base", [each for each in PRESETS[preset].methods if each not in BARE][-1])
     for method in methods:
         train(preset, method, tmp_path)
     results = collected(tmp_path)
@@ -68,6 +68,24 @@ def test_the_default_method_refits_by_itself(tmp_path: Path) -> None:
     assert result["unmoved"] == []
 
 
+@pytest.mark.parametrize("method", PEERS)
+def test_the_other_optimizers_of_table_4(method: str, tmp_path: Path) -> None:
+    train("cifar100-resnet18-batch256", method, tmp_path)
+    (result,) = collected(tmp_path)
+    assert result["unmoved"] == []
+    assert result["settings"]["base"]["name"] == method
+
+
+@pytest.mark.parametrize("name", ["renyi", "reverse-kl", "gauss-newton"])
+def test_other_geometries(name: str, tmp_path: Path) -> None:
+    """Reverse KL is KL to second order, Rényi's is `order` times it: with an inner rate divided by that, the same U."""
+    common = ["train", "fashion-imbalanced", "--scale=smoke", "--threads=1", f"--runs={tmp_path}"]
+    llqr(*common, f"--method=ekfac-{name}", "--set", 'llqr.intermediate=["1"]')
+    (result,) = collected(tmp_path)
+    assert (result["last"]["refits"], result["last"]["rejected"]) == (2, 0)
+    assert result["settings"]["llqr"]["divergence"] == name
+
+
 def test_a_sweep_skips_what_is_done_and_its_results_are_drawn(tmp_path: Path) -> None:
     arguments = (
         "sweep",
@@ -82,16 +100,16 @@ def test_a_sweep_skips_what_is_done_and_its_results_are_drawn(tmp_path: Path) ->
     kept = tmp_path / "kept.json"
     table = llqr("table", str(tmp_path), f"--save={kept}")
     assert llqr("table", str(kept)) == table
-    for kind, preset in (("curves", "grokking-add"), ("grokking", "")):
-        picture = tmp_path / f"{kind}.png"
-        llqr("figure", kind, *filter(None, [preset]), f"--source={kept}", "--scale=smoke", f"--output={picture}")
+    for kind, presets in (("curves", ["grokking-add"]), ("curves", ["grokking-add"] * 3), ("grokking", [])):
+        picture = tmp_path / f"{kind}{len(presets)}.png"
+        llqr("figure", kind, *presets, f"--source={kept}", "--scale=smoke", f"--output={picture}")
         assert picture.stat().st_size > 10_000
 
 
 def test_an_ablation_is_swept_and_drawn(tmp_path: Path) -> None:
     common = ("grokking-add", "--scale=smoke", "--seeds=0", f"--runs={tmp_path}")
-    llqr("sweep", *common, "--ablation=warm-start", "--methods=kfac-ngd")
-    assert len(collected(tmp_path)) == 2
+    llqr("sweep", *common, "--ablation=warm-start", "--methods=kfac-ngd", "--set=llqr.ema=0.0")
+    assert len(collected(tmp_path)) == 4
     picture = tmp_path / "ablation.png"
     llqr("figure", "warm-start", "grokking-add", f"--source={tmp_path}", "--scale=smoke", f"--output={picture}")
     assert picture.stat().st_size > 5_000

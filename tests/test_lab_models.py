@@ -164,15 +164,37 @@ def closed(block: nn.Module, norm: str, x: Tensor) -> Tensor:
 def test_what_is_left_of_a_block_without_its_residual_is_its_shortcut() -> None:
     x = torch.randn(2, 4, 4, 4)
     resnet, pyramid = small("resnet20", width=4).get_submodule("stages.1.0"), PyramidBlock(4, 6, 2)
-    shrunk, widened = closed(resnet, "norm2", x), closed(pyramid, "norm3", x)
+    shrunk, widened = closed(resnet, "norm2", x), closed(pyramid, "norms.2", x)
     assert torch.equal(shrunk, PaddedShortcut(4, 8, 2)(x).relu())
     assert torch.equal(widened, PaddedShortcut(4, 6, 2, mean=True)(x))  # no ReLU behind the sum
 
 
 def test_widths_of_pyramidnet_grow_evenly() -> None:
     blocks = [module for module in PyramidNet(depth=14, alpha=9, width=5).modules() if isinstance(module, PyramidBlock)]
-    assert [block.conv2.out_channels for block in blocks] == [6, 8, 9, 11, 12, 14]
-    assert [block.conv1.stride[0] for block in blocks] == [1, 1, 2, 1, 2, 1]
+    assert [block.norms[-1].num_features for block in blocks] == [6, 8, 9, 11, 12, 14]
+    assert [block.convolutions[0].stride[0] for block in blocks] == [1, 1, 2, 1, 2, 1]
+
+
+def test_bottlenecks_of_pyramidnet() -> None:
+    """Inside, block k of N has the whole number nearest to width + α k / N; it sends on four times as many. The 3 × 3
+    convolution has the stride."""
+    model = PyramidNet(depth=20, alpha=9, width=5, bottleneck=True)
+    blocks = [module for module in model.modules() if isinstance(module, PyramidBlock)]
+    shapes = [[tuple(each.weight.shape) for each in block.convolutions] for block in blocks]
+    assert [shape[1][:2] for shape in shapes] == [(6, 6), (8, 8), (10, 10), (11, 11), (12, 12), (14, 14)]
+    assert shapes[1] == [(8, 24, 1, 1), (8, 8, 3, 3), (32, 8, 1, 1)]
+    assert [[each.stride[0] for each in block.convolutions] for block in blocks[1:3]] == [[1, 1, 1], [1, 2, 1]]
+    assert model(torch.randn(2, 3, 9, 7)).shape == (2, 10)
+    with pytest.raises(ValueError, match="bottlenecks has a depth of 11, 20"):
+        PyramidNet(depth=14, bottleneck=True)
+
+
+def test_the_head_of_vgg() -> None:
+    """512-512-classes with biases, and a dropout before the first two."""
+    model = VGG16BN(hidden=2, dropout=0.5)
+    kinds = [type(module) for module in model.head]
+    assert kinds == [nn.Dropout, nn.Linear, nn.ReLU] * 2 + [nn.Linear]
+    assert sum(p.numel() for p in model.head.parameters()) == 2 * (512 * 512 + 512) + 512 * 10 + 10
 
 
 def test_resnet50_can_begin_with_closed_blocks() -> None:

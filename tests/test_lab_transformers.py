@@ -128,11 +128,39 @@ def test_encoder_and_decoder_may_differ_in_depth() -> None:
     assert (len(model.encoder), len(model.decoder)) == (3, 1)
 
 
-def test_the_spread_of_the_grokking_transformer_s_weights() -> None:
-    model = build("grokking-transformer", spread=0.03)
+@pytest.mark.parametrize("reads", ["last", "all"])
+def test_how_the_grokking_transformer_s_weights_begin(reads: str) -> None:
+    model = build("grokking-transformer", start=0.03, reads=reads)
+    lecun = build("grokking-transformer", start="lecun", reads=reads)
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
             assert float(parameter.detach().std()) == pytest.approx(0.03, rel=0.1), name
+            wanted = {"position": 1.0, "embed.weight": 128**-0.5}.get(name, parameter.shape[1] ** -0.5)
+            drawn = lecun.get_parameter(name).detach()
+            assert float(drawn.std()) == pytest.approx(wanted, rel=0.1), name
+            if name not in ("position", "embed.weight"):
+                assert float(drawn.abs().max()) <= 2 / 0.8796 * wanted
         else:
             # gains of norms, and biases
             assert parameter.unique().numel() == 1, name
+            assert lecun.get_parameter(name).unique().numel() == 1, name
+    for options in ({"start": "lecum"}, {"start": -0.1}, {"reads": "first"}):
+        with pytest.raises(ValueError, match="not"):
+            build("grokking-transformer", **options)
+
+
+def test_the_grokking_transformer_reads_the_last_place_or_all_of_them() -> None:
+    """Without positions and attention, what is read of `last` knows nothing of the first token; of `all` it does."""
+    tokens = torch.tensor([[1, 5, 2, 6], [3, 5, 2, 6]])
+    for reads, differ in (("last", False), ("all", True)):
+        model = build("grokking-transformer", words=7, width=8, heads=2, reads=reads, start="lecun")
+        for name, parameter in model.named_parameters():
+            if "out" in name:
+                parameter.data.zero_()
+        one, other = model(tokens)
+        assert torch.equal(one, other) is not differ
+    embedded = model.get_submodule("embed")(tokens)
+    seen: list[torch.Tensor] = []
+    model.get_submodule("blocks").register_forward_pre_hook(lambda module, given: seen.append(given[0]))
+    model(tokens)
+    torch.testing.assert_close(seen[0], 8**0.5 * embedded + model.get_parameter("position"))

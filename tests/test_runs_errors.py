@@ -192,7 +192,7 @@ def test_edited_or_torn_metrics_are_noticed(tmp_path: Path) -> None:
     resumed(whole)
     content = run.metrics.read_bytes()
     torn = b"\0" * 40 + content[40:]  # as of a disk that lost a page
-    edited = content.replace(b'"train_loss": 3', b'"train_loss": 1')
+    edited = content.replace(b'"train_loss": 2', b'"train_loss": 1')
     assert edited != content
     for other in (torn, edited):
         run.metrics.write_bytes(other)

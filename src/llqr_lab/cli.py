@@ -12,6 +12,7 @@ import typer
 from llqr_lab.bench.cli import bench
 from llqr_lab.options import (
     Data,
+    Device,
     Scale,
     Seed,
     known_base,
@@ -27,7 +28,6 @@ app = typer.Typer(name="llqr", no_args_is_help=True, add_completion=False)
 app.add_typer(bench)
 
 Runs = Annotated[Path, typer.Option(help="The folder of runs.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …; auto takes a GPU where there is one.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -207,9 +207,9 @@ def train(
 
 @app.command()
 def sweep(
-    preset: Annotated[str, typer.Argument(help="A preset (llqr train --list).")],
+    presets: Annotated[list[str], typer.Argument(metavar="PRESET...", help="Presets (llqr train --list), or all.")],
     scale: Scale = "cpu",
-    methods: Annotated[str, typer.Option(help="Methods, with commas between; else the preset's own.")] = "",
+    methods: Annotated[str, typer.Option(help="Methods, with commas between; else those of the preset's table.")] = "",
     seeds: Annotated[str, typer.Option(help="Seeds: 0-4, or 0,1,7.")] = "0-2",
     ablation: Annotated[
         str, typer.Option(help="One of the paper's ablations: damping, inner, ema, warm-start, solver.")
@@ -230,7 +230,7 @@ def sweep(
     from llqr_lab.experiments import cli as experiments
 
     with experiments.told():
-        experiments.sweep(preset, scale, methods, seeds, ablation, changes or [], jobs, data, runs, device, dry)
+        experiments.sweep(presets, scale, methods, seeds, ablation, changes or [], jobs, data, runs, device, dry)
 
 
 @app.command()
@@ -238,7 +238,9 @@ def table(
     source: Annotated[Path, typer.Argument(help="The folder of runs, or a file of results that --save wrote.")] = Path(
         "runs"
     ),
-    presets: Annotated[str, typer.Option(help="Only presets whose name has this in it.")] = "",
+    presets: Annotated[
+        str, typer.Option(help="Only presets whose name has this in it, or one of several with commas.")
+    ] = "",
     scale: Annotated[str, typer.Option(help="Only this scale: paper, cpu or smoke.")] = "",
     save: Annotated[Path | None, typer.Option(help="Keep the results and curves in this JSON file too.")] = None,
     page: Annotated[
@@ -262,12 +264,15 @@ def figure(
             "stages, relaxation."
         ),
     ],
-    preset: Annotated[
-        str,
+    presets: Annotated[
+        list[str] | None,
         typer.Argument(
-            help="The preset that is drawn; not for grokking, which has all operations, nor for the last three."
+            metavar="PRESET...",
+            help="The preset that is drawn, for curves also several, one panel each; not for grokking, which has all "
+            "operations, nor for the last three.",
         ),
-    ] = "",
+    ] = None,
+    methods: Annotated[str, typer.Option(help="Only these methods, with commas between.")] = "",
     source: Annotated[Path, typer.Option(help="The folder of runs, or a file of results.")] = Path("runs"),
     scale: Scale = "cpu",
     output: Annotated[Path, typer.Option(callback=writable_picture, help="The picture to write.")] = Path("figure.png"),
@@ -276,7 +281,7 @@ def figure(
     from llqr_lab.experiments import cli as experiments
 
     with experiments.told():
-        experiments.figure(kind, preset, source, scale, output)
+        experiments.figure(kind, presets or [], methods, source, scale, output)
 
 
 @app.command()

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from llqr_lab.options import Data, Scale, Seed, writable_file, writable_picture
+from llqr_lab.options import Data, Device, Scale, Seed, writable_file, writable_picture
 
 Seeds = Annotated[str, typer.Option(help="Such as 0-2; learning rates are chosen with the first.")]
 Runs = Annotated[Path, typer.Option(help="The folder of runs; what is there isn't repeated.")]
@@ -30,6 +30,7 @@ def bench_epoch(
     seed: Seed = 0,
     repeats: Annotated[int, typer.Option(min=1, help="Rounds; medians are reported.")] = 5,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads of torch; else its own choice.")] = None,
+    device: Device = "auto",
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="Change a setting: --set batch=32. Give it again for more.")
     ] = None,
@@ -52,6 +53,7 @@ def bench_epoch(
             seed,
             repeats,
             threads,
+            device,
             changes or [],
         )
 

@@ -19,14 +19,15 @@ from rich.console import Console
 from rich.table import Table
 
 from llqr_lab.experiments.cli import change
+from llqr_lab.experiments.command import device_of
 from llqr_lab.experiments.config import ConfigError
 from llqr_lab.experiments.loop import Run
 from llqr_lab.experiments.paper import RESULTS
-from llqr_lab.experiments.presets import resolve
+from llqr_lab.experiments.presets import BARE, resolve
 from llqr_lab.progress import bar
 from llqr_lab.results import provenance, write_json
 from llqr_lab.tables import show_table
-from llqr_lab.tasks.base import Task
+from llqr_lab.tasks.base import Task, to_device
 from llqr_lab.tasks.named import task_of
 
 ROUND = 3
@@ -44,6 +45,7 @@ def main(
     seed: int,
     repeats: int,
     threads: int | None,
+    device: str = "cpu",
     settings: Sequence[str] = (),
 ) -> None:
     """`settings` are changes of the preset's, as name=value."""
@@ -54,12 +56,13 @@ def main(
         raise ConfigError(
             "an epoch is of the paper's methods, with one period; for the default see llqr bench overhead"
         )
+    where_to = device_of(device)
     torch.set_num_threads(threads or torch.get_num_threads())
     torch.set_flush_denormal(True)
     names = ("base", *(each for each in methods if each != "base"))
     periods = {name: _period(preset, scale, name, seed, changes) for name in names}
     task = task_of(resolve(preset, scale, "base", seed, _own("base", changes)), data)
-    runs = {name: _run(task, preset, scale, name, seed, changes) for name in names}
+    runs = {name: _run(task, preset, scale, name, seed, changes, where_to) for name in names}
     steps: dict[str, list[float]] = {name: [] for name in names}
     refits: dict[str, list[float]] = {name: [] for name in names}
     warm = _seconds(runs["base"], task, 0) > LONG
@@ -73,9 +76,10 @@ def main(
                 done()
     rows = [_row(preset, name, periods[name], steps, refits) for name in names]
     where = f"llqr bench epoch {preset} --scale {scale} --methods {','.join(methods)}"
-    where += f" --repeats {repeats} --threads {torch.get_num_threads()}"
+    where += f" --repeats {repeats} --threads {torch.get_num_threads()} --device {where_to.type}"
     where += "".join(f" --set {quote(setting)}" for setting in settings)
     content = {"preset": preset, "scale": scale, "threads": torch.get_num_threads(), "repeats": repeats}
+    content |= {"device": torch.cuda.get_device_name(where_to) if where_to.type == "cuda" else where_to.type}
     content |= {"clock": runs["base"].clock_name, "rows": rows}
     write_json(output, {**provenance(where, seed), **content})
     console = Console()
@@ -85,8 +89,8 @@ def main(
 
 
 def _own(method: str, changes: dict[str, Any]) -> dict[str, Any]:
-    """LLQR's settings aren't the base's."""
-    return {name: value for name, value in changes.items() if method != "base" or not name.startswith("llqr.")}
+    """LLQR's settings are for its methods only."""
+    return {name: value for name, value in changes.items() if method not in BARE or not name.startswith("llqr.")}
 
 
 def _period(preset: str, scale: str, method: str, seed: int, changes: dict[str, Any]) -> int | None:
@@ -94,13 +98,15 @@ def _period(preset: str, scale: str, method: str, seed: int, changes: dict[str, 
     return wrapper.every if wrapper else None
 
 
-def _run(task: Task, preset: str, scale: str, method: str, seed: int, changes: dict[str, Any]) -> Run:
-    often = {} if method == "base" else {"llqr.every": ROUND}
-    return Run(resolve(preset, scale, method, seed, {**_own(method, changes), **often}), task, torch.device("cpu"))
+def _run(
+    task: Task, preset: str, scale: str, method: str, seed: int, changes: dict[str, Any], device: torch.device
+) -> Run:
+    often = {} if method in BARE else {"llqr.every": ROUND}
+    return Run(resolve(preset, scale, method, seed, {**_own(method, changes), **often}), task, device)
 
 
 def _seconds(run: Run, task: Task, step: int) -> float:
-    batch = task.train[step]
+    batch = to_device(task.train[step], run.device)
     before = run.clock()
     run.advance(batch)
     return run.clock() - before
@@ -118,7 +124,7 @@ def _row(
         "step_seconds": own,
         "step": own / base,
         "refit": refit / base,
-        "ratio": (own + refit / period) / base if period else 1.0,
+        "ratio": (own + refit / period if period else own) / base,
         "paper": reported.time if reported else None,
     }
 

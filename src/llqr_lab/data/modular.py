@@ -25,7 +25,7 @@ def modular_arithmetic(operation: str, prime: int = 97, fraction: float = 0.6, s
     """Inputs (N, 4) are the tokens [a, ∘, b, =], targets the numbers c; of all pairs, `fraction` are for training.
 
     Tokens are the numbers 0 … p - 1, then p for the operation and p + 1 for "=": `vocabulary(p)` of them. All pairs of
-    numbers occur, but for division those with b = 0. Powers take b in 0 … p - 1 as an ordinary number, and 0⁰ = 1.
+    numbers occur, but for division and powers those with b = 0. Powers take b as an ordinary number.
     """
     if not 0 < fraction < 1:
         raise LLQRError(f"the fraction of pairs to train on must lie between 0 and 1, and is {fraction}")
@@ -46,7 +46,7 @@ def equations(operation: str, prime: int = 97) -> tuple[Tensor, Tensor]:
     if not is_odd_prime(prime):
         raise LLQRError(f"the modulus must be a prime of at least 3 (division needs it), and {prime} is not")
     apply = OPERATIONS[operation]
-    pairs = [(a, b) for a in range(prime) for b in range(1 if operation == "divide" else 0, prime)]
+    pairs = [(a, b) for a in range(prime) for b in range(1 if operation in ("divide", "exponentiate") else 0, prime)]
     inputs = torch.tensor([[a, prime, b, prime + 1] for a, b in pairs])
     return inputs, torch.tensor([apply(a, b, prime) for a, b in pairs])
 

@@ -44,6 +44,31 @@ class MemoryPictures:
 
 
 @dataclass(frozen=True)
+class SomePictures:
+    """Some of the pictures of another source."""
+
+    source: PictureSource
+    rows: Tensor
+
+    @property
+    def labels(self) -> Tensor:
+        return self.source.labels[self.rows]
+
+    def take(self, rows: Tensor) -> Tensor:
+        return self.source.take(self.rows[rows])
+
+
+def imbalanced(source: PictureSource, classes: int, ratio: float) -> SomePictures:
+    """Class c keeps the first n ratio^(-c/(classes - 1)) of its n pictures, at least one: the last class a `ratio`-th."""
+    if not ratio >= 1 or classes < 2:
+        raise DataError(f"data.imbalance is how many times rarer the last class is than the first, not {ratio!r}")
+    found = [(source.labels == label).nonzero()[:, 0] for label in range(classes)]
+    shares = [ratio ** (-label / (classes - 1)) for label in range(classes)]
+    kept = [rows[: max(1, round(len(rows) * share))] for rows, share in zip(found, shares, strict=True)]
+    return SomePictures(source, torch.cat(kept).sort().values)
+
+
+@dataclass(frozen=True)
 class Normalisation:
     """Of pictures in 0 … 1, channel by channel."""
 
@@ -174,7 +199,7 @@ class TrainingPictures:
         pictures = self.source.take(rows).float() / 255
         with own_randomness("augment", self.seed, step):
             pictures = self.normalisation(moved(pictures, self.augmentation))
-            pictures = cut_out(pictures, self.augmentation.cutout)
+            pictures = cut_out(pictures, self.augmentation.cutout, self.augmentation.cutout_share)
         return Batch((pictures,), self.source.labels[rows])
 
 

@@ -25,6 +25,9 @@ from llqr_lab.experiments.presets import PRESETS, SCALES, known_preset, resolve
 from llqr_lab.suggest import suggestion
 from llqr_lab.tables import show_table
 
+ALL = "all"
+"""For `llqr sweep`, in the place of presets."""
+
 
 @contextmanager
 def told() -> Iterator[None]:
@@ -112,7 +115,7 @@ def _again(context: typer.Context) -> str:
 
 
 def sweep(
-    preset: str,
+    presets: list[str],
     scale: str,
     methods: str,
     seeds: str,
@@ -127,13 +130,16 @@ def sweep(
     from llqr_lab.experiments.sweep import ABLATIONS, configurations
     from llqr_lab.experiments.sweep import sweep as run_all
 
-    usual = known_preset(preset).methods
     if ablation and ablation not in ABLATIONS:
         raise ConfigError(f"there is no ablation '{ablation}'{suggestion(ablation, ABLATIONS)}")
-    own, grid = ABLATIONS[ablation] if ablation else (usual, {})
+    own, grid = ABLATIONS[ablation] if ablation else ((), {})
     chosen = tuple(filter(None, methods.split(","))) or own
     grid = {**grid, **dict(map(_values, changes))}
-    wanted = configurations(preset, scale, chosen, numbers(seeds), grid)
+    wanted = [
+        each
+        for preset in (PRESETS if presets == [ALL] else presets)
+        for each in configurations(preset, scale, chosen or known_preset(preset).methods, numbers(seeds), grid)
+    ]
     console = Console()
     if dry:
         for config, _ in wanted:
@@ -172,7 +178,7 @@ def table(source: Path, presets: str, scale: str, save: Path | None, page: Path 
     results = [
         each
         for each in collected(source)
-        if presets in each["preset"] and (not scale or each["scale"] == _known(scale))
+        if any(part in each["preset"] for part in presets.split(",")) and (not scale or each["scale"] == _known(scale))
     ]
     if not results:
         raise RunError(f"no finished runs in '{source}' that fit: make some with `llqr train` or `llqr sweep`")
@@ -189,7 +195,7 @@ def _known(scale: str) -> str:
     return scale
 
 
-def figure(kind: str, preset: str, source: Path, scale: str, output: Path) -> None:
+def figure(kind: str, presets: list[str], methods: str, source: Path, scale: str, output: Path) -> None:
     from llqr_lab.experiments.sweep import ABLATIONS
     from llqr_lab.figures import experiments as figures
     from llqr_lab.figures.mathematics import DRAWN
@@ -197,26 +203,34 @@ def figure(kind: str, preset: str, source: Path, scale: str, output: Path) -> No
     kinds = ("curves", "grokking", *ABLATIONS, *DRAWN)
     if kind not in kinds:
         raise ConfigError(f"there is no figure '{kind}'{suggestion(kind, kinds)}")
-    if kind == "grokking" and preset:
+    if kind == "grokking" and presets:
         raise ConfigError("the figure 'grokking' has all of its operations: leave out the preset")
     if kind in DRAWN:
-        if preset:
+        if presets:
             raise ConfigError(f"the figure '{kind}' is of no preset's runs: leave out the preset")
         DRAWN[kind](output)
         typer.echo(f"Wrote {output}")
         return
-    if kind != "grokking":
+    if kind in ABLATIONS and len(presets) > 1:
+        raise ConfigError(f"the figure '{kind}' is of one preset")
+    for preset in presets or ([""] if kind != "grokking" else []):
         known_preset(preset)
-    results = [each for each in collected(source) if each["scale"] == _known(scale)]
+    names = tuple(filter(None, methods.split(",")))
+    results = [
+        each
+        for each in collected(source)
+        if each["scale"] == _known(scale) and (not names or each["method"].partition("+")[0] in names)
+    ]
     if kind == "curves":
-        figures.curves(_some([each for each in _plain(results) if each["preset"] == preset], preset, scale), output)
+        groups = [[each for each in _plain(results) if each["preset"] == preset] for preset in presets]
+        figures.curves([_some(group, name, scale) for group, name in zip(groups, presets, strict=True)], output)
     elif kind == "grokking":
         chosen = [each for each in _plain(results) if each["preset"].startswith("grokking-")]
         figures.boxes(_some(chosen, "grokking", scale), output)
     else:
-        methods, grid = ABLATIONS[kind]
-        chosen = [each for each in results if each["preset"] == preset]
-        figures.ablation(_some(chosen, preset, scale), methods_swept(chosen, methods), grid, output)
+        usual, grid = ABLATIONS[kind]
+        chosen = [each for each in results if each["preset"] == presets[0]]
+        figures.ablation(_some(chosen, presets[0], scale), methods_swept(chosen, usual), grid, output)
     typer.echo(f"Wrote {output}")
 
 

@@ -29,7 +29,7 @@ class Base:
     """The optimizer that LLQR wraps, or that is alone."""
 
     name: str
-    """sgdm, adamw, or one of the peers: muon, soap, shampoo, singd."""
+    """sgdm, adam, adamw, or one of the peers: muon, soap, shampoo, singd, kfac, adafisher."""
     lr: float
     weight_decay: float = 0.0
     momentum: float = 0.9
@@ -58,6 +58,8 @@ class Inner:
     momentum: float = 0.9
     clip: float = 0.0
     """The largest norm of a tensor's inner gradient; 0 is none."""
+    schedule: str = "constant"
+    """Of the inner learning rate over the training: constant, or cosine, down to 0 at its end."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +69,20 @@ class Wrapper:
     structure: str
     divergence: str = "ngd"
     reduction: str = "sum"
-    """Of the KL divergence over the batch: sum, as the paper's, or mean, as the loss."""
+    """Of KL, reverse KL and Rényi over the batch: sum, as the paper's, or mean, as the loss."""
+    order: float = 0.5
+    """Of the Rényi divergence."""
+    intermediate: tuple[str, ...] = ()
+    """Modules with a metric of their own: ½ w ‖x - x_k‖² of what each returns is added to the divergence,"""
+    intermediate_weight: float = 0.1
+    """with this w."""
     every: int = 500
     steps: int = 25
     ema: float = 0.95
     damping: float = 0.0
     warm_start: bool = False
+    fresh_batch: bool = False
+    """A refit has a batch of its own, for its gradient and its curvature, in place of the step's."""
     chunk_size: int = 0
     """Examples at a time in a refit; 0 is all."""
     sample: float = 1.0
@@ -244,12 +254,16 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     return value
 
 
+FIRST_ORDER = ("sgdm", "adam", "adamw")
+DISTRIBUTIONAL = ("ngd", "reverse-kl", "renyi")
+"""Divergences between output distributions."""
 CHOICES = {
-    "base.name": ("sgdm", "adamw", "muon", "soap", "shampoo", "singd"),
+    "base.name": (*FIRST_ORDER, "muon", "soap", "shampoo", "singd", "kfac", "adafisher"),
     "schedule.name": ("constant", "cosine", "inverse-sqrt", "piecewise"),
     "llqr.solver.name": ("sgdm", "adam", "cg", "scale-free"),
+    "llqr.solver.schedule": ("constant", "cosine"),
     "llqr.reduction": ("sum", "mean"),
-    "llqr.divergence": ("ngd", "newton", "gauss-newton"),
+    "llqr.divergence": (*DISTRIBUTIONAL, "newton", "gauss-newton"),
     "llqr.structure": ("scalar", "diagonal", "kfac", "ekfac", "dense"),
 }
 POSITIVE = (
@@ -259,17 +273,21 @@ POSITIVE = (
     "llqr.steps",
     "llqr.solver.lr",
     "llqr.sample",
+    "llqr.order",
+    "llqr.intermediate_weight",
     "llqr.max_dim",
     "diagnostics.products",
 )
 NEEDED: tuple[tuple[str, str, tuple[str, ...], Any], ...] = (
-    ("base.beta2", "base.name", ("adamw", "muon", "singd"), 0.999),
-    ("base.momentum", "base.name", ("sgdm", "adamw", "singd"), 0.9),
+    ("base.beta2", "base.name", ("adam", "adamw", "muon", "singd"), 0.999),
+    ("base.momentum", "base.name", (*FIRST_ORDER, "singd", "kfac", "adafisher"), 0.9),
     ("schedule.milestones", "schedule.name", ("piecewise",), []),
-    ("llqr.reduction", "llqr.divergence", ("ngd",), "sum"),
+    ("llqr.reduction", "llqr.divergence", DISTRIBUTIONAL, "sum"),
+    ("llqr.order", "llqr.divergence", ("renyi",), 0.5),
     ("llqr.max_dim", "llqr.structure", ("kfac", "ekfac"), 8192),
     ("llqr.solver.lr", "llqr.solver.name", ("sgdm", "adam"), 0.005),
     ("llqr.solver.momentum", "llqr.solver.name", ("sgdm",), 0.9),
+    ("llqr.solver.schedule", "llqr.solver.name", ("sgdm", "adam"), "constant"),
     ("llqr.solver.clip", "llqr.solver.name", ("sgdm",), 0.0),
 )
 """Settings that mean something with some choices only: what has no effect isn't accepted in silence."""
@@ -301,6 +319,12 @@ def _check(config: Config) -> None:
         raise ConfigError(f"'llqr.sample' is a share of the batch, at most 1, and is {settings['llqr.sample']}")
     if settings.get("llqr.sample", 1.0) < 1 and settings.get("llqr.reduction") == "sum":
         raise ConfigError("'llqr.sample' below 1 is for 'llqr.reduction' \"mean\": a sum is of the whole batch")
+    if config.llqr and not config.llqr.intermediate and config.llqr.intermediate_weight != 0.1:
+        raise ConfigError(
+            "'llqr.intermediate_weight' has no effect without 'llqr.intermediate': name the modules there"
+        )
+    if config.llqr and config.llqr.fresh_batch and config.llqr.sample < 1:
+        raise ConfigError("'llqr.sample' is a share of the step's batch: leave out 'llqr.fresh_batch'")
     if config.default_llqr and config.llqr is not None:
         raise ConfigError("'llqr' is the paper's, and 'default_llqr' takes no settings: leave out one of them")
     if (config.epochs > 0) == (config.steps > 0):

@@ -22,9 +22,9 @@ from torch.optim import Optimizer
 from llqr.diagnostics import Monitor
 from llqr.diagnostics.monitor import Writer
 from llqr_lab.data.batches import Batch, mixed, own_randomness, stream
-from llqr_lab.experiments.config import Config, ConfigError
+from llqr_lab.experiments.config import Config, ConfigError, Schedule
 from llqr_lab.experiments.folder import RunFolder
-from llqr_lab.experiments.optimizers import fits, optimizer, scheduler
+from llqr_lab.experiments.optimizers import fits, optimizer, rate, scheduler
 from llqr_lab.experiments.stopping import StoppedError, listening
 from llqr_lab.results import provenance
 from llqr_lab.tasks.base import Task, to_device
@@ -105,13 +105,13 @@ class Run:
         self.config, self.task, self.device = config, task, device
         with own_randomness("weights", config.seed):
             self.model: nn.Module = _built(task).to(device)
-        self.optimizer: Optimizer = optimizer(config, self.model, task.weights)
         epoch = task.train.steps_per_epoch
         self.steps = config.steps or math.ceil(config.epochs * epoch)
         self.evaluate_every = config.evaluate_every or epoch
+        self.step = 0
+        self.optimizer: Optimizer = optimizer(config, self.model, task, self._inner_share, self._fresh)
         self.scheduler = scheduler(config.schedule, self.optimizer, self.steps)
         torch.manual_seed(mixed("training", config.seed))
-        self.step = 0
         self.lr = config.base.lr
         """Of the last step."""
         self.seconds = 0.0
@@ -125,6 +125,13 @@ class Run:
         self.over = self.diverged = False
         self.latest: dict[str, Any] = {}
         self._begin_interval()
+
+    def _inner_share(self) -> float:
+        return rate(Schedule("cosine"), self.step, self.steps)
+
+    def _fresh(self) -> Batch:
+        """A batch that no step is trained on."""
+        return to_device(self.task.train[self.steps + self.step], self.device)
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
@@ -171,8 +178,8 @@ class Run:
         right, seen = self.task.counts(outputs[0], batch.targets)
         self._losses, self._counted = self._losses + loss, self._counted + 1
         self._right, self._seen = self._right + right, self._seen + seen
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
         seconds = self.clock() - start
         self.seconds += seconds
         if fits(self.optimizer) > before:

@@ -4,41 +4,74 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, cast
+from dataclasses import dataclass, replace
+from typing import Literal, cast
 
-from torch import Tensor, nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from llqr import LLQR
-from llqr.divergences import KL, Divergence
-from llqr.solvers import SGDM, Adam, ConjugateGradient, ScaleFree, Solver
+from llqr.divergences import KL, Divergence, Intermediate, Renyi, ReverseKL, resolve
+from llqr.preconditioner import Preconditioner
+from llqr.solvers import SGDM, ConjugateGradient, ScaleFree, Solver
+from llqr.solvers import Adam as InnerAdam
+from llqr.solvers.problem import Problem
 from llqr.structures import EigenKronecker, Kronecker, Structure
-from llqr_lab.experiments.config import Base, Config, Inner, Schedule, Wrapper
+from llqr_lab.data.batches import Batch
+from llqr_lab.experiments.config import DISTRIBUTIONAL, Base, Config, ConfigError, Inner, Schedule, Wrapper
 from llqr_lab.experiments.peers import PEERS
+from llqr_lab.suggest import suggestion
+from llqr_lab.tasks.base import Task
 
 
-def optimizer(config: Config, model: nn.Module, weights: Callable[[Any], Tensor] | None = None) -> Optimizer:
-    """The base, with LLQR around it if it is asked for: nothing set, or the paper's, which has to be told of padding."""
+@dataclass(frozen=True, repr=False)
+class Decaying(Solver):
+    """A solver whose learning rate is times a share that falls in the course of the training."""
+
+    solver: SGDM | InnerAdam
+    share: Callable[[], float]
+
+    def solve(self, problem: Problem, u: Preconditioner, steps: int) -> Preconditioner:
+        return replace(self.solver, lr=self.share() * self.solver.lr).solve(problem, u, steps)
+
+    def __repr__(self) -> str:
+        return f"{self.solver!r} with a learning rate that falls"
+
+
+def optimizer(
+    config: Config,
+    model: nn.Module,
+    task: Task | None = None,
+    share: Callable[[], float] = lambda: 1.0,
+    fresh: Callable[[], Batch] | None = None,
+) -> Optimizer:
+    """The base, with LLQR around it if it is asked for: nothing set, or the paper's, which has to be told of padding.
+
+    `share` is of the inner learning rate now, `fresh` gives batches of their own to refits; both where a setting wants them.
+    """
     alone, wrapper = base_of(config.base, model), config.llqr
     if config.default_llqr:
         return LLQR(alone, model)
     if wrapper is None:
         return alone
+    own_batch = task is not None and wrapper.fresh_batch
     return LLQR.paper(
         alone,
         model,
-        divergence=_divergence(wrapper),
+        divergence=_divergence(wrapper, model),
         structure=_structure(wrapper),
         every=wrapper.every,
         steps=wrapper.steps,
-        solver=_solver(wrapper.solver),
+        solver=_solver(wrapper.solver, share),
         ema=wrapper.ema,
         damping=wrapper.damping,
         chunk_size=wrapper.chunk_size or None,
         warm_start=wrapper.warm_start,
         sample=wrapper.sample,
-        weights=weights,
+        weights=task.weights if task else None,
+        loss_fn=task.loss if task and own_batch else None,
+        refit_batch=fresh if own_batch else None,
     )
 
 
@@ -53,14 +86,29 @@ def base_of(base: Base, model: nn.Module) -> Optimizer:
         return PEERS[base.name](base, model)
     if base.name == "sgdm":
         return SGD(model.parameters(), lr=base.lr, momentum=base.momentum, weight_decay=base.weight_decay)
-    betas = (base.momentum, base.beta2)
-    return AdamW(model.parameters(), lr=base.lr, betas=betas, weight_decay=base.weight_decay)
+    kind = Adam if base.name == "adam" else AdamW
+    return kind(model.parameters(), lr=base.lr, betas=(base.momentum, base.beta2), weight_decay=base.weight_decay)
 
 
-def _divergence(wrapper: Wrapper) -> str | Divergence:
-    if wrapper.divergence != "ngd":
-        return wrapper.divergence
-    return KL(reduction=cast(Literal["mean", "sum"], wrapper.reduction))
+def _divergence(wrapper: Wrapper, model: nn.Module) -> Divergence:
+    reduction = cast(Literal["mean", "sum"], wrapper.reduction)
+    match wrapper.divergence:
+        case "ngd":
+            found: Divergence = KL(reduction=reduction)
+        case "reverse-kl":
+            found = ReverseKL(reduction=reduction)
+        case "renyi":
+            found = Renyi(wrapper.order, reduction=reduction)
+        case other:
+            found = resolve(other)
+    modules = dict(model.named_modules())
+    for name in wrapper.intermediate:
+        if name not in modules:
+            raise ConfigError(f"'llqr.intermediate': the model has no module '{name}'{suggestion(name, modules)}")
+    if not wrapper.intermediate:
+        return found
+    added = reduction if wrapper.divergence in DISTRIBUTIONAL else "mean"  # as the loss, which the others are of
+    return found + Intermediate(dict.fromkeys(wrapper.intermediate, wrapper.intermediate_weight), reduction=added)
 
 
 def _structure(wrapper: Wrapper) -> str | Structure:
@@ -71,17 +119,17 @@ def _structure(wrapper: Wrapper) -> str | Structure:
     return kind(max_dim=wrapper.max_dim)
 
 
-def _solver(inner: Inner) -> Solver:
-    clip = inner.clip or None
+def _solver(inner: Inner, share: Callable[[], float]) -> Solver:
     match inner.name:
         case "sgdm":
-            return SGDM(lr=inner.lr, momentum=inner.momentum, clip=clip)
+            found: SGDM | InnerAdam = SGDM(lr=inner.lr, momentum=inner.momentum, clip=inner.clip or None)
         case "adam":
-            return Adam(lr=inner.lr)
+            found = InnerAdam(lr=inner.lr)
         case "cg":
             return ConjugateGradient()
         case _:
             return ScaleFree()
+    return found if inner.schedule == "constant" else Decaying(found, share)
 
 
 def scheduler(schedule: Schedule, optimizer: Optimizer, steps: int) -> LambdaLR:

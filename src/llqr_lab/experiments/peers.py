@@ -1,4 +1,5 @@
-"""Other people's optimizers, for runs beside LLQR: Muon, SOAP, Shampoo, SINGD (the extra `peers` but for the first).
+"""Other people's optimizers, for runs beside LLQR: torch's Muon; SOAP, Shampoo and SINGD from packages (the extra `peers`);
+K-FAC and AdaFisher by our own code.
 
 Some of them are for matrices only, or for the layers that they know: AdamW then takes the parameters that are left, at the same
 learning rate, which is how these optimizers are used.
@@ -19,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from llqr_lab.experiments.config import Base, ConfigError
 from llqr_lab.experiments.folder import RunError
+from llqr_lab.experiments.kronecker_peers import KFAC, AdaFisher
 from llqr_lab.experiments.presets import LARGEST_FACTOR
 
 PRECONDITION_EVERY = 10
@@ -134,11 +136,21 @@ def singd(base: Base, model: nn.Module) -> Optimizer:
     return Several([chosen, *_rest(base, model, inside)], resumable=False)
 
 
+def kfac(base: Base, model: nn.Module) -> Optimizer:
+    return KFAC(model, base.lr, base.momentum, base.weight_decay)
+
+
+def adafisher(base: Base, model: nn.Module) -> Optimizer:
+    return AdaFisher(model, base.lr, base.momentum, base.weight_decay)
+
+
 PEERS: Mapping[str, Callable[[Base, nn.Module], Optimizer]] = {
     "muon": muon,
     "soap": soap,
     "shampoo": shampoo,
     "singd": singd,
+    "kfac": kfac,
+    "adafisher": adafisher,
 }
 
 

@@ -4,8 +4,11 @@
 - `cpu`: hours on two cores: a smaller network or fewer steps, with settings that suit it. Not comparable with the paper.
 - `smoke`: seconds, on data of a test's size: shows that everything runs.
 
-A method is `base`; `default`, which is LLQR around it with nothing set; or the paper's LLQR: a structure of U and a divergence,
-such as `ekfac-ngd`, with the paper's inner solver (`ekfac-ngd-scalefree`: with one that takes no learning rate).
+A method is `base`; `default`, which is LLQR around it with nothing set; the paper's LLQR: a structure of U and a divergence,
+such as `ekfac-ngd`, with the paper's inner solver (`ekfac-ngd-scalefree`: with one that takes no learning rate); or, where the
+paper's table has others beside it, their names.
+
+Where the paper is silent, `paper` has what the authors' configurations have; docs/reproduction.md lists these.
 """
 
 from __future__ import annotations
@@ -14,15 +17,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from llqr_lab.experiments.config import Config, ConfigError, parsed
-from llqr_lab.experiments.paper import RESULTS
+from llqr_lab.experiments.config import DISTRIBUTIONAL, Config, ConfigError, parsed
+from llqr_lab.experiments.paper import PUBLISHED, RESULTS
 from llqr_lab.suggest import suggestion
 
 SCALES = ("paper", "cpu", "smoke")
 STRUCTURES = ("diagonal", "kfac", "ekfac")
 """Of the paper's experiments."""
-DIVERGENCES = ("newton", "ngd")
-BARE = ("base", "default")
+DIVERGENCES = ("newton", "ngd", "gauss-newton", "reverse-kl", "renyi")
+GEOMETRIES = ("default", *(f"ekfac-{each}" for each in ("ngd", "reverse-kl", "renyi", "newton")))
+PEERS = ("adam", "adafisher", "kfac", "shampoo")
+"""Methods of the table in AdaFisher's setting: other optimizers in the place of the base."""
+BARE = ("base", "default", *PEERS)
 """Methods that no setting of the paper's LLQR is for."""
 SOLVER = {"name": "sgdm", "lr": 0.005, "momentum": 0.9, "clip": 5.0}
 """The paper's inner solver. The clip is from the authors' code: without it the sum over the batch blows up."""
@@ -36,6 +42,9 @@ SCALE_FREE: dict[str, Any] = {
 """What was found for short runs; it takes no inner learning rate."""
 LARGEST_FACTOR = 1024
 """With that solver, and of SOAP and SINGD: a factor over the words of a vocabulary costs more than the rest of the step."""
+
+GROKKING_EMA = (0.65, 0.7, 0.75, 0.8)
+"""The paper's range, of which it took one for each operation."""
 
 NAMES = {"sgdm": "SGDM", "adamw": "AdamW"}
 
@@ -55,32 +64,38 @@ class Preset:
     llqr: Changes = field(default_factory=dict)
     """What LLQR's settings are here, beside the paper's usual ones."""
     llqr_cpu: Changes = field(default_factory=dict)
+    peers: dict[str, Changes] = field(default_factory=dict)
+    """Other optimizers of the table, by what they change; of the length of the run at the scale of the paper only."""
+    seeds: str = "0-4"
+    """Of the paper."""
     of_paper: bool = True
 
 
 def _cifar(classes: int, network: str, name: str, base: dict[str, Any], batch: int = 128) -> Preset:
-    data = {"name": f"cifar{classes}", "cutout": 16 if classes == 10 else 8}
+    # of the authors' code: Cutout's square, in half of the pictures, and mirrored sides
+    data = {"name": f"cifar{classes}", "cutout": 16, "cutout_share": 0.5, "reflect": True}
+    adafisher = batch == 256
     return Preset(
         summary=f"{name} on CIFAR-{classes}, {NAMES[base['name']]}, 200 epochs",
         settings={
             "task": "classification",
-            "model": {"name": network, "classes": classes},
+            "model": {"name": network, "classes": classes, **FORMS.get(network, {})},
             "data": data,
             "batch": batch,
             "epochs": 200,
             "base": base,
             "schedule": {"name": "cosine"},
         },
-        methods=tuple(RESULTS.get(_name(classes, network, base, batch), {"base": None, "ekfac-ngd": None})),
+        methods=_methods(_name(classes, network, base, batch)),
         cpu={
-            "model": {"classes": classes, **SMALL.get(network, {"name": network})},
+            "model": {"classes": classes, **FORMS.get(network, {}), **SMALL[network]},
             # there is no small part of CIFAR-100 at hand: a hundred classes of Tiny ImageNet stand in for it
-            "data": {"name": "cifar10" if classes == 10 else "tiny-imagenet32", "cutout": 0},
+            "data": {"name": "cifar10" if classes == 10 else "tiny-imagenet32"},
             "epochs": 6,
         },
         smoke={
             "model": _tiny(network, classes),
-            "data": {"name": "random-pictures", "classes": classes, "pixels": 32, "cutout": 8},
+            "data": {**data, "name": "random-pictures", "classes": classes, "pixels": 32},
             "batch": 16,
             "epochs": 0,
             "steps": 4,
@@ -88,7 +103,22 @@ def _cifar(classes: int, network: str, name: str, base: dict[str, Any], batch: i
         },
         llqr={"every": 500 * 128 // batch, **({"chunk_size": 32} if network == "pyramidnet110" else {})},
         llqr_cpu={"every": 100, "chunk_size": 0},
+        peers=_peers({"adam": 210, "kfac": 107, "shampoo": 36}) if adafisher else {},
     )
+
+
+def _methods(name: str) -> tuple[str, ...]:
+    """Those of the paper's table."""
+    return tuple(method for method in RESULTS[name] if method != PUBLISHED)
+
+
+def _peers(epochs: Mapping[str, int]) -> dict[str, Changes]:
+    """At AdaFisher's learning rates; each trains as many epochs as take the time of its 200, and decays over them."""
+    rates = {"adam": 1e-3, "adafisher": 1e-3, "kfac": 0.3, "shampoo": 0.3}
+    return {
+        name: {"base.name": name, "base.lr": rates[name], **({"epochs": epochs[name]} if name in epochs else {})}
+        for name in PEERS
+    }
 
 
 def _name(classes: int, network: str, base: dict[str, Any], batch: int) -> str:
@@ -98,7 +128,11 @@ def _name(classes: int, network: str, base: dict[str, Any], batch: int) -> str:
 
 def _tiny(network: str, classes: int) -> dict[str, Any]:
     """A network of the same kind that a test can afford."""
-    return {"name": network, "classes": classes, **TINY[network]}
+    return {"name": network, "classes": classes, **FORMS.get(network, {}), **TINY[network]}
+
+
+FORMS: dict[str, dict[str, Any]] = {"vgg16-bn": {"hidden": 2, "dropout": 0.5}, "pyramidnet110": {"bottleneck": True}}
+"""What the names leave open, as the authors' code has it."""
 
 
 SMALL: dict[str, dict[str, Any]] = {
@@ -130,12 +164,12 @@ def _cifars() -> dict[str, Preset]:
     for classes, decay, adamw_lr in ((10, 5e-4, 1e-3), (100, 1e-3, 5e-4)):
         for base in (_sgdm(0.05, decay), _adamw(adamw_lr, decay)):
             made[_name(classes, "resnet18", base, 128)] = _cifar(classes, "resnet18", "ResNet-18", base)
-        for network, name in (
+        for network, name in (  # the paper swept the decay of these; what it found is in the authors' configurations
             ("pyramidnet110", "PyramidNet-110"),
             ("vgg16-bn", "VGG-16-BN"),
             ("wrn28-10", "WRN-28-10"),
         ):
-            base = _sgdm(0.05, decay)  # the paper swept the decay here, and doesn't say what it found
+            base = _sgdm(0.05, 5e-4)
             made[_name(classes, network, base, 128)] = _cifar(classes, network, name, base)
     base = _sgdm(0.1, 5e-4)
     made[_name(100, "resnet18", base, 256)] = _cifar(100, "resnet18", "ResNet-18 (AdaFisher's setting)", base, 256)
@@ -148,15 +182,20 @@ def _imagenet(epochs: int) -> Preset:
         settings={
             "task": "classification",
             "model": {"name": "resnet50", "classes": 1000},
-            "data": {"name": "imagenet"},
+            "data": {"name": "imagenet", "fit": "stretch"},
             "batch": 256,
             "epochs": epochs,
             "base": _sgdm(0.1, 1e-4),
             "label_smoothing": 0.1,
-            # the paper says "a warmup followed by a piecewise decay"; five epochs and thirds are the usual ones
-            "schedule": {"name": "piecewise", "warmup": 5 * 5004, "milestones": [0.3, 0.6, 0.9]},
+            # the paper says "a warmup followed by a piecewise decay": the authors' code has 5% of the steps, and tenths after
+            # epochs 30, 70 and 90
+            "schedule": {
+                "name": "piecewise",
+                "warmup": epochs * 5004 // 20,
+                "milestones": [epoch / epochs for epoch in (30, 70, 90) if epoch < epochs],
+            },
         },
-        methods=tuple(RESULTS[f"imagenet-resnet50-{'sgdm' if epochs == 100 else '90epochs'}"]),
+        methods=_methods(f"imagenet-resnet50-{'sgdm' if epochs == 100 else '90epochs'}"),
         cpu={
             "model": {"name": "resnet20", "classes": 10},
             "data": {"name": "imagenette", "pixels": 64},
@@ -175,6 +214,7 @@ def _imagenet(epochs: int) -> Preset:
         },
         llqr={"every": 1500},
         llqr_cpu={"every": 30},
+        peers=_peers({}) if epochs == 90 else {},
     )
 
 
@@ -183,7 +223,8 @@ def _grokking(operation: str) -> Preset:
         summary=f"grokking: {operation} modulo 97, AdamW without weight decay",
         settings={
             "task": "grokking",
-            "model": {"name": "grokking-transformer"},
+            # of the authors' code, which the paper doesn't speak of
+            "model": {"name": "grokking-transformer", "start": "lecun", "reads": "all"},
             "data": {"name": operation, "p": 97, "train": 0.6},
             "batch": 512,
             "steps": 200_000,
@@ -192,11 +233,12 @@ def _grokking(operation: str) -> Preset:
         },
         methods=("base", "diagonal-ngd", "kfac-ngd"),
         # from torch's own start the plateau outlasts hours on two cores; from smaller weights it is a thousand steps
-        cpu={"steps": 6_000, "model.spread": 0.035},
+        cpu={"steps": 6_000, "model": {"name": "grokking-transformer", "start": 0.035}},
         smoke={"data.p": 11, "batch": 16, "steps": 6, "evaluate_every": 2, "model.width": 16},
-        # the paper's decay is in [0.65, 0.8], another for each operation, and it doesn't say which
+        # the paper's decay is in [0.65, 0.8], another for each operation, and it doesn't say which: see GROKKING_EMA
         llqr={"ema": 0.7},
         llqr_cpu={"every": 100},
+        seeds="0-9",
     )
 
 
@@ -215,8 +257,9 @@ def _translation(data: str, summary: str, of_paper: bool) -> Preset:
                 "dropout": 0.3,
             },
             "data": {"name": data, "bpe": 10_000},
-            "batch": 4096,
-            "epochs": 50,
+            # the length of a run and of its batches are of the authors' code
+            "batch": 16384,
+            "epochs": 133,
             "base": _adamw(5e-4, 1e-4, beta2=0.98),
             "label_smoothing": 0.1,
             "schedule": {"name": "inverse-sqrt", "warmup": 4000},
@@ -239,7 +282,8 @@ def _translation(data: str, summary: str, of_paper: bool) -> Preset:
             "evaluate_every": 2,
             "schedule.warmup": 2,
         },
-        llqr={"every": 250, "ema": 0.925},
+        # the paper has full factors for embeddings, and the 8,848 words of IWSLT14's German are more than usual
+        llqr={"every": 250, "ema": 0.925, "max_dim": 16384},
         llqr_cpu={"every": 100},
         of_paper=of_paper,
     )
@@ -280,29 +324,33 @@ def _shakespeare(base: dict[str, Any]) -> Preset:
     )
 
 
-def _fashion(network: str, name: str) -> Preset:
+def _fashion(network: str, name: str, imbalance: float = 1.0) -> Preset:
+    rare = {"imbalance": imbalance} if imbalance != 1 else {}
+    rarer = f", the last class {imbalance:g} times rarer than the first" if rare else ""
     return Preset(
-        summary=f"{name} on Fashion-MNIST, SGDM",
+        summary=f"{name} on Fashion-MNIST{rarer}, SGDM",
         settings={
             "task": "classification",
             "model": {"name": network},
-            "data": {"name": "fashion"},
+            "data": {"name": "fashion", **rare},
             "batch": 128,
             "epochs": 10,
             "base": _sgdm(0.05, 0.0),
             "schedule": {"name": "cosine"},
         },
-        methods=("base", *(f"{structure}-ngd" for structure in STRUCTURES)),
-        cpu={"epochs": 3, "evaluate_every": 50, **({"model.width": 256} if network == "picture-mlp" else {})},
+        methods=("base", *(GEOMETRIES if rare else [f"{each}-ngd" for each in STRUCTURES])),
+        cpu={"epochs": 10}
+        if rare
+        else {"epochs": 3, "evaluate_every": 50, **({"model.width": 256} if network == "picture-mlp" else {})},
         smoke={
             "model": {"name": network, "pixels": 28, **({"width": 8} if network == "picture-mlp" else {})},
-            "data": {"name": "random-pictures", "pixels": 28, "channels": 1},
+            "data": {"name": "random-pictures", "pixels": 28, "channels": 1, **rare},
             "batch": 16,
             "epochs": 0,
             "steps": 4,
             "evaluate_every": 2,
         },
-        llqr_cpu={"every": 100},
+        llqr_cpu={"every": 25 if rare else 100},
         of_paper=False,
     )
 
@@ -319,6 +367,7 @@ PRESETS: dict[str, Preset] = {
     "multi30k-transformer-adamw": _translation("multi30k", "Multi30k German to English, AdamW", False),
     "fashion-mlp": _fashion("picture-mlp", "an MLP"),
     "fashion-convnet": _fashion("picture-net", "a small convnet"),
+    "fashion-imbalanced": _fashion("picture-net", "a small convnet", imbalance=100.0),
     "shakespeare-gpt-sgdm": _shakespeare(_sgdm(0.1, 0.0)),
     "shakespeare-gpt-adamw": _shakespeare(_adamw(3e-3, 0.0, beta2=0.99)),
 }
@@ -336,6 +385,10 @@ def resolve(name: str, scale: str, method: str, seed: int, changes: Mapping[str,
     if scale not in SCALES:
         raise ConfigError(f"there is no scale '{scale}'{suggestion(scale, SCALES)}")
     own = dict(preset.cpu if scale == "cpu" else preset.smoke if scale == "smoke" else {})
+    if method in PEERS:
+        if method not in preset.peers:
+            raise ConfigError(f"{name} has no '{method}' in its table: take it as the base, --set base.name={method}")
+        own |= {key: value for key, value in preset.peers[method].items() if scale == "paper" or key != "epochs"}
     wrapper = _wrapper(preset, scale, method)
     around: dict[str, Any] = {"default_llqr": True} if method == "default" else {"llqr": wrapper} if wrapper else {}
     config = parsed({**preset.settings, **around}).changed(own)
@@ -348,18 +401,21 @@ def _wrapper(preset: Preset, scale: str, method: str) -> dict[str, Any] | None:
     if method in BARE:
         return None
     structure, _, rest = method.partition("-")
-    divergence, _, solver = rest.partition("-")
-    if structure not in ("scalar", *STRUCTURES) or divergence not in DIVERGENCES or solver not in ("", "scalefree"):
+    divergence, scale_free = rest.removesuffix("-scalefree"), rest.endswith("-scalefree")
+    if structure not in ("scalar", *STRUCTURES) or divergence not in DIVERGENCES:
         known = [f"{each}-{other}" for each in STRUCTURES for other in DIVERGENCES]
         raise ConfigError(f"there is no method '{method}'{suggestion(method, [*BARE, *known])}; or with -scalefree")
     own: dict[str, Any] = {"ema": 0.9 if divergence == "newton" else 0.95, "solver": dict(SOLVER), **preset.llqr}
+    own["fresh_batch"] = scale != "cpu"  # as in the authors' code
     if scale == "cpu":
         own |= preset.llqr_cpu
     if preset.settings["task"] == "grokking" and structure == "diagonal":
         own["solver"]["lr"] = 0.01
-    if solver:
-        own |= {**SCALE_FREE, **({"reduction": "mean"} if divergence == "ngd" else {"sample": 1.0})}
-        own |= {"max_dim": LARGEST_FACTOR} if structure in ("kfac", "ekfac") else {}
+    if scale_free:
+        own |= {**SCALE_FREE, "fresh_batch": False, "max_dim": LARGEST_FACTOR}
+        own |= {"reduction": "mean"} if divergence in DISTRIBUTIONAL else {"sample": 1.0}
+    if structure not in ("kfac", "ekfac"):
+        own.pop("max_dim", None)
     if scale == "smoke":
         own |= {"every": 2, "steps": 2, "chunk_size": min(8, own.get("chunk_size", 0))}
     return {"structure": structure, "divergence": divergence, **own}

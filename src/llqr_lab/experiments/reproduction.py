@@ -2,16 +2,85 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from llqr_lab import pages
 from llqr_lab.experiments.collect import Result, summary
 from llqr_lab.experiments.paper import RESULTS
-from llqr_lab.experiments.presets import PRESETS, Preset
+from llqr_lab.experiments.presets import GROKKING_EMA, PRESETS, Preset
+from llqr_lab.experiments.sweep import ABLATIONS
 from llqr_lab.experiments.table import NAMES, UNITS, cells, grouped, methods_of, ours, scores, shown, verdict
 
 COMMAND = "llqr table --page"
-PAPER_SEEDS, CPU_SEEDS = "0-4", "0-2"
+CPU_SEEDS = "0-2"
+
+RESNET18 = [f"cifar{classes}-resnet18-{base}" for classes in (10, 100) for base in ("sgdm", "adamw")]
+ARCHITECTURES = [f"cifar{c}-{net}-sgdm" for c in (10, 100) for net in ("pyramidnet110", "vgg16bn", "wrn28x10")]
+LARGE = ["imagenet-resnet50-sgdm", "iwslt14-transformer-adamw"]
+ADAFISHER = ["cifar100-resnet18-batch256", "imagenet-resnet50-90epochs"]
+GROKKING = [name for name in PRESETS if name.startswith("grokking-")]
+ROSENBROCK = "run: [Rosenbrock](rosenbrock.md)"
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A table, a figure or a finding of the paper."""
+
+    title: str
+    presets: list[str]
+    commands: list[str]
+    """After the sweep of its presets."""
+    state: str = ""
+    """Where no presets have runs that tell."""
+
+
+SHOWN = (
+    Shown(
+        "Figure 1: training curves of ImageNet and IWSLT14",
+        LARGE,
+        [f"llqr figure curves {' '.join(LARGE)} --methods base,kfac-ngd,ekfac-ngd --scale paper --output figure1.png"],
+    ),
+    Shown("Figure 2: Rosenbrock", [], ["llqr rosenbrock"], ROSENBROCK),
+    Shown("Table 1: ResNet-18 on CIFAR", RESNET18, ["llqr table --presets resnet18-sgdm,resnet18-adamw --scale paper"]),
+    Shown("Table 2: other networks on CIFAR", ARCHITECTURES, ["llqr table --presets pyramidnet,vgg,wrn --scale paper"]),
+    Shown("Table 3: ImageNet and IWSLT14", LARGE, [f"llqr table --presets {','.join(LARGE)} --scale paper"]),
+    Shown("Table 4: beside AdaFisher's", ADAFISHER, [f"llqr table --presets {','.join(ADAFISHER)} --scale paper"]),
+    Shown("Figure 3: grokking", GROKKING, ["llqr figure grokking --scale paper --output figure3.png"]),
+    Shown("Figure 4: Rosenbrock's paths and directions", [], ["llqr rosenbrock"], ROSENBROCK),
+    Shown(
+        "Figure 5: training curves on CIFAR",
+        RESNET18,
+        [f"llqr figure curves {' '.join(RESNET18)} --scale paper --output figure5.png"],
+    ),
+    Shown(
+        "The cost of an epoch",
+        [],
+        [f"llqr bench epoch {name}" for name in (*RESNET18, *LARGE)],
+        "not run by us since the last change to refits; it takes any `--device`",
+    ),
+    Shown(
+        "Ablations: damping, the inner loop, the EMA, warm start, inner solvers",
+        [],
+        [
+            line
+            for name in ABLATIONS
+            for line in (
+                f"llqr sweep cifar100-resnet18-sgdm --scale paper --seeds 0-4 --ablation {name}",
+                f"llqr figure {name} cifar100-resnet18-sgdm --scale paper --output {name}.png",
+            )
+        ],
+        "not run by us",
+    ),
+    Shown(
+        "The EMA of grokking, for each operation",
+        [],
+        [
+            f"llqr sweep {' '.join(GROKKING)} --scale paper --seeds 0-9 --set llqr.ema={','.join(map(str, GROKKING_EMA))}"
+        ],
+        "not run by us. The paper took one of these for each operation, and doesn't say which; the presets have 0.7",
+    ),
+)
 
 
 def write(page: Path, results: list[Result]) -> None:
@@ -23,7 +92,7 @@ def body(results: list[Result]) -> str:
     found: dict[str, list[list[Result]]] = {}
     for preset, group in grouped(results):
         found.setdefault(preset, []).append(group)
-    parts = [_overview(found)]
+    parts = [_overview(found), "## Tables and figures\n", *(_shown(each, found) for each in SHOWN)]
     for title, of_paper in (("The paper's", True), ("Others", False)):
         parts.append(f"## {title}\n")
         parts += [_section(n, p, found.get(n, [])) for n, p in PRESETS.items() if p.of_paper is of_paper]
@@ -35,11 +104,34 @@ def _overview(found: dict[str, list[list[Result]]]) -> str:
     rows = []
     for name in PRESETS:
         reported = RESULTS.get(name, {})
-        wrapped = [entry for method, entry in reported.items() if method != "base"]
+        wrapped = [entry for method, entry in reported.items() if method.endswith(("-ngd", "-newton"))]
         paper = f"{reported['base'].score:.2f} → {max(entry.score for entry in wrapped):.2f}" if wrapped else "–"
         here = "; ".join(_change(group) for group in found.get(name, [])) or "not run"
         rows.append([f"[{name}](#{name})", paper, here])
     return pages.table([["preset", "the paper: base → best with LLQR", "here: base → each with LLQR"], *rows])
+
+
+def _shown(shown: Shown, found: dict[str, list[list[Result]]]) -> str:
+    """A table or a figure of the paper, with its commands and whether they were run."""
+    scales = {name: sorted({group[0]["scale"] for group in found.get(name, [])}) for name in shown.presets}
+    told = [f"{name} at `--scale {scale}`" for name, some in scales.items() for scale in some]
+    state = shown.state or f"not run by us at the paper's scale{'; run: ' + ', '.join(told) if told else ''}"
+    by_seeds: dict[str, list[str]] = {}
+    for name in shown.presets:
+        by_seeds.setdefault(PRESETS[name].seeds, []).append(name)
+    sweeps = [f"llqr sweep {' '.join(names)} --scale paper --seeds {seeds}" for seeds, names in by_seeds.items()]
+    lines = [
+        f"### {shown.title}",
+        "",
+        f"{state[0].upper()}{state[1:]}.",
+        "",
+        "```sh",
+        *sweeps,
+        *shown.commands,
+        "```",
+        "",
+    ]
+    return "\n".join(lines)
 
 
 def _change(group: list[Result]) -> str:
@@ -55,7 +147,7 @@ def _change(group: list[Result]) -> str:
 
 def _section(name: str, preset: Preset, groups: list[list[Result]]) -> str:
     lines = [f"### {name}", "", f"{preset.summary[0].upper()}{preset.summary[1:]}.", "", "```sh"]
-    for scale, seeds in (("paper", PAPER_SEEDS), ("cpu", CPU_SEEDS)):
+    for scale, seeds in (("paper", preset.seeds), ("cpu", CPU_SEEDS)):
         if not any(group[0]["scale"] == scale for group in groups):
             lines.append(f"llqr sweep {name} --scale {scale} --seeds {seeds}  # not run by us")
     lines += [command for group in groups for command in commands(group)]
@@ -68,7 +160,7 @@ def _section(name: str, preset: Preset, groups: list[list[Result]]) -> str:
     run = {each["method"] for group in groups for each in group}
     reported = {method: entry for method, entry in RESULTS.get(name, {}).items() if method not in run}
     if reported:
-        rows = [[m, f"{r.score:.2f} ± {r.error:.2f}", f"×{r.time:.3g}"] for m, r in reported.items()]
+        rows = [[method, *entry.shown] for method, entry in reported.items()]
         lines.append(pages.table([["method, not run by us", "the paper's", "time, × base"], *rows]))
     return "\n".join(lines)
 

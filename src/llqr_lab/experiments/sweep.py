@@ -27,8 +27,12 @@ ABLATIONS: dict[str, tuple[tuple[str, ...], dict[str, list[Any]]]] = {
         {"llqr.steps": [10, 25, 50], "llqr.every": [125, 500], "llqr.solver.lr": [0.001, 0.005, 0.02]},
     ),
     "ema": (("ekfac-ngd",), {"llqr.ema": [0.0, 0.5, 0.85, 0.95]}),
-    "warm-start": (("ekfac-ngd",), {"llqr.warm_start": [False, True]}),
-    "solver": (("ekfac-ngd",), {"llqr.solver.name": ["sgdm", "cg"]}),
+    # the paper's warm start has no EMA, and an inner learning rate that falls; what each of them does by itself is seen too
+    "warm-start": (
+        ("ekfac-ngd",),
+        {"llqr.warm_start": [False, True], "llqr.ema": [0.0, 0.95], "llqr.solver.schedule": ["constant", "cosine"]},
+    ),
+    "solver": (("ekfac-ngd",), {"llqr.solver.name": ["sgdm", "adam", "cg"]}),
 }
 """The paper's ablations: the methods and the grid that each runs over."""
 

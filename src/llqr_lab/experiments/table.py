@@ -76,7 +76,7 @@ def cells(preset: str, group: list[Result]) -> list[list[str]]:
             row.append(shown(summary(each["seconds_to_target"] for each in rows if value(each) is not None), 1.0))
         if reported:
             paper = reported.get(method)
-            row += [f"{paper.score:.2f} ± {paper.error:.2f}", f"×{paper.time:.3g}"] if paper else ["", ""]
+            row += paper.shown if paper else ("", "")
         made.append(row)
     return made
 

@@ -31,38 +31,62 @@ LINES = (
 )
 
 
-def curves(results: list[Result], path: Path) -> None:
-    """Training loss and held-out error (or loss) of one preset and scale, by steps and by seconds: mean and standard error."""
-    held_out = next(each for each in ("test_accuracy", "valid_loss", "test_loss") if _held_out(results, each))
-    accuracy = held_out == "test_accuracy"
-    with drawing(path, 11, 8.5) as figure:
-        grid = figure.subplots(2, 2, sharey="row", sharex="col", squeeze=False)
-        for method, (colour, style) in zip(methods_of(results), itertools.cycle(LINES), strict=False):
-            rows = [each for each in results if each["method"] == method]
-            diverged = sum(each["diverged"] for each in rows)
-            label = f"{method} ({diverged} of {len(rows)} diverged)" if diverged else method
-            for line, (name, view) in enumerate((("train_loss", _same), (held_out, _error if accuracy else _same))):
-                for axes, along in zip(grid[line], ("step", "seconds"), strict=True):
-                    _band(axes, rows, along, name, view, colour=colour, style=style, label=label)
-        for axes, label in zip(grid[-1], ("training steps", "seconds of training"), strict=True):
-            axes.set_xlabel(label)
-        grid[0, 0].set_ylabel("training loss")
-        grid[1, 0].set_ylabel(
-            "test error, %" if accuracy else held_out.replace("_", " ").replace("valid", "validation")
+Panel = tuple[list[Result], str, str]
+"""Results of one preset and scale, what is drawn of them, and along what."""
+
+
+def curves(groups: list[list[Result]], path: Path) -> None:
+    """Mean and standard error over seeds. Of one preset: training loss and held-out error (or loss), by steps and by seconds.
+    Of several, one panel each, two in a row: held-out error by steps."""
+    alone = len(groups) == 1
+    panels: list[Panel] = [(group, _held_out(group), "step") for group in groups]
+    if alone:
+        panels = [(groups[0], name, by) for name in ("train_loss", panels[0][1]) for by in ("step", "seconds")]
+    lines = math.ceil(len(panels) / 2)
+    styles = dict(zip(_all_methods(groups), itertools.cycle(LINES), strict=False))
+    with drawing(path, 11, 4.25 * lines) as figure:
+        grid = figure.subplots(
+            lines, 2, sharey="row" if alone else False, sharex="col" if alone else False, squeeze=False
         )
-        for axes in grid.flat:
+        for axes, (results, name, along) in zip(grid.flat, panels, strict=False):
+            for method in methods_of(results):
+                rows = [each for each in results if each["method"] == method]
+                diverged = sum(each["diverged"] for each in rows)
+                label = f"{method} ({diverged} of {len(rows)} diverged)" if diverged else method
+                colour, style = styles[method]
+                view = _error if name == "test_accuracy" else _same
+                _band(axes, rows, along, name, view, colour=colour, style=style, label=label)
+            axes.set_xlabel("training steps" if along == "step" else "seconds of training")
+            axes.set_ylabel(HELD_OUT.get(name, "training loss"))
             axes.set_yscale("log")
             # plain numbers, also between the powers of ten where there are few of these
             for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
                 ticks(LogFormatter(minor_thresholds=(1.5, 0.5)))
-        handles, labels = grid[0, 0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=4)
-        figure.suptitle(_title(results), fontsize="medium")
+            if alone:
+                axes.label_outer()
+            else:
+                axes.set_title(_title(results), fontsize="medium")
+        for axes in grid.flat[len(panels) :]:
+            axes.remove()
+        found = [axes.get_legend_handles_labels() for axes in grid.flat[: len(panels)]]
+        handles = {label: handle for pair in found for handle, label in zip(*pair, strict=True)}
+        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4)
+        if alone:
+            figure.suptitle(_title(groups[0]), fontsize="medium")
 
 
-def _held_out(results: list[Result], name: str) -> bool:
-    wanted = name != "test_accuracy" or results[0]["score"] in ("test_accuracy", "steps_to_target")
-    return wanted and all(name in each["curve"] for each in results)
+def _all_methods(groups: list[list[Result]]) -> list[str]:
+    return list(dict.fromkeys(method for group in groups for method in methods_of(group)))
+
+
+HELD_OUT = {"test_accuracy": "test error, %", "valid_loss": "validation loss", "test_loss": "test loss"}
+
+
+def _held_out(results: list[Result]) -> str:
+    """What tells most of how good a run is, of what all of them have measured."""
+    accuracy = results[0]["score"] in ("test_accuracy", "steps_to_target")
+    names = [name for name in HELD_OUT if accuracy or name != "test_accuracy"]
+    return next(name for name in names if all(name in each["curve"] for each in results))
 
 
 def _same(number: float) -> float:

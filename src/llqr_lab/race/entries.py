@@ -75,7 +75,9 @@ COURSES = {
         "cifar10-resnet18-sgdm", PLAIN, {"model.blocks": [1, 1, 1], "batch": 64, **_course(400)}, without=("muon",)
     ),
     "shakespeare": Course("shakespeare-gpt-sgdm", cpu=_course(600)),
-    "modular-addition": Course("grokking-add", cpu={"steps": 500, "evaluate_every": 10}, reached="test_accuracy"),
+    "modular-addition": Course(
+        "grokking-add", {"data.by_heart": False}, {"steps": 500, "evaluate_every": 10}, reached="test_accuracy"
+    ),
     "multi30k": Course(
         "multi30k-transformer-adamw",
         {**PLAIN, "data.beam": 0},

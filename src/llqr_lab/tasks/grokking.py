@@ -16,16 +16,25 @@ from llqr_lab.tasks.base import Metrics, Task, scores
 TARGET = 0.95
 """The test accuracy at which grokking has happened, as in the paper."""
 LEARNED = 0.99
-"""The training accuracy from which on everything is known by heart."""
+"""The training accuracy, over the steps since the last evaluation, from which on everything is known by heart."""
 
 
 class Grokking(Task):
     score = "steps_to_target"
 
     def __init__(
-        self, model: dict[str, Any], batch: int, seed: int, operation: str, p: int = 97, train: float = 0.6
+        self,
+        model: dict[str, Any],
+        batch: int,
+        seed: int,
+        operation: str,
+        p: int = 97,
+        train: float = 0.6,
+        by_heart: bool = True,
     ) -> None:
+        """`by_heart`: what is understood before the training set is known by heart doesn't count, as in the paper."""
         self.model = {"words": vocabulary(p), **model}
+        self.needed = LEARNED if by_heart else 0.0
         data = modular_arithmetic(operation, p, train, seed)
         self.examples = len(data.train_targets)
         self.train = TensorBatches(data.train_inputs, data.train_targets, batch, seed)
@@ -38,12 +47,12 @@ class Grokking(Task):
         return scores(model, self.tests, device)
 
     def over(self, metrics: Mapping[str, Any]) -> bool:
-        return (metrics["test_accuracy"] or 0.0) >= TARGET
+        return (metrics.get("test_accuracy") or 0.0) >= TARGET and metrics["train_accuracy"] >= self.needed
 
     def summary(self, lines: list[dict[str, Any]]) -> dict[str, Any]:
         """When everything was learned by heart, and when it was understood."""
         learned = next((line for line in lines if line["train_accuracy"] >= LEARNED), None)
-        reached = next((line for line in lines if (line.get("test_accuracy") or 0.0) >= TARGET), None)
+        reached = next((line for line in lines if self.over(line)), None)
         return {
             "steps_to_overfit": learned["step"] if learned else None,
             "steps_to_target": reached["step"] if reached else None,
