@@ -295,6 +295,18 @@ def test_a_base_that_takes_steps_back(momentum: float) -> None:
         train(model, LLQR(Own(model.parameters(), lr=lr, momentum=momentum), model), range(32))
 
 
+@pytest.mark.parametrize("lr", [0.03, 0.1, 0.3])
+def test_a_base_that_overshoots_takes_nothing_back(lr: float) -> None:
+    """Of a quadratic loss Δ_{k+1} = b - lr H t: that is no sign, for as long as steps don't grow."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(8, 1), torch.randn(64, 8)
+    optimizer = LLQR(Own(model.parameters(), lr=lr, momentum=0.9, nesterov=True), model)
+    for _ in range(40):
+        optimizer.zero_grad()
+        functional.mse_loss(model(x), x.sum(1, keepdim=True)).backward()
+        optimizer.step()
+
+
 @pytest.mark.parametrize("divergence", [None, "ngd"])
 def test_a_model_without_linear_maps(divergence: str | None) -> None:
     """Only norms are trained: the base's steps, bit for bit; nothing went wrong, and nothing is said."""

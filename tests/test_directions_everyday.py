@@ -1312,3 +1312,33 @@ def test_loops_that_call_what_is_inside_go_on(saved: str) -> None:
     train_by(call, other, resumed, range(3, END))
     assert_same(parameters_of(other), parameters_of(model))
     assert resumed.stats.refits == optimizer.stats.refits == 3
+
+
+class Reused(nn.Module):
+    """Its first weight is in another thing too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh() * self.first.weight.exp().mean(0))  # type: ignore[no-any-return]
+
+
+def test_parts_whose_weights_are_used_otherwise_too() -> None:
+    """They are heard before what else uses them, and left to the base nevertheless."""
+    torch.manual_seed(0)
+    model = Reused().double()
+    optimizer = LLQR(sgd(model), model, every=1)
+    with pytest.warns(LLQRWarning, match="modules inside count too"):
+        train_by(lambda m, x: m.forward(x), model, optimizer, range(1))
+    train(model, optimizer, range(1, 3))
+    assert set(optimizer.blocks) == {"second.weight"}
+    assert optimizer.assignments()["first.weight"] == "by the base: used by Exp"
+
+
+def test_parts_with_a_divergence_are_not_promised() -> None:
+    model = nn.ModuleList([network()])
+    optimizer = LLQR(sgd(model), model, "ngd")
+    with pytest.warns(LLQRWarning, match="With a divergence, or a sharded model, it has to be"):
+        train_by(lambda m, x: m[0](x), model, optimizer, range(2))

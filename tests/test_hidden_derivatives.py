@@ -677,3 +677,74 @@ def test_many_kinks_are_no_curvature(size: float, single: bool) -> None:
     for seed in range(8):
         x = size * torch.randn(1 if size < 0.1 else 24, 2000, generator=torch.Generator().manual_seed(seed))
         assert not hides(lambda leaves: (call(leaves[0]),), [x.double()])
+
+
+class ZeroedProduct(torch.autograd.Function):
+    """x A B, with x A kept from the forward pass, or computed again."""
+
+    again = True
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(x, a, b)
+        ctx.kept = x @ a
+        return ctx.kept @ b
+
+    @classmethod
+    def backward(cls, ctx: Any, u: Tensor) -> Any:  # type: ignore[override]
+        x, a, b = ctx.saved_tensors
+        return u @ b.T @ a.T, x.T @ (u @ b.T), (x @ a if cls.again else ctx.kept).T @ u
+
+
+class CutZeroedProduct(ZeroedProduct):
+    again = False
+
+
+class Zeroed(nn.Module):
+    """An adapter as it begins: B is zero."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.zeros(3, 3))
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function.apply(x, self.a, self.b)  # type: ignore[no-any-return]
+
+
+def test_a_formula_is_looked_at_where_it_is_not_zero() -> None:
+    """By x A and B = 0 the slope of A is zero, and nothing of ∂²/∂A∂B would be seen."""
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 4).double(), torch.randint(3, (8,))
+    QuadraticModel.build(Zeroed(ZeroedProduct).double(), x, y, functional.cross_entropy, "newton")
+    with pytest.raises(NotTwiceDifferentiableError, match="CutZeroedProduct"):
+        QuadraticModel.build(Zeroed(CutZeroedProduct).double(), x, y, functional.cross_entropy, "newton")
+
+
+class SharpLog(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, p: Tensor) -> Tensor:
+        ctx.save_for_backward(p)
+        return (p + 1e-8).log()
+
+    @staticmethod
+    def backward(ctx: Any, u: Tensor) -> Any:  # type: ignore[override]
+        return u / (ctx.saved_tensors[0] + 1e-8)
+
+
+@pytest.mark.parametrize("sharpness", [1.0, 10.0, 40.0])
+def test_a_formula_that_bends_within_the_step_is_no_sign(sharpness: float) -> None:
+    """log(p + 1e-8) of probabilities that are almost zero: differences are off by their third derivative."""
+    torch.manual_seed(0)
+
+    class Sharp(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 6), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            logs: Tensor = SharpLog.apply((sharpness * self.one(x)).softmax(-1))  # type: ignore[no-untyped-call]
+            return self.two(logs)  # type: ignore[no-any-return]
+
+    x, y = torch.randn(8, 4).double(), torch.randint(3, (8,))
+    QuadraticModel.build(Sharp().double(), x, y, functional.cross_entropy, "newton")

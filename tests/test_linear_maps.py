@@ -77,6 +77,8 @@ CASES: dict[str, Case] = {
         lambda: vectors(5),
     ),
     "x @ W + b": (lambda: Own(lambda m, x: m.b + x @ m.w, w=(4, 3), b=(3,)), vectors),
+    "W @ x + b": (lambda: Own(lambda m, x: (m.w @ x.T) + m.b, w=(3, 4), b=(3,)), vectors),  # along the places
+    "an outer sum": (lambda: Own(lambda m, x: (x @ m.w.T).view(-1, 3, 1) + m.b, w=(3, 4), b=(3,)), vectors),
     "x @ W + b twice": (lambda: Own(lambda m, x: (y := x @ m.w) * (y + m.b), w=(4, 3), b=(3,)), vectors),
     "x @ W": (lambda: Own(lambda m, x: x @ m.w, w=(4, 3)), vectors),
     "x @ W of 3d": (lambda: Own(lambda m, x: x @ m.w, w=(4, 3)), lambda: vectors(5)),
@@ -138,6 +140,8 @@ CASES: dict[str, Case] = {
 
 BY_THE_BASE = {
     "x @ W + b twice": {"b"},
+    "W @ x + b": {"b"},
+    "an outer sum": {"b"},
     "a scaled bias": {"b"},
     "addmm with alpha": {"w", "b"},
     "addmm with beta": {"b"},
@@ -519,7 +523,14 @@ def test_which_maps_read_the_data(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "bias"), [("linear of a transposed input", "b"), ("x @ W + b", "b"), ("x @ W + b twice", None)]
+    ("case", "bias"),
+    [
+        ("linear of a transposed input", "b"),
+        ("x @ W + b", "b"),
+        ("x @ W + b twice", None),
+        ("W @ x + b", None),
+        ("an outer sum", None),
+    ],
 )
 def test_a_bias_that_is_added_by_itself(case: str, bias: str | None) -> None:
     """It belongs to the map, however torch has computed it, unless something else sees the product without it."""

@@ -100,7 +100,8 @@ class Undoing:
     masters, does. Looked at in the first steps around a base that isn't torch's.
 
     Its step Δ_k is compared with a b + c t, with b its own step before and t the one that took its place. To go back to its own
-    weights it has to step by b - t more than it would, so that c is -1; by any other base c is about 0.
+    weights it has to step by b - t more than it would, so that c is -1, and steps grow longer and longer; by any other base c
+    is about 0, or steps that overshoot a minimum grow shorter.
     """
 
     STEPS, IN_A_ROW, BACK = 30, 5, -0.8
@@ -116,7 +117,8 @@ class Undoing:
         if not self._left:
             return
         if self._before is not None:
-            self._times = self._times + 1 if self._share(steps, *self._before) < self.BACK else 0
+            share, grows = self._share(steps, *self._before)
+            self._times = self._times + 1 if share < self.BACK and grows else 0
         self._left -= 1
         self._before = ({name: steps[name] for name in turned}, dict(turned)) if self._left else None
         if self._times == self.IN_A_ROW:
@@ -126,13 +128,15 @@ class Undoing:
             )
 
     @staticmethod
-    def _share(steps: Mapping[str, Tensor], own: Mapping[str, Tensor], turned: Mapping[str, Tensor]) -> float:
-        """c of the a b + c t that is nearest to the steps."""
+    def _share(
+        steps: Mapping[str, Tensor], own: Mapping[str, Tensor], turned: Mapping[str, Tensor]
+    ) -> tuple[float, bool]:
+        """c of the a b + c t that is nearest to the steps, and whether they are longer than b."""
         names = [name for name in own if name in steps and steps[name].shape == own[name].shape]
-        pairs = ((own, own), (own, turned), (turned, turned), (own, steps), (turned, steps))
-        bb, bt, tt, bd, td = (sum(float((x[n] * y[n]).sum()) for n in names) for x, y in pairs)
+        pairs = ((own, own), (own, turned), (turned, turned), (own, steps), (turned, steps), (steps, steps))
+        bb, bt, tt, bd, td, dd = (sum(float((x[n] * y[n]).sum()) for n in names) for x, y in pairs)
         determinant = bb * tt - bt * bt
-        return (bb * td - bt * bd) / determinant if determinant > 0 else 0.0
+        return (bb * td - bt * bd) / determinant if determinant > 0 else 0.0, dd > bb
 
 
 STEEPNESS = 0.15

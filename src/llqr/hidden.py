@@ -47,6 +47,8 @@ BELIEVED = 0.1
 """How far the differences of both sides may be from each other, relative to their size. A kink, or rounding, is beyond."""
 FLAT = 1e-6
 """A step that meets hardly any kink, and changes what is rounded to float32."""
+NEARBY = 0.1
+"""How far away from a point where a formula is zero it is looked at once more."""
 UNSEEN = 1e-3
 """An argument that is smaller than this, compared with the others, is moved as they are."""
 
@@ -184,8 +186,13 @@ def hides(run: Run, point: Sequence[Tensor]) -> bool | None:
     """
     try:
         with torch.autocast(point[0].device.type, enabled=False), torch.enable_grad():
-            count = len(run(_leaves(point)))
-            return any(_Look(run, place, point).hides() for place in range(count))
+            looks = [_Look(run, place, point) for place in range(len(run(_leaves(point))))]
+            if any(look.hides() for look in looks):
+                return True
+            level = [place for place, look in enumerate(looks) if look.is_level()]
+            with suppress(Exception):  # there it may have no value
+                return any(_Look(run, place, looks[place].nearby()).hides() for place in level)
+            return False
     except Exception:  # it can't be called once more, or not in this precision
         return None
 
@@ -201,6 +208,14 @@ class _Look:
         self._y = y.detach()
         self._u = self._cotangent().requires_grad_()
         self._slopes = torch.autograd.grad(y, self._leaves, self._u, create_graph=True, materialize_grads=True)
+
+    def is_level(self) -> bool:
+        """Whether some B_i is zero, as where another argument is zero at the start: nothing of it is seen here."""
+        return not all(bool(slope.any()) for slope in self._slopes)
+
+    def nearby(self) -> list[Tensor]:
+        """A point where it isn't."""
+        return [x + NEARBY * size * self._random(x) for x, size in zip(self._point, self._sizes, strict=True)]
 
     def hides(self) -> bool:
         arguments = range(len(self._point))
@@ -276,9 +291,13 @@ class _Look:
             count = int(believed.sum())
             if count == 0 or 2 * count < int(changed.sum()):
                 continue
-            middle, product = (0.5 * (one + other))[believed], product[believed]
+            one, other, product = one[believed], other[believed], product[believed]
+            middle = 0.5 * (one + other)
             scale = max(_norm(middle), _norm(product))
-            yield j, _norm(middle - product) > step.tolerance * scale + noise * math.sqrt(count)
+            allowed = step.tolerance * scale + noise * math.sqrt(count)
+            if step is STEPS[0]:  # where it isn't rounding: what the third derivative may come to
+                allowed += _norm((one - other).square() / (one.abs() + other.abs()))
+            yield j, _norm(middle - product) > allowed
 
     def _value(self, leaves: list[Tensor]) -> Tensor:
         return self._run(leaves)[self._place]

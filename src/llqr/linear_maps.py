@@ -217,10 +217,12 @@ def _with_added_bias(nodes: Sequence[Node], names: Mapping[int, str]) -> dict[No
             if product is None or product.name() != "MmBackward0" or heads[product] > 1:
                 continue
             use = _read(product, names)
-            if use is not None and use.map.places is None and use.map.shape[0] == 1:
+            second = _origin(product.next_functions[1], names)
+            if use is not None and second is not None and use.map.places is None and use.map.shape[0] == 1:
                 _, r, c = use.map.shape
-                bias = _bias(other, names, c if use.map.inputs_on_rows else r)
-                if bias is not None:
+                size = c if use.map.inputs_on_rows else r
+                bias = _bias(other, names, size)
+                if bias is not None and cast(Any, edge[0])._input_metadata[edge[1]].shape[-1] == size:
                     found[node] = found[product] = replace(use, map=replace(use.map, bias=bias))
     return found
 

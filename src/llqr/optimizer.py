@@ -234,9 +234,11 @@ class LLQR(Wrapping):
                 self._listen_to_parts()
             raise NonFiniteError(
                 "no gradient has come back through the model: it wasn't called as model(...) with gradients on since the last "
-                "step. " + (LISTENS if self._by_parts else CALL_IT)
+                "step. " + (LISTENS if self._by_parts and not collector.runs_again else CALL_IT)
             )
-        return self._processes.sum_moments(collector.sums, of_means=self.divergence is None)
+        left = collector.others if self._by_parts else {}  # parts are heard before what else uses their weights
+        sums = {map_: sums for map_, sums in collector.sums.items() if not left.keys() & set(map_.members)}
+        return self._processes.sum_moments(sums, of_means=self.divergence is None)
 
     def _run_again(self, parameters: Mapping[str, Tensor], calls: Sequence[Call], closure: Closure | None) -> None:
         """All calls with the gradients that the loss sent back to them; gradients are drawn for the last one alone."""
