@@ -603,7 +603,8 @@ def test_where_it_cannot_be_evaluated_both_are_of_the_network_that_trains(how: s
         model.eval()
         optimizer.step()
     elif how == "the closure trains":
-        optimizer.step(closure)
+        with pytest.warns(LLQRWarning, match="call model.train\\(\\) outside of it"):
+            optimizer.step(closure)
     else:
         with pytest.warns(LLQRWarning, match="doesn't run with the modules in evaluation mode: TypeError"):
             optimizer.step(closure)

@@ -47,7 +47,7 @@ BELIEVED = 0.1
 """How far the differences of both sides may be from each other, relative to their size. A kink, or rounding, is beyond."""
 FLAT = 1e-6
 """A step that meets hardly any kink, and changes what is rounded to float32."""
-NEARBY = 0.1
+NEARBY = 0.01
 """How far away from a point where a formula is zero it is looked at once more."""
 UNSEEN = 1e-3
 """An argument that is smaller than this, compared with the others, is moved as they are."""

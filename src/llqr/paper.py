@@ -249,6 +249,12 @@ class PaperLLQR(Together):
             return Source(gradients_of(parameters), seen, closure, batch, loss_fn, called, streams, evaluated=known)
         with self._hook.listening(False):
             gradients = self._evaluated(closure, parameters, streams)
+        if gradients is None:
+            self._warn(
+                "evaluated",
+                "a refit's gradient and curvature are of the network in training, because the closure puts modules into "
+                "training mode, or leaves no gradients: call model.train() outside of it",
+            )
         own = gradients_of(parameters) if gradients is None else gradients
         return Source(own, seen, closure, batch, loss_fn, called, streams, evaluated=gradients is not None)
 

@@ -85,7 +85,11 @@ def places_of(model: nn.Module, terms: Terms) -> Places:
 
 def segment_modules(model: nn.Module, segments: Collection[str], places: Collection[str] = ()) -> dict[str, nn.Module]:
     """The modules that names or patterns mean; one that is inside of another of them is a part of that one."""
-    if isinstance(segments, str) or not isinstance(segments, Collection):
+    if (
+        isinstance(segments, str)
+        or not isinstance(segments, Collection)
+        or not all(isinstance(s, str) for s in segments)
+    ):
         raise LLQRError(
             f"segments is a list of modules' names or patterns, as in segments=['layers.*']; not {segments!r}"
         )
