@@ -253,10 +253,10 @@ class PaperLLQR(Together):
             self._warn(
                 "evaluated",
                 "a refit's gradient and curvature are of the network in training, because the closure puts modules into "
-                "training mode, or leaves no gradients: call model.train() outside of it",
+                "training mode: call model.train() outside of it",
             )
-        own = gradients_of(parameters) if gradients is None else gradients
-        return Source(own, seen, closure, batch, loss_fn, called, streams, evaluated=gradients is not None)
+        own = gradients or gradients_of(parameters)  # it may take nothing backward
+        return Source(own, seen, closure, batch, loss_fn, called, streams, evaluated=bool(gradients))
 
     def _evaluated(
         self, closure: Closure, parameters: Mapping[str, Tensor], streams: Streams

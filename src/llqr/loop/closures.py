@@ -42,7 +42,7 @@ def whole_loss(closure: Closure, model: nn.Module) -> Callable[[], Tensor]:
 def evaluated_gradients(
     closure: Closure, model: nn.Module, parameters: Mapping[str, Tensor], streams: Streams
 ) -> dict[str, Tensor] | None:
-    """The gradients that a closure leaves with the modules in evaluation mode; None where it leaves none, or trains them.
+    """The gradients that a closure leaves with the modules in evaluation mode; None where it trains them.
 
     What is there stays: gradients (in their own memory, which a DDP may write to), buffers, random streams. `streams` are as
     they were before the closure was evaluated for the step.
@@ -62,7 +62,7 @@ def evaluated_gradients(
         ):
             closure()
             found = {name: gradient.detach().clone() for name, gradient in gradients_of(parameters).items()}
-            return None if any(module.training for module in modules) else found or None
+            return None if any(module.training for module in modules) else found
     finally:
         with torch.no_grad():
             for tensor, value in held:
