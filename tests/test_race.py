@@ -31,7 +31,6 @@ from llqr_lab.race.timing import seconds_to, step_seconds
 from llqr_lab.tasks.named import task_of
 from small_lab import batch, small
 
-pytestmark = pytest.mark.filterwarnings("ignore:U would have turned the gradient")
 NEEDS = {"soap": "pytorch_optimizer", "shampoo": "pytorch_optimizer", "singd": "singd"}
 
 

@@ -6,8 +6,8 @@
     θ   ← θ - ‖Δ‖ U m / ‖U m‖,   tensor by tensor
 
 `MinimalLLQR` is that, for `nn.Linear` and `nn.Conv2d` whose weights nothing else uses; the base steps all other parameters.
-There is no safety, no speed and no checkpoint, and `maximize` and Muon's momentum aren't known: train with `llqr.LLQR`. At the
-end is the paper's own method, `fit_along_gradient`.
+There is no safety, no speed and no checkpoint, and `maximize`, Muon's momentum and data of mostly zeros aren't known: train
+with `llqr.LLQR`. At the end is the paper's own method, `fit_along_gradient`.
 """
 
 from __future__ import annotations
