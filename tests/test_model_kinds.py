@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from llqr import QuadraticModel, cg_step, exact_step
+from llqr import LLQR, QuadraticModel, cg_step, exact_step
 from llqr.divergences import KL, Divergence, GaussNewton, Intermediate, Newton
 from llqr.errors import LLQRError, NotTwiceDifferentiableError
 
@@ -222,6 +222,8 @@ def test_scripted_models() -> None:
             QuadraticModel.build(scripted, inputs, targets, LOSS, KL())
         with pytest.raises(LLQRError, match="TorchScript"):
             exact_step([scripted], inputs, targets, LOSS, KL())
+        with pytest.raises(LLQRError, match="TorchScript"):
+            LLQR(torch.optim.SGD(scripted.parameters(), lr=0.1), scripted)
     inside = nn.Sequential(torch.jit.script(model[:2]), model[2])
     q, plain = (QuadraticModel.build(m, inputs, targets, LOSS, KL(), 0.1) for m in (inside, model))
     for expected, product in zip(

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from llqr.assignments import assignments
 from llqr.base_step import Momentum, Turned, Undoing, decay, groups_of
-from llqr.checks import check_callable, check_count
+from llqr.checks import check_callable, check_count, refuse_scripted
 from llqr.collector import Call, Collector
 from llqr.distributed.groups import standing, unwrapped
 from llqr.distributed.processes import processes_of
@@ -98,6 +98,7 @@ class LLQR(Wrapping):
         inside = unwrapped(plain)
         self._wrapped, self._group = plain, process_group
         self.model, self._called = uncompiled(inside), model if inside is plain else inside
+        refuse_scripted(self.model)
         self.divergence = None if divergence is None else resolve(divergence)
         self.structure = structure
         self._output = output
