@@ -105,12 +105,19 @@ def test_curves_hold_what_was_measured_last_and_leave_out_what_diverged() -> Non
 
 def test_steps_to_grokking() -> None:
     task = Grokking({"name": "grokking-transformer"}, 8, 0, "add", p=5)
-    accuracies = [(0.5, 0.1), (0.9, 0.96), (0.995, 0.2), (1.0, 0.96), (1.0, 0.97)]  # understood before it was learned
+    # understood before it was learned, and once more after it, when the training accuracy has fallen again
+    accuracies = [(0.5, 0.1), (0.9, 0.96), (0.995, 0.2), (0.97, 0.96), (1.0, 0.97)]
     lines = [
         {"step": 10 * number, "seconds": float(number), "train_accuracy": train, "test_accuracy": test}
         for number, (train, test) in enumerate(accuracies, 1)
     ]
-    assert [task.over(line) for line in lines] == [False, False, False, True, True]
+    assert [task.over(line, learned=number >= 2) for number, line in enumerate(lines)] == [
+        False,
+        False,
+        False,
+        True,
+        True,
+    ]
     assert task.summary(lines) == {"steps_to_overfit": 30, "steps_to_target": 40, "seconds_to_target": 4.0}
     assert task.summary(lines[:3])["steps_to_target"] is None
     anyhow = Grokking({"name": "grokking-transformer"}, 8, 0, "add", p=5, by_heart=False)
