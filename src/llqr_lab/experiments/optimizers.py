@@ -12,7 +12,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from llqr import LLQR
-from llqr.divergences import KL, Divergence, Intermediate, Renyi, ReverseKL, resolve
+from llqr.divergences import Divergence, Intermediate, Renyi, resolve
 from llqr.preconditioner import Preconditioner
 from llqr.solvers import SGDM, ConjugateGradient, ScaleFree, Solver
 from llqr.solvers import Adam as InnerAdam
@@ -92,15 +92,9 @@ def base_of(base: Base, model: nn.Module) -> Optimizer:
 
 def _divergence(wrapper: Wrapper, model: nn.Module) -> Divergence:
     reduction = cast(Literal["mean", "sum"], wrapper.reduction)
-    match wrapper.divergence:
-        case "ngd":
-            found: Divergence = KL(reduction=reduction)
-        case "reverse-kl":
-            found = ReverseKL(reduction=reduction)
-        case "renyi":
-            found = Renyi(wrapper.order, reduction=reduction)
-        case other:
-            found = resolve(other)
+    found = resolve(wrapper.divergence, reduction)
+    if isinstance(found, Renyi):
+        found = Renyi(wrapper.order, reduction=reduction)
     modules = dict(model.named_modules())
     for name in wrapper.intermediate:
         if name not in modules:
