@@ -14,9 +14,10 @@ from llqr_lab.experiments.cli import _values, numbers
 from llqr_lab.experiments.collect import summary
 from llqr_lab.experiments.config import ConfigError, Schedule
 from llqr_lab.experiments.optimizers import rate
+from llqr_lab.experiments.paper import PUBLISHED
 from llqr_lab.experiments.presets import resolve
 from llqr_lab.experiments.sweep import configurations
-from llqr_lab.experiments.table import shown, times, verdict
+from llqr_lab.experiments.table import cells, shown, times, verdict
 from llqr_lab.figures.experiments import _point
 from llqr_lab.tasks.grokking import Grokking
 
@@ -76,6 +77,13 @@ def test_the_time_ratio_is_of_medians_and_of_one_clock() -> None:
     assert times([result("kfac-ngd", 0.5, 22.0)], base) == "×2"
     assert times([result("kfac-ngd", 0.5, 22.0, clock="wall")], base) == "–"
     assert times([result("kfac-ngd", 0.5)], []) == "–"
+
+
+def test_the_table_has_the_column_that_the_paper_took_from_elsewhere() -> None:
+    """SGDM† of Table 4, which no run of ours stands beside."""
+    _, base, published = cells("cifar100-resnet18-batch256", [result("base", 0.5)])
+    assert base == ["base", "1", "50", "×1", "77.52 ± 0.13", "×1"]
+    assert published == [PUBLISHED, "", "", "", "76.56 ± 0.20", "×1"]
 
 
 def test_verdicts() -> None:
