@@ -205,6 +205,22 @@ def test_divergences_reach_the_optimizer() -> None:
         optimizer(resolve("grokking-add", "smoke", "kfac-ngd", 0, {"llqr.intermediate": ["00"]}), model)
 
 
+def test_chunks_and_solvers_reach_the_optimizer() -> None:
+    """The clip stays where the solver becomes Adam, as in the authors' code; solvers that have none do without."""
+    import torch
+
+    from llqr_lab.experiments.optimizers import optimizer
+
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    for changes, words in (
+        ({"llqr.chunk_size": 2, "llqr.segments": ["0", "1"]}, "chunk_size=2, segments=['0', '1']"),
+        ({"llqr.solver.name": "adam"}, "Adam(lr=0.005, betas=(0.9, 0.999), eps=1e-08, clip=5.0)"),
+        ({"llqr.solver.name": "adam", "llqr.solver.clip": 0.0}, "eps=1e-08, clip=None)"),
+        ({"llqr.solver.name": "cg"}, "ConjugateGradient()"),
+    ):
+        assert words in repr(optimizer(resolve("fashion-mlp", "paper", "kfac-ngd", 0, changes), model))
+
+
 def test_the_inner_rate_falls_with_the_training(tmp_path: Path) -> None:
     """½(1 + cos πk/n) of it at step k of n, so that the refits of a run are those of constant rates one after another."""
     from llqr.solvers import SGDM

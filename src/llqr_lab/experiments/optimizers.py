@@ -67,6 +67,7 @@ def optimizer(
         ema=wrapper.ema,
         damping=wrapper.damping,
         chunk_size=wrapper.chunk_size or None,
+        segments=wrapper.segments,
         warm_start=wrapper.warm_start,
         sample=wrapper.sample,
         weights=task.weights if task else None,
@@ -118,7 +119,7 @@ def _solver(inner: Inner, share: Callable[[], float]) -> Solver:
         case "sgdm":
             found: SGDM | InnerAdam = SGDM(lr=inner.lr, momentum=inner.momentum, clip=inner.clip or None)
         case "adam":
-            found = InnerAdam(lr=inner.lr)
+            found = InnerAdam(lr=inner.lr, clip=inner.clip or None)
         case "cg":
             return ConjugateGradient()
         case _:
