@@ -588,11 +588,11 @@ def test_errors(way: Any) -> None:
         run(KL() + Layerwise({"9": local_change}))
     with pytest.raises(LLQRError, match=r"unknown (stage|module) in Layerwise 'nowhere'"):
         run(KL(), LayerwiseLoss(cross_entropy, {"nowhere": both}))
-    with pytest.raises(LLQRError, match=r"isn't zero.*flat = False"):
+    with pytest.raises(LLQRError, match=r"psi at 3 isn't zero.*flat=False.*linear in x and the parameters"):
         run(KL() + Layerwise({3: steep}))
-    with pytest.raises(LLQRError, match="returns one number"):
+    with pytest.raises(LLQRError, match="psi at 3 has to return one number"):
         run(KL() + Layerwise({3: lambda x, own, x_k, own_k: x}, flat=False))
-    with pytest.raises(LLQRError, match="returns one number"):
+    with pytest.raises(LLQRError, match="the loss term at 3 has to return one number"):
         run(KL(), LayerwiseLoss(cross_entropy, {3: lambda x, own: x}))
     with pytest.raises(LLQRError, match=r"returned a tensor of shape \(5, 5\).*matrices \(6, 5, 5\)"):
         run(KL() + Intermediate({"1": lambda x: x.T @ x}))

@@ -13,10 +13,11 @@ from llqr_lab.cli import app
 from llqr_lab.experiments.cli import _values, numbers
 from llqr_lab.experiments.collect import summary
 from llqr_lab.experiments.config import ConfigError, Schedule
+from llqr_lab.experiments.folder import RunFolder
 from llqr_lab.experiments.optimizers import rate
 from llqr_lab.experiments.paper import PUBLISHED
 from llqr_lab.experiments.presets import resolve
-from llqr_lab.experiments.sweep import configurations
+from llqr_lab.experiments.sweep import Job, _started, configurations
 from llqr_lab.experiments.table import cells, shown, times, verdict
 from llqr_lab.figures.experiments import _point
 from llqr_lab.tasks.grokking import Grokking
@@ -219,6 +220,24 @@ def test_chunks_and_solvers_reach_the_optimizer() -> None:
         ({"llqr.solver.name": "cg"}, "ConjugateGradient()"),
     ):
         assert words in repr(optimizer(resolve("fashion-mlp", "paper", "kfac-ngd", 0, changes), model))
+
+
+def test_a_sweep_keeps_the_threads_that_are_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each run has its share of the cores, unless OMP_NUM_THREADS says how many threads."""
+    config = resolve("grokking-add", "smoke", "base", 0)
+    told: list[tuple[str | None, str]] = []
+
+    def popen(command: list[str], env: dict[str, str], **_: Any) -> None:
+        told.append((env.get("OMP_NUM_THREADS"), command[-1]))
+
+    monkeypatch.setattr("subprocess.Popen", popen)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    for threads in ("3", None):
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        if threads is not None:
+            monkeypatch.setenv("OMP_NUM_THREADS", threads)
+        _started(Job(config, RunFolder(tmp_path), ["train"]), jobs=2)
+    assert told == [("3", "train"), ("4", "--threads=4")]
 
 
 def test_the_inner_rate_falls_with_the_training(tmp_path: Path) -> None:

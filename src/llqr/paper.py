@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from llqr.checks import Inputs, Loss, check_callable
+from llqr.checks import Inputs, Loss, check_callable, check_flag
 from llqr.distributed.division import Division
 from llqr.distributed.groups import unwrapped
 from llqr.divergences import Divergence, resolve
@@ -133,7 +133,8 @@ class PaperLLQR(Together):
         kind = resolve(divergence, reduction="sum")
         self.ema = checked_ema((0.95 if kind.flat else 0.9) if ema is None else ema)
         check_callable("refit_batch", refit_batch)
-        self.warm_start, self.refit_batch = bool(warm_start), refit_batch
+        check_flag("warm_start", warm_start)
+        self.warm_start, self.refit_batch = warm_start, refit_batch
         self._refit = Refit(
             self.model,
             self._called,

@@ -157,7 +157,7 @@ class Renyi(Distributional):
     """log Σ p_k^a p_θ^(1-a) / (a-1), a > 0 the order: H is a times the Fisher matrix; order 1 is the limit, KL."""
 
     def __init__(self, order: float = 0.5, family: str | Family = "categorical", reduction: Reduction = "mean") -> None:
-        if not 0 < order < math.inf:
+        if isinstance(order, bool) or not isinstance(order, (int, float)) or not 0 < order < math.inf:
             raise LLQRError(f"the order of a Rényi divergence is a positive number, not {order!r}")
         super().__init__(family, reduction)
         self.curvature = self.order = float(order)
