@@ -285,6 +285,98 @@ def test_forms_of_psi(name: str) -> None:
     agree(mlp(), MLP[name])
 
 
+def inner_of(own: Parameters) -> Parameters:
+    return {"weight": own["inner.weight"]}
+
+
+def probed(x: Tensor, own: Parameters) -> Tensor:
+    return head(x + head(x, own, "inner").tanh(), own, "probe")
+
+
+Local = Callable[[Tensor, Parameters, Tensor, Parameters], Tensor]
+LOCAL: dict[str, dict[int, Local]] = {
+    "KL of an activation": {4: lambda x, own, x_k, own_k: kl(x_k, x).mean() + kl(x_k, x).sum()},
+    "KL of a probe head": {2: lambda x, own, x_k, own_k: 0.7 * kl(probed(x_k, own_k), probed(x, own)).mean()},
+    "a slope at an activation": {2: lambda x, own, x_k, own_k: (x.exp() + (x - x_k) ** 2).mean()},
+    "x and θ, flat": {
+        0: local_change,
+        2: lambda x, own, x_k, own_k: local_change(x, inner_of(own), x_k, inner_of(own_k)),
+        3: local_change,
+    },
+    "x and θ, with slopes": dict.fromkeys((0, 3, 5), steep),
+    "a loss with terms inside, Newton": {
+        i: lambda x, own, x_k, own_k, term=term: 0.6 * term(x, own)
+        for i, term in {0: weighed, 2: active, 3: weighed, 5: both}.items()
+    },
+}
+"""The ψ_i of these cases as functions of one stage's x_i and θ_i."""
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_the_relaxed_objective_stage_by_stage(name: str) -> None:
+    """Eq. relaxed-lqr-equivalence with δθ = -U g: ½ δx·Qδx + δθ·Mδx + ½ δθ·Rδθ + q·δx + r·δθ of each stage, by torch.func
+    of that stage alone: A, B of f_i; Q, M, R of p_{i+1}·f_i + ψ_i; p_i its slope by x_i. Their sum is g·δ + ½ δ·Hδ."""
+    truth, case = mlp(), MLP[name]
+    ours, loss_fn, gradient, matrix = problem(truth, case)
+    arguments = (truth.inputs, truth.targets, loss_fn, ours)
+    q = QuadraticModel.build(truth.stages, *arguments)
+    step = {name: -value for name, value in fit(q, "kfac", steps=3).apply(q.gradient).items()}
+    states, own = truth.base
+    terms = {int(place): term for place, term in (case.terms or {}).items()}
+    newton = case.output == "loss"
+
+    def at_output(x: Tensor) -> Tensor:
+        here = kl(states[-1], x).mean()
+        return 0.6 * truth.loss(x) + 0.1 * here if newton else here
+
+    def stacked(named: Parameters, prefix: str = "") -> Tensor:
+        """With a number that nothing depends on, for stages without parameters."""
+        return torch.cat([*(named[prefix + n].reshape(-1) for n in own[i]), torch.zeros(1).double()])
+
+    blocks, adjoint = [], torch.func.grad(at_output)(states[-1])
+    for i in reversed(range(len(own))):
+
+        def named(theta: Tensor, i: int = i) -> Parameters:
+            parts = theta[:-1].split([p.numel() for p in own[i].values()]) if own[i] else ()
+            return {n: part.reshape(p.shape) for (n, p), part in zip(own[i].items(), parts, strict=True)}
+
+        def run(x: Tensor, theta: Tensor, i: int = i, named: Any = named) -> Tensor:
+            return torch.as_tensor(functional_call(truth.stages[i], named(theta), (x,)))
+
+        def hamiltonian(
+            x: Tensor, theta: Tensor, i: int = i, p: Tensor = adjoint, f: Any = run, n: Any = named
+        ) -> Tensor:
+            value = (p * f(x, theta)).sum()
+            return value + LOCAL[name][i](x, n(theta), states[i], own[i]) if i in LOCAL[name] else value
+
+        def loss_term(x: Tensor, theta: Tensor, i: int = i, n: Any = named) -> Tensor:
+            return terms[i](x, n(theta)) if i in terms else 0 * (x.sum() + theta.sum())
+
+        point = states[i], stacked(own[i])
+        jacobians = torch.func.jacrev(run, (0, 1))(*point)
+        hessians = torch.func.hessian(hamiltonian, (0, 1))(*point)
+        blocks.append((point[0].numel(), jacobians, hessians, torch.func.grad(loss_term, (0, 1))(*point)))
+        adjoint = torch.func.grad(hamiltonian)(*point)
+
+    found, dx = [], torch.zeros(states[0].numel()).double()
+    for i, (width, (a, b), ((cost, _), (cross, own_cost)), (slope, own_slope)) in enumerate(reversed(blocks)):
+        dt = stacked(step, f"{i}.")
+        curved = 0.5 * dx @ cost.reshape(width, width) @ dx + dt @ cross.reshape(-1, width) @ dx
+        found.append(curved + 0.5 * dt @ own_cost @ dt + slope.reshape(-1) @ dx + own_slope @ dt)
+        dx = a.reshape(-1, width) @ dx + b.reshape(-1, len(dt)) @ dt
+    last = torch.func.hessian(at_output)(states[-1]).reshape(len(dx), len(dx))
+    found.append(torch.func.grad(truth.loss)(states[-1]).reshape(-1) @ dx + 0.5 * dx @ last @ dx)
+
+    flat = truth.flat(step)
+    value = gradient @ flat + 0.5 * flat @ matrix @ flat
+    size = max(abs(float(each)) for each in found)
+    assert sum(abs(float(each)) > 1e-6 * size for each in found) > 1  # more than the output's
+    assert abs(sum(found) - value) < TOLERANCE * size
+    assert abs(q.value(step) - value) < TOLERANCE * size
+    for here, expected in zip(build(Chain(truth.stages), *arguments).costs(step), found, strict=True):
+        assert abs(here - expected) < TOLERANCE * size
+
+
 def test_adjoints_and_value_gradients() -> None:
     """Theorem 1's p_i = A_iᵀ p_{i+1} + ∇ψ_i is ∂D/∂x_i of what follows; with H = I/η, λ_i is ∂L/∂x_i (appendix A)."""
     truth = mlp()
@@ -588,11 +680,11 @@ def test_errors(way: Any) -> None:
         run(KL() + Layerwise({"9": local_change}))
     with pytest.raises(LLQRError, match=r"unknown (stage|module) in Layerwise 'nowhere'"):
         run(KL(), LayerwiseLoss(cross_entropy, {"nowhere": both}))
-    with pytest.raises(LLQRError, match=r"isn't zero.*flat = False"):
+    with pytest.raises(LLQRError, match=r"psi at 3 isn't zero.*flat=False.*linear in x and the parameters"):
         run(KL() + Layerwise({3: steep}))
-    with pytest.raises(LLQRError, match="returns one number"):
+    with pytest.raises(LLQRError, match="psi at 3 has to return one number"):
         run(KL() + Layerwise({3: lambda x, own, x_k, own_k: x}, flat=False))
-    with pytest.raises(LLQRError, match="returns one number"):
+    with pytest.raises(LLQRError, match="the loss term at 3 has to return one number"):
         run(KL(), LayerwiseLoss(cross_entropy, {3: lambda x, own: x}))
     with pytest.raises(LLQRError, match=r"returned a tensor of shape \(5, 5\).*matrices \(6, 5, 5\)"):
         run(KL() + Intermediate({"1": lambda x: x.T @ x}))

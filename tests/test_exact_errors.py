@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from llqr import QuadraticModel, cg_step, dense_step, exact_step
-from llqr.divergences import KL, L2, GaussNewton, Intermediate, Newton, Renyi
+from llqr.divergences import KL, L2, GaussNewton, Intermediate, Layerwise, Newton, Renyi
 from llqr.errors import (
     ChainError,
     DegenerateProblemError,
@@ -388,6 +388,9 @@ def test_divergences_that_make_no_sense() -> None:
     for wrong in (
         lambda: Renyi(0),
         lambda: Renyi(-1.0),
+        lambda: Renyi("a"),  # type: ignore[arg-type]
+        lambda: Renyi(True),
+        lambda: Layerwise({0: lambda x, own, x_k, own_k: x.sum()}, flat="no"),  # type: ignore[arg-type]
         lambda: L2(-1.0),
         lambda: KL(reduction="max"),  # type: ignore[arg-type]
         lambda: KL(family="poisson"),

@@ -13,10 +13,12 @@ from llqr_lab.cli import app
 from llqr_lab.experiments.cli import _values, numbers
 from llqr_lab.experiments.collect import summary
 from llqr_lab.experiments.config import ConfigError, Schedule
+from llqr_lab.experiments.folder import RunFolder
 from llqr_lab.experiments.optimizers import rate
+from llqr_lab.experiments.paper import PUBLISHED
 from llqr_lab.experiments.presets import resolve
-from llqr_lab.experiments.sweep import configurations
-from llqr_lab.experiments.table import shown, times, verdict
+from llqr_lab.experiments.sweep import Job, _started, configurations
+from llqr_lab.experiments.table import cells, shown, times, verdict
 from llqr_lab.figures.experiments import _point
 from llqr_lab.tasks.grokking import Grokking
 
@@ -78,6 +80,13 @@ def test_the_time_ratio_is_of_medians_and_of_one_clock() -> None:
     assert times([result("kfac-ngd", 0.5)], []) == "–"
 
 
+def test_the_table_has_the_column_that_the_paper_took_from_elsewhere() -> None:
+    """SGDM† of Table 4, which no run of ours stands beside."""
+    _, base, published = cells("cifar100-resnet18-batch256", [result("base", 0.5)])
+    assert base == ["base", "1", "50", "×1", "77.52 ± 0.13", "×1"]
+    assert published == [PUBLISHED, "", "", "", "76.56 ± 0.20", "×1"]
+
+
 def test_verdicts() -> None:
     base = [result("base", score) for score in (0.50, 0.51, 0.52)]
     better = [result("kfac-ngd", score) for score in (0.60, 0.61, 0.62)]
@@ -105,12 +114,19 @@ def test_curves_hold_what_was_measured_last_and_leave_out_what_diverged() -> Non
 
 def test_steps_to_grokking() -> None:
     task = Grokking({"name": "grokking-transformer"}, 8, 0, "add", p=5)
-    accuracies = [(0.5, 0.1), (0.9, 0.96), (0.995, 0.2), (1.0, 0.96), (1.0, 0.97)]  # understood before it was learned
+    # understood before it was learned, and once more after it, when the training accuracy has fallen again
+    accuracies = [(0.5, 0.1), (0.9, 0.96), (0.995, 0.2), (0.97, 0.96), (1.0, 0.97)]
     lines = [
         {"step": 10 * number, "seconds": float(number), "train_accuracy": train, "test_accuracy": test}
         for number, (train, test) in enumerate(accuracies, 1)
     ]
-    assert [task.over(line) for line in lines] == [False, False, False, True, True]
+    assert [task.over(line, learned=number >= 2) for number, line in enumerate(lines)] == [
+        False,
+        False,
+        False,
+        True,
+        True,
+    ]
     assert task.summary(lines) == {"steps_to_overfit": 30, "steps_to_target": 40, "seconds_to_target": 4.0}
     assert task.summary(lines[:3])["steps_to_target"] is None
     anyhow = Grokking({"name": "grokking-transformer"}, 8, 0, "add", p=5, by_heart=False)
@@ -188,6 +204,40 @@ def test_divergences_reach_the_optimizer() -> None:
         assert words in repr(made._refit.divergence), method
     with pytest.raises(ConfigError, match=r"the model has no module '00': did you mean 0"):
         optimizer(resolve("grokking-add", "smoke", "kfac-ngd", 0, {"llqr.intermediate": ["00"]}), model)
+
+
+def test_chunks_and_solvers_reach_the_optimizer() -> None:
+    """The clip stays where the solver becomes Adam, as in the authors' code; solvers that have none do without."""
+    import torch
+
+    from llqr_lab.experiments.optimizers import optimizer
+
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    for changes, words in (
+        ({"llqr.chunk_size": 2, "llqr.segments": ["0", "1"]}, "chunk_size=2, segments=['0', '1']"),
+        ({"llqr.solver.name": "adam"}, "Adam(lr=0.005, betas=(0.9, 0.999), eps=1e-08, clip=5.0)"),
+        ({"llqr.solver.name": "adam", "llqr.solver.clip": 0.0}, "eps=1e-08, clip=None)"),
+        ({"llqr.solver.name": "cg"}, "ConjugateGradient()"),
+    ):
+        assert words in repr(optimizer(resolve("fashion-mlp", "paper", "kfac-ngd", 0, changes), model))
+
+
+def test_a_sweep_keeps_the_threads_that_are_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each run has its share of the cores, unless OMP_NUM_THREADS says how many threads."""
+    config = resolve("grokking-add", "smoke", "base", 0)
+    told: list[tuple[str | None, str]] = []
+
+    def popen(command: list[str], env: dict[str, str], **_: Any) -> None:
+        told.append((env.get("OMP_NUM_THREADS"), command[-1]))
+
+    monkeypatch.setattr("subprocess.Popen", popen)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    for threads in ("3", None):
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        if threads is not None:
+            monkeypatch.setenv("OMP_NUM_THREADS", threads)
+        _started(Job(config, RunFolder(tmp_path), ["train"]), jobs=2)
+    assert told == [("3", "train"), ("4", "--threads=4")]
 
 
 def test_the_inner_rate_falls_with_the_training(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def test_a_divergence_that_is_not_flat_says_so(poisson: OutputTerm) -> None:
         lambda: QuadraticModel.build(model, inputs, counts, nn.PoissonNLLLoss(), Leaning()),
         lambda: exact_step(model, inputs, counts, nn.PoissonNLLLoss(), Leaning(), damping=0.1),
     ):
-        with pytest.raises(LLQRError, match=r"gradient of Leaning\(\) isn't zero .* flat = False"):
+        with pytest.raises(LLQRError, match=r"gradient of psi\(\) of Leaning\(\) isn't zero .* flat=False"):
             run()
     Leaning.flat = False
     dense = Dense(model, inputs, lambda output: nn.PoissonNLLLoss()(output, counts))

@@ -67,7 +67,7 @@ def dense_curvature(model: nn.Module, x: Tensor, y: Tensor, divergence: str) -> 
     jacobian = torch.as_tensor(torch.autograd.functional.jacobian(outputs, point))
     p = outputs(point).softmax(-1)
     fisher = torch.einsum("bip,bij,bjq->pq", jacobian, torch.diag_embed(p) - p[:, :, None] * p[:, None, :], jacobian)
-    return fisher / len(x) if divergence == "mean" else fisher
+    return fisher * {"mean": 1 / len(x), "sum": 1.0, "half": 0.5}[divergence]
 
 
 def scaled(number: int, scale: float) -> tuple[Tensor, Tensor]:
@@ -184,6 +184,18 @@ def test_algorithm_1(base: str, divergence: str, structure: str) -> None:
     assert distance(got, alone(base)) > 1e-6
 
 
+@pytest.mark.parametrize(("name", "fisher"), [("ngd", "sum"), ("reverse-kl", "sum"), ("renyi", "half")])
+def test_divergences_between_outputs_are_sums_by_name(name: str, fisher: str) -> None:
+    """H = a Σ_b J_bᵀ (diag p - p pᵀ) J_b, the joint distribution's of the batch; a = 1, and ½ for Rényi's of order ½."""
+    model = network()
+    optimizer = LLQR.paper(BASES["sgdm"](model.parameters()), model, name, every=EVERY)
+    for k in range(EVERY * REFITS):
+        closure_of(model, optimizer, batch(k))()
+        optimizer.step()
+    expected = reference("sgdm", fisher, "ekfac", 0.95, False, Inner(25, 0.005, 5.0))
+    assert distance(parameters_of(model), expected) < 1e-9
+
+
 @pytest.mark.parametrize("fresh", [0, 50], ids=["the step's batch", "a fresh batch"])
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("divergence", ["ngd", "newton"])
@@ -211,6 +223,22 @@ def test_algorithm_1_under_batchnorm_and_dropout(divergence: str, structure: str
     assert distance(dict(model.named_buffers()), dict(other.named_buffers())) < 1e-9
     elsewhere = reference("sgdm", kind, structure, ema, False, paper, model=noisy_network(), fresh=50 - fresh)
     assert distance(expected, elsewhere) > 1e-6
+
+
+def test_a_batch_without_a_loss_meets_the_masks_of_the_step() -> None:
+    """With the step's own examples as the refit's batch, H is that of a refit on the step."""
+    trained = []
+    for own in (True, False):
+        model, now = noisy_network(), [0]
+        options: dict[str, Any] = {"refit_batch": lambda now=now: (batch(now[0])[0], None)} if own else {}
+        optimizer = LLQR.paper(BASES["sgdm"](model.parameters()), model, every=EVERY, **options)
+        for now[0] in range(EVERY * REFITS):
+            torch.manual_seed(now[0])
+            closure_of(model, optimizer, batch(now[0]))()
+            optimizer.step()
+        assert optimizer.stats.refits == REFITS
+        trained.append(parameters_of(model))
+    assert distance(*trained) < 1e-12
 
 
 def test_a_finite_fit_is_taken_whatever_its_objective() -> None:

@@ -77,7 +77,7 @@ def test_faults_of_own_divergences_and_solvers_are_told() -> None:
         QuadraticModel.build(model, *data, nn.CrossEntropyLoss(), kind)
 
     model, data = network(), batch()
-    with pytest.raises(LLQRError, match=r"psi\(\) of Own\(\) returns one number.*shape \(6, 3\)"):
+    with pytest.raises(LLQRError, match=r"psi\(\) of Own\(\) has to return one number.*shape \(6, 3\)"):
         build(lambda output, base: (output - base.output).square())
     with pytest.raises(LLQRError, match="doesn't depend on the output"):
         build(lambda output, base: (output - base.output).detach().square().mean())

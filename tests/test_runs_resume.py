@@ -17,6 +17,7 @@ from llqr_lab.experiments.folder import RunFolder
 from llqr_lab.experiments.loop import train
 from llqr_lab.experiments.presets import resolve
 from llqr_lab.experiments.stopping import StoppedError, listening
+from llqr_lab.tasks.grokking import Grokking
 from ranks import PRELOADED
 
 RUNS = {
@@ -97,6 +98,31 @@ def test_kills_around_a_refit(step: int, server: ForkServerContext, tmp_path: Pa
     killed(server, config, stopped, step, 0.0)
     run(config, stopped.path)
     assert stopped.metrics.read_bytes() == (tmp_path / "whole" / "metrics.jsonl").read_bytes()
+
+
+def test_grokking_is_over_after_the_training_set_was_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """95% test accuracy before that doesn't count; after it, it does, also where the training accuracy is lower again, and
+    where the run was stopped in between."""
+    accuracies = [(0.5, 0.96), (1.0, 0.2), (0.5, 0.5), (0.5, 0.96), (1.0, 1.0)]  # of training and test, step by step
+    config = resolve("grokking-add", "smoke", "base", 0, {"steps": 5, "evaluate_every": 1})
+    now = [0]
+    monkeypatch.setattr(Grokking, "counts", lambda *_: (int(100 * accuracies[now[0]][0]), 100))
+    monkeypatch.setattr(Grokking, "evaluate", lambda *_: {"test_accuracy": accuracies[now[0]][1]})
+
+    def trained(folder: str, stop: int | None = None) -> bytes:
+        def report(step: int, steps: int, metrics: object) -> None:
+            now[0] = step
+            if step == stop:
+                signal.raise_signal(signal.SIGINT)
+
+        result = train(config, RunFolder(tmp_path / folder), None, torch.device("cpu"), report=report)
+        assert result["steps"] == result["steps_to_target"] == 4
+        assert result["steps_to_overfit"] == 2
+        return RunFolder(tmp_path / folder).metrics.read_bytes()
+
+    with pytest.raises(StoppedError):
+        trained("stopped", stop=3)
+    assert trained("stopped") == trained("whole")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -106,9 +106,10 @@ def test_sgdm_on_networks(structure: Structure, divergence: str) -> None:
     assert_same_blocks(u, oracle(model, structure, update), 1e-10)
 
 
+@pytest.mark.parametrize("clip", [None, 0.05])
 @pytest.mark.parametrize("structure", [Diagonal(), Kronecker(), EigenKronecker()], ids=repr)
-def test_adam_is_torchs(structure: Structure) -> None:
-    """U - lr · m̂ / (√v̂ + eps), as torch.optim.Adam does it."""
+def test_adam_is_torchs(structure: Structure, clip: float | None) -> None:
+    """U - lr · m̂ / (√v̂ + eps), as torch.optim.Adam does it, of slopes clipped to a norm."""
     model = random_model()
     optimizers: dict[str, tuple[Tensor, torch.optim.Adam]] = {}
 
@@ -117,11 +118,11 @@ def test_adam_is_torchs(structure: Structure) -> None:
             parameter = tensor.clone().requires_grad_()
             optimizers[key] = parameter, torch.optim.Adam([parameter], lr=0.02, betas=(0.8, 0.99), eps=1e-7)
         parameter, optimizer = optimizers[key]
-        parameter.grad = gradient.detach()
+        parameter.grad = gradient.detach() * (1.0 if clip is None else min(1.0, clip / float(gradient.norm())))
         optimizer.step()
         return parameter.detach().clone()
 
-    u = fit(model, structure, Adam(lr=0.02, betas=(0.8, 0.99), eps=1e-7), steps=25)
+    u = fit(model, structure, Adam(lr=0.02, betas=(0.8, 0.99), eps=1e-7, clip=clip), steps=25)
     assert_same_blocks(u, oracle(model, structure, update), 1e-10)
 
 
@@ -275,6 +276,7 @@ def test_line_searches_stop_when_nothing_is_left(solver: Solver) -> None:
         lambda: Adam(lr=float("nan")),
         lambda: Adam(betas=(0.9, 1.0)),
         lambda: Adam(betas=0.9),
+        lambda: Adam(clip=0.0),
         lambda: ScaleFree(reach=0),
     ],
 )

@@ -167,6 +167,11 @@ def check_callable(name: str, value: object) -> None:
         raise LLQRError(f"{name} is a function, not a {type(value).__name__}")
 
 
+def check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise LLQRError(f"{name} is True or False, not {value!r}")
+
+
 def check_count(what: str, value: object, least: int = 0) -> None:
     """Raise unless this is a whole number that a computer counts to."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:

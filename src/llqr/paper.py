@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from llqr.checks import Inputs, Loss, check_callable
+from llqr.checks import Inputs, Loss, check_callable, check_flag
 from llqr.distributed.division import Division
 from llqr.distributed.groups import unwrapped
-from llqr.divergences import KL, Divergence, resolve
+from llqr.divergences import Divergence, resolve
 from llqr.errors import LLQRError, LLQRWarning, NonFiniteError, callers_level
 from llqr.loop.blocks import Blocks
 from llqr.loop.closures import Closure, checked_loss, evaluated_gradients
@@ -63,7 +63,7 @@ class PaperLLQR(Together):
 
     A refit's gradient and its curvature are of one network. Where it knows the loss (`step(closure)`, or `loss_fn` with
     `refit_batch`) that is the paper's, with running BatchNorm statistics and without dropout; `step()` alone leaves the network
-    as the step had it, with the same dropout masks.
+    as the step had it, and draws the same dropout masks.
 
     Args:
         base: the optimizer that steps, with its own learning rate, momentum and weight decay. Its `param_groups`, `state` and
@@ -71,7 +71,8 @@ class PaperLLQR(Together):
         model: the module whose parameters it steps (it may have others, which are left alone). Where torch.compile has wrapped
             it, the wrapper that the loop calls; the names of parameters are those without it.
         divergence: what a step is measured by: "ngd", "newton", "gauss-newton", "renyi", "reverse-kl", or an object. "ngd" is
-            the paper's, `KL(reduction="sum")`: a sum over the batch, where the loss is a mean.
+            the paper's, `KL(reduction="sum")`: a sum over the batch, where the loss is a mean. The names "renyi" and
+            "reverse-kl" are sums, too.
         structure: of U: "scalar", "diagonal", "kfac", "ekfac", "dense", an object, or a mapping from name patterns to these.
         every: steps between refits, or a function of the step's number that tells whether it begins with a refit.
         steps: inner steps of a refit.
@@ -85,7 +86,8 @@ class PaperLLQR(Together):
         output: picks the tensor that the divergence is about out of what the model returns.
         weights: from the inputs of a refit to one weight a variable, 0 for padding.
         refit_batch: returns `(inputs, targets)` for a refit, in place of the batch of the step. Without a `loss_fn`, the
-            gradient stays that of the step.
+            gradient stays that of the step, and the random numbers of the curvature are those that the step drew: the masks are
+            the same where the batch has the same shape.
         shared: the inputs that `chunk_size` and `sample` don't cut, as for `QuadraticModel`.
         sample: the share of the step's examples whose curvature a refit looks at; the gradient is that of all of them. With
             0.25 a refit costs little more than a quarter. For divergences that are means, as `KL()`.
@@ -128,10 +130,11 @@ class PaperLLQR(Together):
         self._gather(plain, process_group, shard)
         self.model, self._called = uncompiled(inside), model if inside is plain else inside
         parameters = stepped_parameters(base, self.model)
-        kind = KL(reduction="sum") if divergence == "ngd" else resolve(divergence)
+        kind = resolve(divergence, reduction="sum")
         self.ema = checked_ema((0.95 if kind.flat else 0.9) if ema is None else ema)
         check_callable("refit_batch", refit_batch)
-        self.warm_start, self.refit_batch = bool(warm_start), refit_batch
+        check_flag("warm_start", warm_start)
+        self.warm_start, self.refit_batch = warm_start, refit_batch
         self._refit = Refit(
             self.model,
             self._called,
@@ -162,7 +165,8 @@ class PaperLLQR(Together):
         """With the hook on the model, which isn't saved either."""
         super()._begin()
         self._stepped = Stepped(self.base, self.model)
-        self._hook = InputHook(self._schedule if self.refit_batch is None else None)
+        own_loss = self.refit_batch is not None and self._refit.loss_fn is not None
+        self._hook = InputHook(None if own_loss else self._schedule, inputs=self.refit_batch is None)
         self._unhook = weakref.finalize(self, self._hook.attach(self._called))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -237,7 +241,6 @@ class PaperLLQR(Together):
     ) -> Source:
         """What a refit is about. `streams` are as they were before the closure was evaluated."""
         seen = self._hook.inputs(self.model) if batch is None else None
-        called = self._hook.called if batch is None else None
         if count := self._refit.check_family(self._hook.slopes):
             self._warn(
                 "sum",
@@ -245,6 +248,7 @@ class PaperLLQR(Together):
                 f'{count} times as long. Write reduction="mean" in the loss, or divide the learning rate by {count}',
             )
         known = batch is not None and (loss_fn or self._refit.loss_fn) is not None
+        called = None if known else self._hook.called
         if closure is None or streams is None or known:
             return Source(gradients_of(parameters), seen, closure, batch, loss_fn, called, streams, evaluated=known)
         with self._hook.listening(False):

@@ -13,11 +13,9 @@ Divergences can be added and multiplied by positive numbers: `KL() + 0.1 * Inter
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from llqr.checks import Loss
-from llqr.divergences.base import BasePoint, Divergence, Sum
-from llqr.divergences.output import KL, GaussNewton, Newton, OutputTerm, Renyi, ReverseKL
+from llqr.divergences.base import BasePoint, Divergence, Reduction, Sum
+from llqr.divergences.output import KL, Distributional, GaussNewton, Newton, OutputTerm, Renyi, ReverseKL
 from llqr.divergences.places import L2, ActivationTerm, Intermediate, Layerwise, LayerwiseLoss
 from llqr.errors import LLQRError, unknown
 from llqr.families import Bernoulli, Categorical, Gaussian
@@ -47,7 +45,7 @@ __all__ = [
 
 Term = OutputTerm | ActivationTerm | L2
 
-NAMES: dict[str, Callable[[], Divergence]] = {
+NAMES: dict[str, type[Divergence]] = {
     "newton": Newton,
     "gauss-newton": GaussNewton,
     "ngd": KL,
@@ -56,15 +54,17 @@ NAMES: dict[str, Callable[[], Divergence]] = {
 }
 
 
-def resolve(divergence: str | Divergence) -> Divergence:
-    """The divergence that a name stands for; a divergence stands for itself."""
+def resolve(divergence: str | Divergence, reduction: Reduction = "mean") -> Divergence:
+    """The divergence that a name stands for; a divergence stands for itself. `reduction` is of names of divergences between
+    output distributions."""
     if isinstance(divergence, Divergence):
         return divergence
     if isinstance(divergence, type) and issubclass(divergence, Divergence):
         raise LLQRError(f"the divergence is a class; write {divergence.__name__}() to make one")
     if not isinstance(divergence, str) or divergence not in NAMES:
         raise unknown("divergence", divergence, NAMES)
-    return NAMES[divergence]()
+    kind = NAMES[divergence]
+    return kind(reduction=reduction) if issubclass(kind, Distributional) else kind()
 
 
 def layerwise(

@@ -100,6 +100,13 @@ class Psi(Described, ABC):
     needs_loss = True
     by_variable = False
     """It is a mean over the variables of the output (or, where it is additive, their sum), counted by `base.weights`."""
+    variable = "the output"
+    """What it is a function of, in words."""
+
+    @property
+    def title(self) -> str:
+        """What errors call it."""
+        return f"psi() of {self!r}"
 
     @abstractmethod
     def psi(self, output: Tensor, base: BasePoint) -> Tensor:
@@ -107,7 +114,7 @@ class Psi(Described, ABC):
 
     def hessian_product(self, tangent: Tensor, base: BasePoint) -> Tensor:
         """∇²ψ_N(x_N^k) v: `state_cost` Q_N times a vector. By differentiating ψ_N twice, unless there is a closed form."""
-        what = "the loss" if self.needs_loss else f"psi() of {self!r}"
+        what = "the loss" if self.needs_loss else self.title
         return hessian_product(lambda output: self.psi(output, base), base.output, tangent, what)
 
     def draw(self, base: BasePoint, generator: torch.Generator) -> Tensor:
@@ -153,12 +160,12 @@ class Psi(Described, ABC):
         with torch.enable_grad():
             value = self.psi(point.clone().requires_grad_(), base)
         if not isinstance(value, Tensor) or value.dim() > 0:
-            shape = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            shape = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
             raise LLQRError(
-                f"psi() of {self!r} returns one number, a tensor without dimensions such as a mean(); this is {shape}"
+                f"{self.title} has to return one number, a tensor without dimensions such as a mean(); it returned {shape}"
             )
         if not value.requires_grad:
-            raise LLQRError(f"psi() of {self!r} doesn't depend on the output: is something detached in it?")
+            raise LLQRError(f"{self.title} doesn't depend on {self.variable}: is something detached in it?")
         if type(self).hessian_product is not Psi.hessian_product:
             self._check_product(base)
         if not self.flat:
@@ -171,12 +178,12 @@ class Psi(Described, ABC):
         )
         if here == near == far == 0:
             raise LLQRError(
-                f"psi() of {self!r} doesn't depend on the output, so it has no curvature: is something detached in it?"
+                f"{self.title} doesn't depend on {self.variable}, so it has no curvature: is something detached in it?"
             )
         if here > 0.01 * near and here > torch.finfo(point.dtype).eps ** 0.5 * far:
             raise LLQRError(
-                f"the gradient of {self!r} isn't zero at the output that it is expanded around: set flat = False, for Hessian "
-                "products; or, if it is meant to be a divergence, take away from psi() what is linear in the output"
+                f"the gradient of {self.title} isn't zero at the present parameters: set flat=False, and H gets the network's "
+                f"own second derivatives; or, if it is meant to be a divergence, take away what is linear in {self.variable}"
             )
 
     def _check_product(self, base: BasePoint) -> None:

@@ -79,7 +79,7 @@ class GaussNewton(OutputTerm):
         return "GaussNewton()" if self.residual is None else f"GaussNewton(residual={self.residual!r})"
 
 
-class _Distributional(OutputTerm):
+class Distributional(OutputTerm):
     """A divergence between output distributions whose Hessian at θ_k is `curvature` times the Fisher matrix.
 
     `reduction="mean"` averages over the variables of the batch (examples, tokens), as the mean loss does; `"sum"` takes the
@@ -139,25 +139,25 @@ class _Distributional(OutputTerm):
         return f"{type(self).__name__}({self._options()})"
 
 
-class KL(_Distributional):
+class KL(Distributional):
     """KL(p_k ‖ p_θ): the natural gradient; H is the Fisher matrix."""
 
     def between(self, base: Tensor, output: Tensor) -> Tensor:
         return self.family.kl(base, output)
 
 
-class ReverseKL(_Distributional):
+class ReverseKL(Distributional):
     """KL(p_θ ‖ p_k): to second order the same as KL."""
 
     def between(self, base: Tensor, output: Tensor) -> Tensor:
         return self.family.kl(output, base)
 
 
-class Renyi(_Distributional):
+class Renyi(Distributional):
     """log Σ p_k^a p_θ^(1-a) / (a-1), a > 0 the order: H is a times the Fisher matrix; order 1 is the limit, KL."""
 
     def __init__(self, order: float = 0.5, family: str | Family = "categorical", reduction: Reduction = "mean") -> None:
-        if not 0 < order < math.inf:
+        if isinstance(order, bool) or not isinstance(order, (int, float)) or not 0 < order < math.inf:
             raise LLQRError(f"the order of a Rényi divergence is a positive number, not {order!r}")
         super().__init__(family, reduction)
         self.curvature = self.order = float(order)

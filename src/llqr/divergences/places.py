@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from llqr.checks import Loss, check_callable, check_finite
+from llqr.checks import Loss, check_callable, check_finite, check_flag
 from llqr.divergences.base import BasePoint, Divergence, Psi, Reduction, check_reduction, hessian_product
 from llqr.errors import LLQRError
 from llqr.families import standard_normal
@@ -193,11 +193,12 @@ class Layerwise(Divergence):
 
     def __init__(self, psis: Mapping[str | int, LayerPsi], flat: bool = True) -> None:
         _check_functions("Layerwise", psis, "psi(x, parameters, x_k, parameters_k)")
+        check_flag("flat", flat)
         self.psis, self.flat = dict(psis), flat
 
     def terms(self) -> Iterator[tuple[float, Term]]:
         for place, psi in self.psis.items():
-            yield 1.0, ActivationTerm(place, _Joint(psi, self.flat), joint=True)
+            yield 1.0, ActivationTerm(place, _Joint(psi, self.flat, f"psi at {place!r}"), joint=True)
 
     def __repr__(self) -> str:
         inside = ", ".join(f"{place!r}: {_brief(psi)}" for place, psi in self.psis.items())
@@ -208,9 +209,14 @@ class _Joint(Psi):
     """ψ(x, θ) as a function of both in one tensor."""
 
     needs_loss = False
+    variable = "x and the parameters"
 
-    def __init__(self, function: LayerPsi, flat: bool) -> None:
-        self.function, self.flat = function, flat
+    def __init__(self, function: LayerPsi, flat: bool, title: str) -> None:
+        self.function, self.flat, self._title = function, flat, title
+
+    @property
+    def title(self) -> str:
+        return self._title
 
     def psi(self, output: Tensor, base: BasePoint) -> Tensor:
         assert base.unpack is not None
@@ -229,7 +235,7 @@ class _JointCurvature(_Joint):
 
     def hessian_product(self, tangent: Tensor, base: BasePoint) -> Tensor:
         whole = super().psi
-        return hessian_product(lambda output: whole(output, base), base.output, tangent, f"the loss term {self!r}")
+        return hessian_product(lambda output: whole(output, base), base.output, tangent, self.title)
 
     def check_psi(self, base: BasePoint) -> None:
         pass  # flat by its formula
@@ -257,7 +263,10 @@ class LayerwiseLoss:
     def terms(self, flat: bool = False) -> list[ActivationTerm]:
         """Its terms inside the network; with `flat`, their curvature alone."""
         kind = _JointCurvature if flat else _Joint
-        return [ActivationTerm(place, kind(_of_now(term), flat), joint=True) for place, term in self._terms.items()]
+        return [
+            ActivationTerm(place, kind(_of_now(term), flat, f"the loss term at {place!r}"), joint=True)
+            for place, term in self._terms.items()
+        ]
 
 
 def _of_now(term: LayerLoss) -> LayerPsi:

@@ -92,7 +92,7 @@ def device_of(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        torch.empty(0, device=name)
+        torch.zeros(1, device=name).item()  # meta has no numbers
         return torch.device(name)
     except (RuntimeError, AssertionError) as error:
         # torch says it with a RuntimeError where the name is none, and with an AssertionError where there is no such GPU

@@ -85,6 +85,8 @@ class Wrapper:
     """A refit has a batch of its own, for its gradient and its curvature, in place of the step's."""
     chunk_size: int = 0
     """Examples at a time in a refit; 0 is all."""
+    segments: tuple[str, ...] = ()
+    """Modules, by patterns of their names, that a refit runs again in place of keeping what they compute."""
     sample: float = 1.0
     """The share of a batch's examples whose curvature a refit looks at."""
     max_dim: int = 8192
@@ -152,7 +154,8 @@ class Config:
                 if not isinstance(place, dict):
                     raise ConfigError(f"'{key}': {folder} is a setting, not a group of them")
             if key in OWN_DEFAULTS and place.get(last) != value:  # another one begins with defaults of its own
-                for name in place.keys() - OWN_DEFAULTS[key]:
+                alien = {name.split(".")[-1] for name, where, kinds, _ in NEEDED if where == key and value not in kinds}
+                for name in place.keys() - (set(OWN_DEFAULTS[key]) - alien):
                     del place[name]
             place[last] = value
         return parsed(table)
@@ -288,11 +291,11 @@ NEEDED: tuple[tuple[str, str, tuple[str, ...], Any], ...] = (
     ("llqr.solver.lr", "llqr.solver.name", ("sgdm", "adam"), 0.005),
     ("llqr.solver.momentum", "llqr.solver.name", ("sgdm",), 0.9),
     ("llqr.solver.schedule", "llqr.solver.name", ("sgdm", "adam"), "constant"),
-    ("llqr.solver.clip", "llqr.solver.name", ("sgdm",), 0.0),
+    ("llqr.solver.clip", "llqr.solver.name", ("sgdm", "adam"), 0.0),
 )
 """Settings that mean something with some choices only: what has no effect isn't accepted in silence."""
-OWN_DEFAULTS: dict[str, tuple[str, ...]] = {"llqr.solver.name": (), "base.name": ("lr", "weight_decay")}
-"""What is said of one solver or optimizer isn't meant for another, but for these."""
+OWN_DEFAULTS: dict[str, tuple[str, ...]] = {"llqr.solver.name": ("clip",), "base.name": ("lr", "weight_decay")}
+"""What is said of one solver or optimizer isn't meant for another, but for these, where it takes them."""
 LARGEST = 1e30
 """What float32 can work with."""
 FRACTIONS = ("label_smoothing", "base.momentum", "base.beta2", "llqr.ema", "llqr.solver.momentum")

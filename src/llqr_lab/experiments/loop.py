@@ -122,7 +122,7 @@ class Run:
         self.clock_name = "processor" if alone else "wall"
         self.spent = dict.fromkeys(SPENT, 0.0)
         self.threads_changed = False
-        self.over = self.diverged = False
+        self.over = self.diverged = self.learned = False
         self.latest: dict[str, Any] = {}
         self._begin_interval()
 
@@ -234,7 +234,8 @@ class Run:
                 metrics["objective"] = None if objective is None else _finite(objective)
             times["refit_wall_seconds"] = known.get("seconds", 0.0)
         times |= self.spent
-        self.over = self.diverged or (evaluated and self.task.over(metrics))
+        self.learned = self.learned or self.task.learned(metrics)
+        self.over = self.diverged or self.task.over(metrics, self.learned)
         self.latest = metrics
         self._begin_interval()
         return metrics, times
@@ -261,6 +262,7 @@ class Run:
             "interval": [self._losses, self._counted, self._right, self._seen],
             "latest": self.latest,
             "over": [self.over, self.diverged],
+            "learned": self.learned,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
@@ -275,6 +277,7 @@ class Run:
         self.step, self.seconds, self.latest = state["step"], state["seconds"], state["latest"]
         self.spent |= state.get("spent", {})  # a checkpoint of before this was measured has none
         self.over, self.diverged = state["over"]
+        self.learned = state.get("learned", False)
         self.lr = state["lr"]
         self.threads_changed = state["threads"] != torch.get_num_threads()
         if state["clock"] != self.clock_name:

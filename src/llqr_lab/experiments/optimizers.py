@@ -12,7 +12,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from llqr import LLQR
-from llqr.divergences import KL, Divergence, Intermediate, Renyi, ReverseKL, resolve
+from llqr.divergences import Divergence, Intermediate, Renyi, resolve
 from llqr.preconditioner import Preconditioner
 from llqr.solvers import SGDM, ConjugateGradient, ScaleFree, Solver
 from llqr.solvers import Adam as InnerAdam
@@ -67,6 +67,7 @@ def optimizer(
         ema=wrapper.ema,
         damping=wrapper.damping,
         chunk_size=wrapper.chunk_size or None,
+        segments=wrapper.segments,
         warm_start=wrapper.warm_start,
         sample=wrapper.sample,
         weights=task.weights if task else None,
@@ -92,15 +93,9 @@ def base_of(base: Base, model: nn.Module) -> Optimizer:
 
 def _divergence(wrapper: Wrapper, model: nn.Module) -> Divergence:
     reduction = cast(Literal["mean", "sum"], wrapper.reduction)
-    match wrapper.divergence:
-        case "ngd":
-            found: Divergence = KL(reduction=reduction)
-        case "reverse-kl":
-            found = ReverseKL(reduction=reduction)
-        case "renyi":
-            found = Renyi(wrapper.order, reduction=reduction)
-        case other:
-            found = resolve(other)
+    found = resolve(wrapper.divergence, reduction)
+    if isinstance(found, Renyi):
+        found = Renyi(wrapper.order, reduction=reduction)
     modules = dict(model.named_modules())
     for name in wrapper.intermediate:
         if name not in modules:
@@ -124,7 +119,7 @@ def _solver(inner: Inner, share: Callable[[], float]) -> Solver:
         case "sgdm":
             found: SGDM | InnerAdam = SGDM(lr=inner.lr, momentum=inner.momentum, clip=inner.clip or None)
         case "adam":
-            found = InnerAdam(lr=inner.lr)
+            found = InnerAdam(lr=inner.lr, clip=inner.clip or None)
         case "cg":
             return ConjugateGradient()
         case _:

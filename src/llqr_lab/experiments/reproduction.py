@@ -157,8 +157,8 @@ def _section(name: str, preset: Preset, groups: list[list[Result]]) -> str:
         said = verdict(group)
         lines += [f"At `--scale {group[0]['scale']}`{how}: {ours(group)}. {said[:1].upper()}{said[1:]}".strip(), ""]
         lines.append(pages.table([[cell.replace("\n", " ") for cell in row] for row in cells(name, group)]))
-    run = {each["method"] for group in groups for each in group}
-    reported = {method: entry for method, entry in RESULTS.get(name, {}).items() if method not in run}
+    told = {row[0] for group in groups for row in cells(name, group)}
+    reported = {method: entry for method, entry in RESULTS.get(name, {}).items() if method not in told}
     if reported:
         rows = [[method, *entry.shown] for method, entry in reported.items()]
         lines.append(pages.table([["method, not run by us", "the paper's", "time, × base"], *rows]))

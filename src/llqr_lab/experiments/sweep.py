@@ -117,12 +117,15 @@ def _arguments(config: Config, point: Mapping[str, Any], runs: Path, data: Path 
 
 
 def _started(job: Job, jobs: int) -> Job:
-    """A process of its own, with its share of the cores, so that seeds and methods don't disturb each other."""
+    """A process of its own, with its share of the cores, so that seeds and methods don't disturb each other; with
+    OMP_NUM_THREADS, if that is set."""
     job.folder.path.mkdir(parents=True, exist_ok=True)
-    threads = str(max(1, (os.cpu_count() or 1) // jobs))
-    command = [sys.executable, "-m", "llqr_lab", *job.arguments, f"--threads={threads}"]
+    command, environment = [sys.executable, "-m", "llqr_lab", *job.arguments], dict(os.environ)
+    if "OMP_NUM_THREADS" not in environment:
+        environment["OMP_NUM_THREADS"] = threads = str(max(1, (os.cpu_count() or 1) // jobs))
+        command.append(f"--threads={threads}")
     with job.folder.log.open("ab") as log:
-        job.process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": threads})
+        job.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
     return job
 
 

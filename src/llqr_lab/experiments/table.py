@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from llqr_lab.experiments.collect import Result, Summary, summary, value
-from llqr_lab.experiments.paper import RESULTS
+from llqr_lab.experiments.paper import PUBLISHED, RESULTS
 from llqr_lab.experiments.presets import PRESETS
 from llqr_lab.tables import show_table
 
@@ -78,6 +78,8 @@ def cells(preset: str, group: list[Result]) -> list[list[str]]:
             paper = reported.get(method)
             row += paper.shown if paper else ("", "")
         made.append(row)
+    if PUBLISHED in reported:
+        made.append([PUBLISHED, "", "", "", *reported[PUBLISHED].shown])
     return made
 
 

@@ -44,8 +44,12 @@ class Task(ABC):
         """How many are right, of how many, in a batch of training."""
         return int((output.argmax(-1) == targets).sum()), targets.numel()
 
-    def over(self, metrics: Mapping[str, Any]) -> bool:
-        """Whether to end before the last step."""
+    def learned(self, metrics: Mapping[str, Any]) -> bool:
+        """Whether the training set is known by heart."""
+        return False
+
+    def over(self, metrics: Mapping[str, Any], learned: bool) -> bool:
+        """Whether to end before the last step; `learned`: the training set is known by heart, or has been before."""
         return False
 
     def finals(self, model: nn.Module, device: torch.device) -> dict[str, Any]:

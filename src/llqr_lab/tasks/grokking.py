@@ -34,7 +34,7 @@ class Grokking(Task):
     ) -> None:
         """`by_heart`: what is understood before the training set is known by heart doesn't count, as in the paper."""
         self.model = {"words": vocabulary(p), **model}
-        self.needed = LEARNED if by_heart else 0.0
+        self.by_heart = by_heart
         data = modular_arithmetic(operation, p, train, seed)
         self.examples = len(data.train_targets)
         self.train = TensorBatches(data.train_inputs, data.train_targets, batch, seed)
@@ -46,15 +46,18 @@ class Grokking(Task):
     def evaluate(self, model: nn.Module, device: torch.device) -> Metrics:
         return scores(model, self.tests, device)
 
-    def over(self, metrics: Mapping[str, Any]) -> bool:
-        return (metrics.get("test_accuracy") or 0.0) >= TARGET and metrics["train_accuracy"] >= self.needed
+    def learned(self, metrics: Mapping[str, Any]) -> bool:
+        return bool(metrics["train_accuracy"] >= LEARNED)
+
+    def over(self, metrics: Mapping[str, Any], learned: bool) -> bool:
+        return (learned or not self.by_heart) and (metrics.get("test_accuracy") or 0.0) >= TARGET
 
     def summary(self, lines: list[dict[str, Any]]) -> dict[str, Any]:
         """When everything was learned by heart, and when it was understood."""
-        learned = next((line for line in lines if line["train_accuracy"] >= LEARNED), None)
-        reached = next((line for line in lines if self.over(line)), None)
+        first = next((number for number, line in enumerate(lines) if self.learned(line)), len(lines))
+        reached = next((line for number, line in enumerate(lines) if self.over(line, number >= first)), None)
         return {
-            "steps_to_overfit": learned["step"] if learned else None,
+            "steps_to_overfit": lines[first]["step"] if first < len(lines) else None,
             "steps_to_target": reached["step"] if reached else None,
             "seconds_to_target": reached["seconds"] if reached else None,
         }
