@@ -24,11 +24,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-from llqr import hidden
 from llqr.checks import Inputs
 from llqr.errors import LLQRError, NotTwiceDifferentiableError, callers_level
 from llqr.exact.derivatives import refuse_once_differentiable, refuse_wrong_formulas
-from llqr.precision import in_double
+from llqr.handwritten import check_handwritten, handwritten
 from llqr.recorder import Parameters, Recorder
 from llqr.rules import BeyondRulesError, ChangedError, hessian_rules, linear_rules, plain_rules, twice_rules
 from llqr.rules.segments import in_segments, refuse_leaks
@@ -227,20 +226,13 @@ class SecondDerivative(Recording):
 
     def examine(self) -> None:
         """Raise where products would be wrong."""
+        names = sorted({*handwritten(self._outputs[:1]), *self._within})
 
-        def runs(recorder: Recorder, inputs: Inputs) -> hidden.Run:
-            def run(leaves: list[Tensor]) -> tuple[Tensor, ...]:
-                with sdpa_kernel(SDPBackend.MATH), plain_rules():
-                    return tuple(recorder.run(dict(zip(self._names, leaves, strict=True)), inputs)[:1])
+        def run() -> None:
+            with sdpa_kernel(SDPBackend.MATH), plain_rules():
+                self._recorder.run(dict(zip(self._names, self._leaves, strict=True)), self._inputs)
 
-            return run
-
-        outputs = self._outputs
-        if self._within:
-            with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), plain_rules():
-                outputs = self._recorder.run(dict(zip(self._names, self._leaves, strict=True)), self._inputs)
-        own, double = runs(self._recorder, self._inputs), runs(self._recorder.in_double(), in_double(self._inputs))
-        hidden.check_model(outputs, own, double, self._leaves)
+        check_handwritten(names, run, "the model, which Newton asks for,", "use GaussNewton or KL")
 
     def product(self, tangents: Sequence[Tensor]) -> list[Tensor]:
         """Hv."""

@@ -15,7 +15,7 @@ from llqr.divergences import L2, ActivationTerm, BasePoint, OutputTerm, Term
 from llqr.divergences.base import slope as slope_of
 from llqr.errors import LLQRError
 from llqr.families import Categorical
-from llqr.hidden import check_loss
+from llqr.handwritten import check_handwritten, handwritten
 from llqr.linearize import Linearization, Recording, SecondDerivative
 from llqr.recorder import Parameters, Recorder
 from llqr.sites import Places
@@ -184,7 +184,10 @@ class Part:
         if slope is None:
             return
         if any(isinstance(term, OutputTerm) and term.needs_loss for _, term in problem.terms):
-            check_loss(base.loss, base.output)
+            leaf = base.output.detach().requires_grad_()
+            with torch.enable_grad():
+                names = handwritten([base.loss(leaf)])
+            check_handwritten(names, lambda: base.loss(leaf), "the loss", "use KL, which doesn't need the loss's")
         if second is not None:
             second.examine()
 

@@ -33,11 +33,6 @@ def raised(value: Any) -> Any:
     return converted(value, lambda tensor: tensor.to(at_least_single(tensor.dtype)))
 
 
-def in_double(value: Any) -> Any:
-    """The same, with every floating-point tensor in it in double precision."""
-    return converted(value, lambda tensor: tensor.detach().double())
-
-
 def converted(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The same, with the floating-point tensors in it changed, however deep in tuples, lists and mappings."""
     if isinstance(value, Tensor):

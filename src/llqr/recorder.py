@@ -6,7 +6,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from copy import copy
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from llqr.checks import Inputs, call, tensors_in
 from llqr.errors import LLQRError, LLQRWarning, callers_level
 from llqr.plainly import unfused, without_checkpoints
-from llqr.precision import LOWEST, AutocastOff, at_least_single, in_double, is_low, raised
+from llqr.precision import LOWEST, AutocastOff, at_least_single, is_low, raised
 from llqr.rules.embeddings import constants, renormalised
 from llqr.sites import Place, catching
 from llqr.streams import Streams
@@ -65,15 +64,8 @@ class Recorder:
         self._autocast = AutocastOff(next((p.device.type for p in named.values()), "cpu"))
         self._full = not own_precision and not any(is_low(p) and not p.requires_grad for p in named.values())
         self._low = any(map(is_low, [*named.values(), *self._constants.values()]))
-        self._double, self._settled, self._plainly = False, own_precision, not own_precision
+        self._settled, self._plainly = own_precision, not own_precision
         self._streams = streams or Streams(model)  # every run of one recorder draws the same dropout masks
-
-    def in_double(self) -> Recorder:
-        """The same model in double precision, if its parameters and inputs come so."""
-        other = copy(self)
-        other._constants = in_double(self._constants)
-        other._full = other._double = True
-        return other
 
     @property
     def coarse(self) -> set[torch.dtype]:
@@ -88,7 +80,7 @@ class Recorder:
             try:
                 with self._autocast:
                     fixed = {**self._others(parameters), **self._constants}
-                    return self._run(parameters, raised(inputs), in_double(fixed) if self._double else raised(fixed))
+                    return self._run(parameters, raised(inputs), raised(fixed))
             except RuntimeError as error:
                 if not self.lower(error):
                     raise
@@ -102,7 +94,7 @@ class Recorder:
 
     def lower(self, why: Exception) -> bool:
         """Go over to the model's own precision, if that is another one."""
-        if not self._full or self._double or self._settled or not (self._low or self._autocast.met):
+        if not self._full or self._settled or not (self._low or self._autocast.met):
             return False
         self._full, self._settled = False, True
         self._tell("the model can't be linearised in float32, and U is fitted to it in its own precision", why)
@@ -124,7 +116,7 @@ class Recorder:
     def _others(self, parameters: Parameters) -> Parameters:
         """Parameters that are held fixed and have another precision than the run."""
         named = self.model.named_parameters()
-        return {name: p.detach() for name, p in named if name not in parameters and (self._double or is_low(p))}
+        return {name: p.detach() for name, p in named if name not in parameters and is_low(p)}
 
     def _run(self, parameters: Parameters, inputs: Inputs, constants: Parameters) -> list[Tensor]:
         fixed = {name: tensor.clone() for name, tensor in constants.items()}

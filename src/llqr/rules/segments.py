@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from llqr.checks import call
 from llqr.errors import LLQRError
 from llqr.exact.derivatives import graph_nodes, refuse_once_differentiable, refuse_wrong_formulas
-from llqr.hidden import handwritten
+from llqr.handwritten import handwritten
 from llqr.plainly import forward_replaced
 from llqr.rules.base import Maybe, Twice, record, record_twice
 
