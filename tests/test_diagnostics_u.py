@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from llqr import LLQR, Preconditioner, QuadraticModel, fit
 from llqr.diagnostics import Objectives, compare_fits, spectra, staleness
-from llqr.diagnostics.spectra import QUANTILES
+from llqr.diagnostics.fit_quality import QUANTILES
 from llqr.errors import LLQRError
 from llqr.solvers import SGDM, ScaleFree
 from llqr.structures import Dense, EigenKronecker, Kronecker, Scalar
@@ -77,7 +77,7 @@ def test_factors_with_diagonal_sides_and_many_values(monkeypatch: pytest.MonkeyP
     u = learned(Kronecker(max_dim=8), shapes)
     whole = spectra(u)["w"]
     assert torch.allclose(whole.values, torch.linalg.svdvals(matrix(u, ["w"], shapes)).sort().values)
-    monkeypatch.setattr(sys.modules["llqr.diagnostics.spectra"], "MOST", 100)
+    monkeypatch.setattr(sys.modules["llqr.diagnostics.fit_quality"], "MOST", 100)
     some = spectra(u)["w"]
     assert not some.exact
     assert len(some.values) <= 100

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from llqr.diagnostics.judging import Reference, Verdict
-from llqr.diagnostics.vectors import Step, dot, flat, layers, named, norm, only
+from llqr.diagnostics.comparison import Reference, Step, Verdict, dot, flat, layers, named, norm, only
 from llqr.exact.conjugate import conjugate_gradients
 from llqr.structures.base import Per, check_per
 

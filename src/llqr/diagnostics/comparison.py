@@ -8,7 +8,7 @@ a = -g·δ / δ·(H + λ)δ. Since g = -(H + λ)δ*, what is attained there, rel
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from llqr import sites
-from llqr.checks import Inputs, Loss
-from llqr.diagnostics.vectors import Step, checked, dot, flat, layers, named, norm, only
+from llqr.checks import Inputs, Loss, check_finite
 from llqr.divergences import Divergence, resolve
 from llqr.errors import ChainError, LLQRError, SingularProblemError, unknown
 from llqr.exact.chain import Chain
@@ -26,6 +25,64 @@ from llqr.exact.step import exact_step
 from llqr.naming import PerLayer
 from llqr.quadratic import QuadraticModel
 from llqr.recorder import Recorder, Selector
+from llqr.structures.assign import owner
+
+Step = Mapping[str, Tensor]
+
+
+def dot(left: Step, right: Step) -> float:
+    return sum(float((part.double() * right[name].double()).sum()) for name, part in left.items())
+
+
+def norm(step: Step) -> float:
+    return float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(v.double()) for v in step.values()])))
+
+
+def flat(step: Step) -> Tensor:
+    return torch.cat([part.reshape(-1) for part in step.values()])
+
+
+def named(vector: Tensor, like: Step) -> dict[str, Tensor]:
+    """The inverse of `flat`."""
+    parts = torch.split(vector, [part.numel() for part in like.values()])
+    return {name: part.reshape(like[name].shape) for name, part in zip(like, parts, strict=True)}
+
+
+def only(step: Step, names: Collection[str]) -> dict[str, Tensor]:
+    """The step of these parameters, the others at rest."""
+    return {name: part if name in names else torch.zeros_like(part) for name, part in step.items()}
+
+
+def layers(names: Collection[str]) -> dict[str, list[str]]:
+    """The parameters by the module that owns them; one that the model owns itself is a layer of its own."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(owner(name) or name, []).append(name)
+    return found
+
+
+def checked(step: Step, like: Step) -> dict[str, Tensor]:
+    """The step in the dtype and order of `like`; an error where it isn't one of all these parameters."""
+    if not isinstance(step, Mapping):
+        raise LLQRError(f"a step is a mapping from parameter names to tensors, not a {type(step).__name__}")
+    for name, part in step.items():
+        if name not in like:
+            raise unknown("parameter in the step", name, like)
+        if not isinstance(part, Tensor) or not part.is_floating_point():
+            got = f"of {part.dtype}" if isinstance(part, Tensor) else f"a {type(part).__name__}"
+            raise LLQRError(f"the step of {name!r} is a tensor of real numbers; this one is {got}")
+        if part.shape != like[name].shape:
+            raise LLQRError(
+                f"the step of {name!r} has shape {tuple(part.shape)}, and the parameter {tuple(like[name].shape)}"
+            )
+        check_finite(part, f"the step of {name!r}")
+    missing = [name for name in like if name not in step]
+    if missing:
+        raise LLQRError(
+            f"the step lacks {', '.join(map(repr, missing[:5]))}: give a tensor for every parameter, zeros for those at rest"
+        )
+    return {name: step[name].detach().to(own.device, own.dtype) for name, own in like.items()}
+
 
 Method = Literal["auto", "riccati", "cg"]
 METHODS = ("auto", "riccati", "cg")
@@ -61,7 +118,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Part:
+class LayerPart:
     """A layer's part in a step."""
 
     cosine: float
@@ -134,7 +191,7 @@ class Reference:
                 parts[layer] = self._verdict(only(step, names), only(self.step, names), {})
         return self._verdict(step, self.step, parts)
 
-    def parts(self, step: Step) -> dict[str, Part]:
+    def parts(self, step: Step) -> dict[str, LayerPart]:
         """What each layer has to do with a step: for one product in all, where `judge` takes two for each layer."""
         step = checked(step, self.gradient)
         product = self.quadratic.curvature(step)
@@ -143,7 +200,7 @@ class Reference:
             own, exact = ({name: each[name] for name in names} for each in (step, self.step))
             value = dot(own, self.gradient) + 0.5 * dot(own, product)
             cosine = _ratio(dot(own, exact), norm(own) * norm(exact))
-            found[layer] = Part(cosine, value / self.attainable, _ratio(norm(own), norm(exact)))
+            found[layer] = LayerPart(cosine, value / self.attainable, _ratio(norm(own), norm(exact)))
         return found
 
     def _verdict(self, step: Step, exact: Step, parts: dict[str, Verdict]) -> Verdict:
