@@ -62,8 +62,6 @@ class Structure(Described, ABC):
     def sizes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
         """The name and shape of each tensor of a block for a parameter of this shape: as `identity` makes them."""
         made = self.identity(shape, torch.empty(0, device="meta"))
-        if not isinstance(made, dict) or not all(isinstance(tensor, Tensor) for tensor in made.values()):
-            raise LLQRError(f"identity() of {self!r} returns a dict of tensors by name, not a {type(made).__name__}")
         return {name: tuple(tensor.shape[1:]) for name, tensor in made.items()}
 
     @abstractmethod
@@ -77,10 +75,6 @@ class Structure(Described, ABC):
     def linearize(self, tensors: Tensors, x: Tensor) -> Linearization:
         """U x with its derivatives by the tensors: by differentiating `apply`, unless there is something cheaper."""
         return Differentiated(self, tensors, x)
-
-    def linearize_identity(self, tensors: Tensors, x: Tensor) -> Linearization:
-        """The same where the tensors are those of `identity`, as at the start of a fit."""
-        return self.linearize(tensors, x)
 
     @abstractmethod
     def degree(self, shape: Sequence[int]) -> int:

@@ -12,7 +12,6 @@ from llqr.structures.base import Damping, Linearization, Modes, Structure, Tenso
 from llqr.structures.diagonal import Diagonal
 from llqr.structures.modes import (
     AllButOne,
-    Factor,
     factor_size,
     identity_factor,
     longest,
@@ -92,16 +91,9 @@ class EigenKronecker(Structure):
         return {**tensors, BASES[side]: basis * (scale if basis.dim() == 2 else scale[..., None])}
 
     def linearize(self, tensors: Tensors, x: Tensor) -> Linearization:
-        return self._linearized(tensors, x, _bases(tensors))
-
-    def linearize_identity(self, tensors: Tensors, x: Tensor) -> Linearization:
-        """Nothing is multiplied with I: of eleven products with bases four are left."""
-        return self._linearized(tensors, x, [None] * len(_bases(tensors)))
-
-    def _linearized(self, tensors: Tensors, x: Tensor, bases: Sequence[Factor]) -> Linearization:
         if x.dim() < 3:
             return VECTOR.linearize(tensors, x)
-        return _Linearization(tensors, bases, self._folded(x), x.shape)
+        return _Linearization(tensors, self._folded(x), x.shape)
 
     def degree(self, shape: Sequence[int]) -> int:
         return 2 * len(self.sizes(shape)) - 1
@@ -125,9 +117,9 @@ class _Linearization(Linearization):
     what Y (for the longer side) and P̂ (for the others) need anyway, so that five products involve the longer side, not seven.
     """
 
-    def __init__(self, tensors: Tensors, bases: Sequence[Factor], x: Tensor, shape: Sequence[int]) -> None:
-        self._shape, self._scale, self._bases = shape, tensors[SCALE], bases
-        self._stored = {name: tensors[name] for name in BASES[: len(bases)]}
+    def __init__(self, tensors: Tensors, x: Tensor, shape: Sequence[int]) -> None:
+        self._shape, self._scale, self._bases = shape, tensors[SCALE], _bases(tensors)
+        self._stored = {name: tensors[name] for name in BASES if name in tensors}
         self._transposed = [transpose(basis) for basis in self._bases]
         self._long, self._short = longest(x.shape), shortest(x.shape)
         self._inner = AllButOne(x, self._transposed)

@@ -21,7 +21,6 @@ from llqr.structures.base import (
 from llqr.structures.diagonal import Diagonal
 from llqr.structures.modes import (
     AllButOne,
-    Factor,
     Thin,
     factor_size,
     identity_factor,
@@ -111,16 +110,9 @@ class Kronecker(Structure):
         return scaled
 
     def linearize(self, tensors: Tensors, x: Tensor) -> Linearization:
-        return self._linearized(tensors, x, list(tensors.values()))
-
-    def linearize_identity(self, tensors: Tensors, x: Tensor) -> Linearization:
-        """Nothing is multiplied with I: of five products with factors two are left."""
-        return self._linearized(tensors, x, [None] * len(tensors))
-
-    def _linearized(self, tensors: Tensors, x: Tensor, factors: Sequence[Factor]) -> Linearization:
         if x.dim() < 3:
             return VECTOR.linearize(tensors, x)
-        return _Linearization(tensors, factors, self._folded(x), x.shape)
+        return _Linearization(tensors, self._folded(x), x.shape)
 
     def degree(self, shape: Sequence[int]) -> int:
         return len(self.sizes(shape))
@@ -139,9 +131,9 @@ class _Linearization(Linearization):
     Both X Dᵀ and C X are there for the pullback, so the value is one product more: with the factor of the shorter side.
     """
 
-    def __init__(self, tensors: Tensors, factors: Sequence[Factor], x: Tensor, shape: Sequence[int]) -> None:
-        self._tensors, self._factors, self._shape, self._sides = tensors, factors, shape, x.shape
-        self._rest = AllButOne(x, factors)
+    def __init__(self, tensors: Tensors, x: Tensor, shape: Sequence[int]) -> None:
+        self._tensors, self._factors, self._shape, self._sides = tensors, list(tensors.values()), shape, x.shape
+        self._rest = AllButOne(x, self._factors)
 
     def value(self) -> Tensor:
         last = shortest(self._sides)

@@ -1,7 +1,7 @@
 """Products of stacked tensors with a matrix along one of their sides (modes): the algebra of Kronecker factors.
 
 A stack `x` has shape (k, n_0, n_1, …). The factor of side i is a stack of matrices (k, n_i, n_i), or of vectors (k, n_i)
-that stand for diagonal matrices, or None, which stands for the identity, or thin.
+that stand for diagonal matrices, or thin.
 """
 
 from __future__ import annotations
@@ -21,9 +21,6 @@ class Thin(NamedTuple):
 
     diagonal: Tensor
     basis: Tensor
-
-
-Factor = Tensor | None
 
 
 def sides(shape: Sequence[int], modes: Modes) -> tuple[int, ...]:
@@ -61,14 +58,12 @@ def identity_factor(size: tuple[int, ...], like: Tensor, count: int) -> Tensor:
     return eye(size[0], like, count) if len(size) == 2 else ones(size, like, count)
 
 
-def transpose(factor: Factor) -> Factor:
-    return factor.mT if factor is not None and factor.dim() == 3 else factor
+def transpose(factor: Tensor) -> Tensor:
+    return factor.mT if factor.dim() == 3 else factor
 
 
-def multiply(x: Tensor, factor: Factor | Thin, mode: int) -> Tensor:
+def multiply(x: Tensor, factor: Tensor | Thin, mode: int) -> Tensor:
     """x with its side `mode` multiplied by the factor: F X for mode 0 of a matrix, X Fᵀ for mode 1."""
-    if factor is None:
-        return x
     if isinstance(factor, Thin):
         return _multiply_thin(x, factor, mode)
     if factor.dim() == 2:
@@ -80,7 +75,7 @@ def multiply(x: Tensor, factor: Factor | Thin, mode: int) -> Tensor:
     return torch.einsum("kij,kajc->kaic", factor, x)
 
 
-def multiply_all(x: Tensor, factors: Sequence[Factor | Thin]) -> Tensor:
+def multiply_all(x: Tensor, factors: Sequence[Tensor | Thin]) -> Tensor:
     for mode, factor in enumerate(factors):
         x = multiply(x, factor, mode)
     return x
@@ -89,7 +84,7 @@ def multiply_all(x: Tensor, factors: Sequence[Factor | Thin]) -> Tensor:
 class AllButOne:
     """For each side, x multiplied by the factors of all the others (X Dᵀ and C X for a matrix); computed when asked for."""
 
-    def __init__(self, x: Tensor, factors: Sequence[Factor]) -> None:
+    def __init__(self, x: Tensor, factors: Sequence[Tensor]) -> None:
         self._x, self._factors = x, factors
         self._products: dict[int, Tensor] = {}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,9 +30,6 @@ class Group:
     members: tuple[tuple[str, ...], ...]
     shapes: tuple[torch.Size, ...]
     tensors: dict[str, Tensor]
-    identity: tuple[tuple[int, int], ...] = ()
-    """The tensors and their versions when they were made as the identity: as long as these are the same, they are it. (What is
-    written to `.data` or to an array that shares the memory changes no version.)"""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -86,7 +83,7 @@ class Group:
 
     def holding(self, tensors: dict[str, Tensor]) -> Group:
         """The same blocks with other tensors."""
-        return replace(self, tensors=tensors, identity=())
+        return replace(self, tensors=tensors)
 
     def zeros_beside(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Zeros for the members that have no value in blocks where others have one."""
@@ -101,9 +98,6 @@ class Group:
             if name not in values
         }
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "identity": ()}  # the versions of a copy's tensors begin anew
-
     def layout(self) -> Group:
         """The group without its numbers: enough to gather and scatter."""
         return self.holding({name: tensor.new_empty(0) for name, tensor in self.tensors.items()})
@@ -117,19 +111,12 @@ class Group:
                     _check_value(name, values[name], shape, device)
 
     def linearize(self, stack: Tensor) -> Linearization:
-        at_identity = bool(self.identity) and self.identity == _versions(self.tensors)
-        linearize = self.structure.linearize_identity if at_identity else self.structure.linearize
-        return linearize(self.tensors, stack)
+        return self.structure.linearize(self.tensors, stack)
 
     def _block(self, values: Sequence[Tensor]) -> Tensor:
         if self.structure.per == "parameter":
             return values[0].to(self.dtype)
         return torch.cat([value.reshape(-1).to(self.dtype) for value in values])
-
-
-def _versions(tensors: Mapping[str, Tensor]) -> tuple[tuple[int, int], ...]:
-    """None at all in inference mode, where tensors don't have one."""
-    return tuple((id(tensor), tensor._version) for tensor in tensors.values() if not tensor.is_inference())
 
 
 def _check_value(name: str, value: object, shape: torch.Size, device: torch.device) -> None:
@@ -158,9 +145,7 @@ def identity_groups(parameters: Mapping[str, Tensor], structure: StructureSpec) 
     groups = []
     for kind, entries in stacks.items():
         keys, covered = (tuple(column) for column in zip(*entries, strict=True))
-        tensors = kind.identity(len(keys))
-        identity = _versions(tensors) if _is_ours(kind.structure) else ()
-        groups.append(Group(kind.structure, keys, covered, kind.shapes, tensors, identity))
+        groups.append(Group(kind.structure, keys, covered, kind.shapes, kind.identity(len(keys))))
     return groups
 
 
@@ -195,69 +180,7 @@ class _Kind(NamedTuple):
 
     def identity(self, count: int) -> dict[str, Tensor]:
         like = torch.empty(0, dtype=self.dtype, device=self.device)
-        shape = _seen(self.structure, self.shapes)
-        tensors = self.structure.identity(shape, like, count)
-        if not _is_ours(self.structure):
-            _check_own(self.structure, tensors, like.new_empty(count, *shape))
-        return tensors
-
-
-def _is_ours(structure: Structure) -> bool:
-    """Of the library, and not a class of the user's own, which may be derived from one of ours and act otherwise."""
-    return type(structure).__module__.startswith("llqr.structures.")
-
-
-def _check_own(structure: Structure, tensors: dict[str, Tensor], x: Tensor) -> None:
-    """Raise for a structure of the user's own whose tensors aren't stacks, or whose identity isn't one."""
-    count, shape = len(x), tuple(x.shape[1:])
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    wanted = {name: (count, *size) for name, size in structure.sizes(shape).items()}
-    if found != wanted:
-        raise LLQRError(
-            f"identity() of {structure!r} makes tensors {found} for {count} blocks of shape {shape}, where {wanted} is wanted: "
-            "each has a leading dimension, the number of blocks (`count`)"
-        )
-    for name, tensor in tensors.items():
-        if (tensor.dtype, tensor.device) != (x.dtype, x.device):
-            raise LLQRError(
-                f"identity() of {structure!r} makes {name!r} of {tensor.dtype} on {tensor.device}, not of {x.dtype} on "
-                f"{x.device}: make it from `like`, as in like.new_ones(count, *shape)"
-            )
-    if not x.is_meta:
-        x = torch.arange(1, x.numel() + 1, dtype=x.dtype, device=x.device).sin().reshape(x.shape)
-    with torch.no_grad():
-        y = structure.apply(tensors, x)
-    if y.shape != x.shape:
-        raise LLQRError(
-            f"apply() of {structure!r} makes shape {tuple(y.shape)} of {tuple(x.shape)}: U x has the shape of x"
-        )
-    pulled = structure.linearize(tensors, x).pullback(x)
-    if not isinstance(pulled, dict) or {name: tuple(part.shape) for name, part in pulled.items()} != wanted:
-        raise LLQRError(f"pullback() of {structure!r} returns a dict with a gradient for each of {wanted}")
-    if not x.is_meta and not _pulls_back(structure, tensors, x, pulled):
-        raise LLQRError(
-            f"pullback() of {structure!r} isn't the gradient of ⟨cotangent, apply(tensors, x)⟩ by the tensors, for shape "
-            f"{shape}: leave it out, and it is found by differentiating apply()"
-        )
-    if not x.is_meta and not torch.allclose(y, x, rtol=1e-3, atol=1e-3):
-        raise LLQRError(
-            f"apply() of {structure!r} with the tensors of identity() doesn't give x back for shape {shape}"
-        )
-
-
-def _pulls_back(structure: Structure, tensors: dict[str, Tensor], x: Tensor, pulled: Mapping[str, Tensor]) -> bool:
-    """Whether what was pulled back from x is what autograd finds."""
-    free = {name: tensor.detach().clone().requires_grad_() for name, tensor in tensors.items()}
-    with torch.enable_grad():
-        value = torch.sum(x * structure.apply(free, x))
-    if not value.requires_grad:
-        return True
-    found = torch.autograd.grad(value, list(free.values()), allow_unused=True)
-    expected = [torch.zeros_like(t) if part is None else part for t, part in zip(free.values(), found, strict=True)]
-    return all(
-        torch.allclose(pulled[name], part, rtol=1e-2, atol=1e-3 * (1 + float(part.abs().max())))
-        for name, part in zip(free, expected, strict=True)
-    )
+        return self.structure.identity(_seen(self.structure, self.shapes), like, count)
 
 
 def _seen(structure: Structure, shapes: Sequence[torch.Size]) -> tuple[int, ...]:
