@@ -12,7 +12,7 @@ from llqr import LLQR, Preconditioner
 from llqr.errors import LLQRError
 from llqr.paper import PaperLLQR
 from llqr.structures import Dense, EigenKronecker, Kronecker, Scalar
-from llqr.structures.assign import StructureSpec
+from llqr.structures.stacks import StructureSpec
 
 STRUCTURES = ["scalar", "diagonal", "kfac", "ekfac", "dense", Scalar(per="layer"), Dense(per="layer")]
 STRUCTURES += [Kronecker(modes="all"), EigenKronecker(max_dim=4), {"0": "diagonal", "*": "kfac"}]

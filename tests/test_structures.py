@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from llqr.errors import LLQRError
 from llqr.preconditioner import Preconditioner
 from llqr.structures import Dense, Diagonal, EigenKronecker, Kronecker, Scalar, Structure
-from llqr.structures.assign import assign
+from llqr.structures.stacks import assign
 
 STRUCTURES = [
     Scalar(),
@@ -201,7 +201,7 @@ def test_the_first_pattern_that_matches_wins(patterns: list[str]) -> None:
 def test_parameters_by_their_names_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A refit names every parameter: matching all names with all others would grow with the square of their number."""
     calls = []
-    monkeypatch.setattr("llqr.structures.assign.fnmatchcase", lambda *names: calls.append(names) or fnmatchcase(*names))
+    monkeypatch.setattr("llqr.structures.stacks.fnmatchcase", lambda *names: calls.append(names) or fnmatchcase(*names))
     names = [f"layers.{i}.weight" for i in range(200)]
     assign({**dict.fromkeys(names, "kfac"), "layers.7*": "scalar"}, names)
     assert len(calls) < 5 * len(names)

@@ -42,7 +42,7 @@ from llqr.recorder import Selector
 from llqr.second_run import SecondRun
 from llqr.sites import uncompiled
 from llqr.statistics import Block, Sums, block_state
-from llqr.structures.assign import StructureSpec, assign
+from llqr.structures.stacks import StructureSpec, assign
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

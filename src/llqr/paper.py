@@ -46,7 +46,7 @@ from llqr.sites import uncompiled
 from llqr.solvers import SGDM, Solver
 from llqr.steering import Steered
 from llqr.streams import Streams
-from llqr.structures.assign import StructureSpec
+from llqr.structures.stacks import StructureSpec
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

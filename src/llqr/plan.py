@@ -18,7 +18,7 @@ from llqr.optimizer import LLQR
 from llqr.recorder import Selector
 from llqr.sites import trainable, uncompiled
 from llqr.streams import Streams
-from llqr.structures.assign import StructureSpec
+from llqr.structures.stacks import StructureSpec
 
 FIRST = 300
 """Steps from the start that `overhead_at_first` is about: the default schedule refits more often there."""

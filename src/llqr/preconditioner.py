@@ -15,9 +15,8 @@ from torch import Tensor
 from llqr.checks import check_tensors
 from llqr.errors import LLQRError, unknown
 from llqr.steering import Steered, Steering
-from llqr.structures.assign import StructureSpec
 from llqr.structures.base import Structure
-from llqr.structures.stacks import Group, identity_groups
+from llqr.structures.stacks import Group, StructureSpec, identity_groups
 
 Change = list[dict[str, Tensor]]
 """A change of every tensor of a preconditioner, group by group."""

@@ -10,8 +10,8 @@ from torch import Tensor
 from llqr.errors import LLQRError, NonFiniteError
 from llqr.preconditioner import Preconditioner
 from llqr.solvers import Problem, Quadratic, ScaleFree, Solver
-from llqr.solvers.totals import ALONE, totals_of
-from llqr.structures.assign import StructureSpec
+from llqr.solvers.problem import ALONE, totals_of
+from llqr.structures.stacks import StructureSpec
 
 __all__ = ["Quadratic", "fit"]
 

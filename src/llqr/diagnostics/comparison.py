@@ -25,7 +25,7 @@ from llqr.exact.step import exact_step
 from llqr.naming import PerLayer
 from llqr.quadratic import QuadraticModel
 from llqr.recorder import Recorder, Selector
-from llqr.structures.assign import owner
+from llqr.structures.stacks import owner
 
 Step = Mapping[str, Tensor]
 

@@ -28,8 +28,7 @@ from llqr.preconditioner import Preconditioner
 from llqr.relaxation import fit
 from llqr.solvers import Quadratic, Solver
 from llqr.structures import Kronecker
-from llqr.structures.assign import StructureSpec
-from llqr.structures.stacks import Group
+from llqr.structures.stacks import Group, StructureSpec
 
 SMALL = 512
 """Numbers in a block up to which it is formed."""

@@ -13,9 +13,8 @@ from torch import Tensor
 from llqr.distributed.division import Division
 from llqr.errors import unknown
 from llqr.preconditioner import Preconditioner
-from llqr.structures.assign import StructureSpec, assign
 from llqr.structures.base import Structure
-from llqr.structures.stacks import Group, identity_groups
+from llqr.structures.stacks import Group, StructureSpec, assign, identity_groups
 
 if TYPE_CHECKING:
     from llqr.distributed.team import Team

@@ -32,7 +32,7 @@ from llqr.quadratic import QuadraticModel
 from llqr.recorder import Selector, in_modes
 from llqr.relaxation import checked_solver, fit
 from llqr.solvers import Quadratic, Solver
-from llqr.solvers.totals import totals_of
+from llqr.solvers.problem import totals_of
 from llqr.streams import Streams
 
 WHOLE = "num_items_in_batch"

@@ -9,8 +9,7 @@ import torch
 
 from llqr.preconditioner import Change, Preconditioner
 from llqr.solvers.base import NOTHING_TO_GAIN, Solver
-from llqr.solvers.changes import combine, negative
-from llqr.solvers.problem import Problem, add
+from llqr.solvers.problem import Problem, add, combine, negative
 
 LONGEST = 10.0
 """The longest step, relative to the norm of U at the start."""

@@ -16,8 +16,91 @@ import torch
 from torch import Tensor
 
 from llqr.preconditioner import Change, Preconditioner
-from llqr.solvers import changes
-from llqr.solvers.totals import totals_of
+
+
+class Totals(Protocol):
+    """Numbers of the blocks that are here, made into those of all blocks. Everyone who holds some gets the same answers."""
+
+    def sums(self, values: list[float]) -> list[float]:
+        """Each summed up."""
+
+    def norms(self, values: list[float]) -> list[float]:
+        """From norms of the part that is here to those of all."""
+
+    def least(self, value: float) -> float: ...
+
+    def most(self, value: float) -> float: ...
+
+
+class Alone:
+    """All the blocks are here."""
+
+    def sums(self, values: list[float]) -> list[float]:
+        return values
+
+    def norms(self, values: list[float]) -> list[float]:
+        return values
+
+    def least(self, value: float) -> float:
+        return value
+
+    def most(self, value: float) -> float:
+        return value
+
+
+ALONE = Alone()
+
+
+def totals_of(model: object) -> Totals:
+    """How a quadratic model takes totals: one that holds a part of the parameters says so by its `totals`."""
+    totals: Totals = getattr(model, "totals", ALONE)
+    return totals
+
+
+def inner(left: Change, right: Change) -> float:
+    """⟨left, right⟩ over all tensors."""
+    parts = [torch.sum(a[name] * b[name]) for a, b in zip(left, right, strict=True) for name in a]
+    return float(torch.stack(parts).sum()) if parts else 0.0
+
+
+def change_norm(change: Change) -> float:
+    """√⟨change, change⟩; not finite where one of the numbers isn't."""
+    return math.hypot(*(float(torch.linalg.vector_norm(tensor)) for part in change for tensor in part.values()))
+
+
+def combine(left: Change, right: Change, factor: float) -> Change:
+    """left + factor · right."""
+    return [{n: torch.add(a[n], b[n], alpha=factor) for n in a} for a, b in zip(left, right, strict=True)]
+
+
+def negative(change: Change) -> Change:
+    return [{name: -tensor for name, tensor in part.items()} for part in change]
+
+
+def block_norms(stack: Tensor) -> Tensor:
+    """The norm of each block's own tensor in a stack."""
+    norms: Tensor = torch.linalg.vector_norm(stack.reshape(stack.shape[0], -1), dim=1)
+    return norms
+
+
+def per_block(factors: Tensor, stack: Tensor) -> Tensor:
+    """Each block's tensor times its own factor."""
+    return factors.reshape(-1, *(1 for _ in stack.shape[1:])) * stack
+
+
+def clipped(change: Change, norm: float) -> Change:
+    """Each block's tensors scaled to a norm of at most `norm`."""
+    return [
+        {name: per_block(norm / block_norms(stack).clamp_min(norm), stack) for name, stack in part.items()}
+        for part in change
+    ]
+
+
+def accumulate(change: Change, other: Change, factor: float) -> None:
+    """change ← change + factor · other, in place."""
+    for new, old in zip(change, other, strict=True):
+        for name, tensor in new.items():
+            tensor.add_(old[name], alpha=factor)
 
 
 class Quadratic(Protocol):
@@ -104,14 +187,14 @@ class Problem:
 
     def inners(self, *pairs: tuple[Change, Change]) -> list[float]:
         """The inner products of pairs of changes."""
-        return self._totals.sums([changes.inner(left, right) for left, right in pairs])
+        return self._totals.sums([inner(left, right) for left, right in pairs])
 
     def inner(self, left: Change, right: Change) -> float:
         return self.inners((left, right))[0]
 
     def norm(self, change: Change) -> float:
         """√⟨change, change⟩; not finite where one of the numbers isn't."""
-        return self._totals.norms([changes.norm(change)])[0]
+        return self._totals.norms([change_norm(change)])[0]
 
     def least(self, value: float) -> float:
         """The least of what the holders of blocks have found."""
@@ -159,8 +242,8 @@ def bend(model: Quadratic, direction: dict[str, Tensor]) -> float:
 
 def _without_rounding(part: Tensor) -> Tensor:
     """A stack of g/‖g‖, with zeros for the blocks that are nothing but rounding."""
-    rounded = changes.block_norms(part) <= ROUNDING * torch.finfo(part.dtype).eps
-    return changes.per_block((~rounded).to(part.dtype), part) if bool(rounded.any()) else part
+    rounded = block_norms(part) <= ROUNDING * torch.finfo(part.dtype).eps
+    return per_block((~rounded).to(part.dtype), part) if bool(rounded.any()) else part
 
 
 def _dot(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:

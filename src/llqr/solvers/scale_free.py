@@ -10,8 +10,7 @@ from torch import Tensor
 
 from llqr.preconditioner import Change, Preconditioner
 from llqr.solvers.base import NOTHING_TO_GAIN, Solver, positive
-from llqr.solvers.changes import block_norms, combine, negative, per_block
-from llqr.solvers.problem import Point, Problem, Stacks, add
+from llqr.solvers.problem import Point, Problem, Stacks, add, block_norms, combine, negative, per_block
 
 LONGEST_TRIAL = 1.0
 """The most that a tensor moves to a trial point, relative to its norm."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from llqr.structures.base import Damping, Linearization, Modes, Structure, Tensors, check_factors, ones
-from llqr.structures.diagonal import Diagonal
-from llqr.structures.modes import (
+from llqr.structures.linear import Diagonal
+from llqr.structures.mode_products import (
     AllButOne,
     factor_size,
     identity_factor,

@@ -18,8 +18,8 @@ from llqr.structures.base import (
     damped_inverse,
     thin_inverse,
 )
-from llqr.structures.diagonal import Diagonal
-from llqr.structures.modes import (
+from llqr.structures.linear import Diagonal
+from llqr.structures.mode_products import (
     AllButOne,
     Thin,
     factor_size,
