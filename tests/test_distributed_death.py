@@ -20,12 +20,12 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from llqr import LLQR
+from llqr.curvature.quadratic import QuadraticModel
 from llqr.distributed import checkpoint
 from llqr.divergences import KL
 from llqr.errors import RankError
 from llqr.paper import PaperLLQR
 from llqr.preconditioner import Preconditioner
-from llqr.quadratic import QuadraticModel
 from llqr.solvers import ScaleFree
 from loops import backward, batch, network, parameters_of, sgd
 from ranks import on_ranks

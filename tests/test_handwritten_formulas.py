@@ -11,9 +11,9 @@ from torch.nn import functional
 
 from formulas import FORMULAS, Layer, written
 from llqr import QuadraticModel
+from llqr.curvature.handwritten import check_handwritten
 from llqr.divergences import KL, Divergence, GaussNewton, Newton
 from llqr.errors import LLQRError, LLQRWarning, NotTwiceDifferentiableError
-from llqr.handwritten import check_handwritten
 
 LOSS = nn.CrossEntropyLoss()
 

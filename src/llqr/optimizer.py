@@ -25,6 +25,9 @@ from llqr.assignments import assignments
 from llqr.base_step import Momentum, Turned, Undoing, decay, groups_of
 from llqr.checks import check_callable, check_count
 from llqr.collector import Call, Collector
+from llqr.curvature.locations import uncompiled
+from llqr.curvature.precision import no_autocast
+from llqr.curvature.recorder import Selector
 from llqr.distributed.groups import standing, unwrapped
 from llqr.distributed.processes import processes_of
 from llqr.divergences import Divergence, resolve
@@ -37,10 +40,7 @@ from llqr.loop.state import KEY, checked_state_dict
 from llqr.loop.stats import Stats
 from llqr.loop.wrapping import Wrapping
 from llqr.paper import PaperLLQR
-from llqr.precision import no_autocast
-from llqr.recorder import Selector
 from llqr.second_run import SecondRun
-from llqr.sites import uncompiled
 from llqr.statistics import Block, Sums, block_state
 from llqr.structures.stacks import StructureSpec, assign
 

@@ -23,6 +23,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from llqr.checks import Inputs, Loss, check_callable
+from llqr.curvature.locations import PerLayer, uncompiled
+from llqr.curvature.precision import no_autocast
+from llqr.curvature.recorder import Selector, Streams
 from llqr.distributed.division import Division
 from llqr.distributed.groups import unwrapped
 from llqr.divergences import KL, Divergence, resolve
@@ -38,14 +41,9 @@ from llqr.loop.state import KEY, State, checked_state_dict
 from llqr.loop.stats import Stats
 from llqr.loop.together import Together
 from llqr.loop.wrapping import Wrapping
-from llqr.naming import PerLayer
-from llqr.precision import no_autocast
 from llqr.preconditioner import Preconditioner
-from llqr.recorder import Selector
-from llqr.sites import uncompiled
 from llqr.solvers import SGDM, Solver
 from llqr.steering import Steered
-from llqr.streams import Streams
 from llqr.structures.stacks import StructureSpec
 
 if TYPE_CHECKING:

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from llqr.checks import Inputs, as_arguments, check_callable, check_finite, check_model, tensors_in
+from llqr.curvature.locations import trainable, uncompiled
+from llqr.curvature.recorder import Selector, Streams
 from llqr.errors import LLQRError
 from llqr.loop.schedule import LONGEST, often_at_first
 from llqr.optimizer import LLQR
-from llqr.recorder import Selector
-from llqr.sites import trainable, uncompiled
-from llqr.streams import Streams
 from llqr.structures.stacks import StructureSpec
 
 FIRST = 300

@@ -15,16 +15,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from llqr import sites
 from llqr.checks import Inputs, Loss, check_finite
+from llqr.curvature import locations
+from llqr.curvature.locations import PerLayer
+from llqr.curvature.quadratic import QuadraticModel
+from llqr.curvature.recorder import Recorder, Selector
 from llqr.divergences import Divergence, resolve
 from llqr.errors import ChainError, LLQRError, SingularProblemError, unknown
 from llqr.exact.chain import Chain
 from llqr.exact.conjugate import conjugate_gradients
 from llqr.exact.step import exact_step
-from llqr.naming import PerLayer
-from llqr.quadratic import QuadraticModel
-from llqr.recorder import Recorder, Selector
 from llqr.structures.stacks import owner
 
 Step = Mapping[str, Tensor]
@@ -147,10 +147,10 @@ class Reference:
         self.model, self.quadratic, self.recorder = model, quadratic, recorder
         self.inputs, self.targets, self.loss_fn = inputs, targets, loss_fn
         self.divergence, self.weights = divergence, weights
-        self.parameters = sites.trainable(model)
-        self.damping = sites.diagonal(model, self.parameters, (), damping)
+        self.parameters = locations.trainable(model)
+        self.damping = locations.diagonal(model, self.parameters, (), damping)
         """λ of each parameter, and"""
-        self.diagonal_terms = sites.diagonal(model, self.parameters, list(divergence.terms()), damping)
+        self.diagonal_terms = locations.diagonal(model, self.parameters, list(divergence.terms()), damping)
         """the same with what L2 terms add, which is part of H."""
         self.gradient = quadratic.gradient
         if norm(self.gradient) == 0:

@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from llqr.checks import Inputs, Loss
+from llqr.curvature.precision import no_autocast
 from llqr.diagnostics.comparison import dot
 from llqr.errors import LLQRError
 from llqr.loop.gradients import gradients_of, stepped_parameters
 from llqr.loop.refit import Source
 from llqr.paper import PaperLLQR
-from llqr.precision import no_autocast
 from llqr.preconditioner import Preconditioner
 from llqr.relaxation import fit
 from llqr.solvers import Quadratic, Solver

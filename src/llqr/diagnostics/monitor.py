@@ -13,8 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from llqr import sites
 from llqr.checks import Inputs, Loss, as_arguments, check_finite, check_model, frozen_rng
+from llqr.curvature import locations
+from llqr.curvature.locations import PerLayer
+from llqr.curvature.precision import no_autocast
+from llqr.curvature.recorder import Recorder, Selector
 from llqr.diagnostics.comparison import Reference, norm, reference
 from llqr.diagnostics.fit_quality import QUANTILES, Objectives, Spectrum, refuse_ranks, spectra, staleness
 from llqr.divergences import Divergence
@@ -22,10 +25,7 @@ from llqr.errors import DegenerateProblemError, LLQRError, LLQRWarning, NonFinit
 from llqr.loop.closures import checked_loss
 from llqr.loop.gradients import stepped_parameters
 from llqr.loop.wrapping import Wrapping
-from llqr.naming import PerLayer
 from llqr.paper import PaperLLQR
-from llqr.precision import no_autocast
-from llqr.recorder import Recorder, Selector
 
 
 def proposed_step(
@@ -51,7 +51,7 @@ def proposed_step(
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     _check(optimizers, model, inputs)
-    before = sites.trainable(model)
+    before = locations.trainable(model)
     step = {name: torch.zeros_like(p) for name, p in before.items()}
     for each in optimizers:  # each on copies of its own, so that all of them begin at θ
         memo: dict[int, Any] = {}

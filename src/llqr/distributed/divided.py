@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from llqr.curvature.quadratic import QuadraticModel
 from llqr.distributed.division import Division
-from llqr.quadratic import QuadraticModel
 
 
 class Divided:

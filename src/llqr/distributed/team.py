@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from llqr.curvature.precision import at_least_single
 from llqr.distributed import fsdp
 from llqr.distributed.division import Division
 from llqr.distributed.ranks import Ranks
 from llqr.distributed.sharing import FullySharded, Replicated, Shared, Sharing
 from llqr.errors import LLQRError
-from llqr.precision import at_least_single
 from llqr.preconditioner import Preconditioner
 from llqr.structures.stacks import Group
 

@@ -17,10 +17,10 @@ from collections.abc import Callable
 
 from llqr.checks import Loss
 from llqr.divergences.base import BasePoint, Divergence, Sum
+from llqr.divergences.families import Bernoulli, Categorical, Gaussian
 from llqr.divergences.output import KL, GaussNewton, Newton, OutputTerm, Renyi, ReverseKL
 from llqr.divergences.places import L2, ActivationTerm, Intermediate, Layerwise, LayerwiseLoss
 from llqr.errors import LLQRError, unknown
-from llqr.families import Bernoulli, Categorical, Gaussian
 
 __all__ = [
     "KL",

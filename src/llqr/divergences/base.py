@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from llqr.described import Described
+from llqr.divergences.families import standard_normal
 from llqr.errors import LLQRError, NotTwiceDifferentiableError, unknown
-from llqr.families import standard_normal
 
 if TYPE_CHECKING:
     from llqr.divergences import Term

@@ -14,11 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from llqr.curvature.recorder import Streams, forward_replaced, in_modes, unfused
 from llqr.errors import LLQRError
 from llqr.loop.gradients import gradients_of
-from llqr.plainly import forward_replaced, unfused
-from llqr.recorder import in_modes
-from llqr.streams import Streams
 
 Closure = Callable[[], Any]
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from llqr.checks import Inputs, tensors_in
+from llqr.curvature.recorder import Streams
 from llqr.errors import LLQRError
 from llqr.loop.schedule import Schedule
-from llqr.streams import Streams
 
 
 class Called(NamedTuple):

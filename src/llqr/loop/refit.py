@@ -10,30 +10,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from llqr import sites
 from llqr.checks import Inputs, Loss, as_arguments, check_callable, tensors_in
-from llqr.chunks import Batch as Batched
-from llqr.chunks import check_chunk_size, total
+from llqr.curvature import locations
+from llqr.curvature.chunks import Examples, check_chunk_size, total
+from llqr.curvature.locations import PerLayer
+from llqr.curvature.precision import is_low, raised
+from llqr.curvature.quadratic import QuadraticModel
+from llqr.curvature.recorded_chunk import Portion
+from llqr.curvature.recorder import Selector, Streams, in_modes
 from llqr.distributed.divided import Divided
 from llqr.distributed.division import Division
 from llqr.divergences import L2, Divergence, Newton, OutputTerm
+from llqr.divergences.families import Categorical
+from llqr.divergences.family_of_loss import check_family, summed
 from llqr.errors import LLQRError
-from llqr.families import Categorical
-from llqr.family_of_loss import check_family, summed
 from llqr.loop.blocks import Blocks
 from llqr.loop.closures import Closure, loss_of_output, loss_of_rows, tensor_alone, whole_loss
 from llqr.loop.gradients import check_parameters
 from llqr.loop.inputs import Called
-from llqr.naming import PerLayer
-from llqr.parts import Portion
-from llqr.precision import is_low, raised
 from llqr.preconditioner import Preconditioner
-from llqr.quadratic import QuadraticModel
-from llqr.recorder import Selector, in_modes
 from llqr.relaxation import checked_solver, fit
 from llqr.solvers import Quadratic, Solver
 from llqr.solvers.problem import totals_of
-from llqr.streams import Streams
 
 WHOLE = "num_items_in_batch"
 """Where transformers' models are told how many tokens to divide their loss by: all those of an accumulated batch, of which the
@@ -118,9 +116,9 @@ class Refit:
         check_parameters(parameters)
         terms = list(self.divergence.terms())
         self.blocks.layout(parameters, parameters)
-        sites.diagonal(self.model, parameters, terms, self.damping)
-        places = sites.places_of(self.model, terms)
-        sites.segment_modules(self.model, self.segments, [place.module for place in places.values()])
+        locations.diagonal(self.model, parameters, terms, self.damping)
+        places = locations.locations_of(self.model, terms)
+        locations.segment_modules(self.model, self.segments, [place.module for place in places.values()])
 
     def check_family(self, slopes: Sequence[tuple[Tensor, Tensor]]) -> int:
         """Raise where the divergence's family isn't the loss's. `slopes`: outputs, with what the loss has sent back to them.
@@ -204,13 +202,13 @@ class Refit:
             )
         loss, rows_of_loss = loss_of_output(self.called, closure), None
         if self.chunk_size is not None:
-            count = Batched(inputs, self.shared).count
+            count = Examples(inputs, self.shared).count
             loss, rows_of_loss = loss_of_rows(loss, count), torch.arange(count)
         return self._build(only, source, inputs, rows_of_loss, loss, gradient, output=tensor_alone)
 
-    def _sampled(self, inputs: Inputs) -> tuple[Batched, list[int]]:
+    def _sampled(self, inputs: Inputs) -> tuple[Examples, list[int]]:
         """The examples whose curvature is looked at, taken evenly from the batch: it may be sorted."""
-        batch = Batched(inputs, self.shared)
+        batch = Examples(inputs, self.shared)
         count = math.ceil(round(batch.count * self.sample, 6))
         return batch, [int(place / self.sample) for place in range(count)]
 
@@ -256,7 +254,7 @@ class Refit:
 
         The losses of closures count alike, as they do in the gradients that DistributedDataParallel averages.
         """
-        count = 1 if inputs is None else Batched(inputs, self.shared).count
+        count = 1 if inputs is None else Examples(inputs, self.shared).count
         variables = float(count) if weights is None else total(weights)
         all_variables, examples = division.ranks.sums([variables, count])
         return Portion(variables / all_variables, count / examples)

@@ -14,9 +14,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from llqr.curvature.precision import at_least_single
 from llqr.described import Described
 from llqr.errors import LLQRError, NonFiniteError, unknown
-from llqr.precision import at_least_single
 
 Tensors = Mapping[str, Tensor]
 Per = Literal["parameter", "layer"]

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from llqr.curvature.precision import at_least_single
 from llqr.errors import LLQRError, unknown
-from llqr.precision import at_least_single
 from llqr.structures.base import Linearization, Structure
 from llqr.structures.eigen_kronecker import EigenKronecker
 from llqr.structures.kronecker import Kronecker

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from llqr.checks import Inputs, Loss, batch_size_of, bound, check_weights, frozen_rng, loss_gradient, tensors_in
+from llqr.curvature.recorder import EVALUATED
 from llqr.divergences import L2, BasePoint, OutputTerm, Term
 from llqr.divergences.base import slope
 from llqr.errors import LLQRError, NotTwiceDifferentiableError, unknown
-from llqr.recorder import EVALUATED
 
 Rows = slice | list[int]
 
@@ -38,7 +38,7 @@ class Piece:
     terms: Sequence[float] | None = None
 
 
-class Batch:
+class Examples:
     """The inputs of a model, and how they are cut.
 
     A tensor whose first dimension is the number of examples is cut. Those named in `shared` (by keyword or position) go to
@@ -77,7 +77,7 @@ class Batch:
 
 
 def pieces(
-    model: nn.Module, batch: Batch, targets: Any, weights: Tensor | None, size: int | None, training: bool | None
+    model: nn.Module, batch: Examples, targets: Any, weights: Tensor | None, size: int | None, training: bool | None
 ) -> Iterator[Piece]:
     """The batch in chunks, with each one's share of the mean over variables and over examples."""
     count = batch.count
@@ -115,7 +115,7 @@ def check_chunk_size(size: int | None) -> None:
 
 def check_part(
     run: Callable[[Inputs], Tensor],
-    batch: Batch,
+    batch: Examples,
     whole: Tensor,
     rows: Rows,
     coarse: Callable[[], Collection[torch.dtype]],
@@ -215,7 +215,7 @@ def _multiple(expected: Sequence[Tensor], own: Sequence[Tensor]) -> float:
     return factor / size
 
 
-def _remedy(batch: Batch) -> str:
+def _remedy(batch: Examples) -> str:
     cut = batch.cut()
     if len(cut) < 2:
         return "give the batch whole"

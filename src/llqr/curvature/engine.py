@@ -8,7 +8,7 @@ After that
     a Hessian product is a backward pass through the graph of a gradient,
 
 and nothing is run forward, traced or compiled again, however many products follow. A training step is three matrix products
-a layer; push and pull are two each. Operations whose second derivatives torch computes slowly are recorded by `llqr.rules`.
+a layer; push and pull are two each. Operations whose second derivatives torch computes slowly are recorded by rules.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from llqr.checks import Inputs
+from llqr.curvature.handwritten import check_handwritten, handwritten
+from llqr.curvature.recorder import Parameters, Recorder
+from llqr.curvature.rules import BeyondRulesError, ChangedError, hessian_rules, linear_rules, plain_rules, twice_rules
+from llqr.curvature.rules.segments import in_segments, refuse_leaks
 from llqr.errors import LLQRError, NotTwiceDifferentiableError, callers_level
 from llqr.exact.derivatives import refuse_once_differentiable, refuse_wrong_formulas
-from llqr.handwritten import check_handwritten, handwritten
-from llqr.recorder import Parameters, Recorder
-from llqr.rules import BeyondRulesError, ChangedError, hessian_rules, linear_rules, plain_rules, twice_rules
-from llqr.rules.segments import in_segments, refuse_leaks
 
 
 class Recording:
@@ -75,7 +75,7 @@ class Recording:
         )
 
 
-class Linearization(Recording):
+class JacobianProducts(Recording):
     """F at one θ, for products with its Jacobian."""
 
     def __init__(self, recorder: Recorder, parameters: Parameters, inputs: Inputs, forward_mode: bool = False) -> None:
@@ -199,7 +199,7 @@ class Linearization(Recording):
                 )
 
 
-class SecondDerivative(Recording):
+class HessianProducts(Recording):
     """The Hessian of a scalar function of what a model returns, as products; say which function with `of` first."""
 
     _second = True

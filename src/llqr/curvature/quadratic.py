@@ -2,7 +2,7 @@
 
 For terms that are flat at θ_k a product is Jᵀ W J v: one push through the network, one small product at the outputs, one pull
 back (design fact: the LQR's rollout *is* the Jacobian-vector product, its backward sweep *is* the vector-Jacobian product).
-Newton's term is a Hessian product. Damping and L2 terms are a diagonal. All of it is in float32 at least (`llqr.precision`).
+Newton's term is a Hessian product. Damping and L2 terms are a diagonal. All of it is in float32 at least.
 """
 
 from __future__ import annotations
@@ -13,25 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llqr import sites
 from llqr.checks import Inputs, Loss, check_finite, check_model
-from llqr.chunks import Batch, pieces, refuse_coupled, weighed
+from llqr.curvature import locations
+from llqr.curvature.chunks import Examples, pieces, refuse_coupled, weighed
+from llqr.curvature.locations import PerLayer
+from llqr.curvature.precision import no_autocast, raised
+from llqr.curvature.recorded_chunk import ChunkContext, Portion, RecordedChunk
+from llqr.curvature.recorder import Parameters, Recorder, Selector, Streams
 from llqr.divergences import ActivationTerm, Divergence, LayerwiseLoss, Newton, OutputTerm, Term, layerwise
 from llqr.errors import LLQRError, unknown
-from llqr.naming import PerLayer
-from llqr.parts import Part, Portion, Problem
-from llqr.precision import no_autocast, raised
-from llqr.recorder import Parameters, Recorder, Selector
-from llqr.streams import Streams
 
 
 class QuadraticModel:
     """g·δ + ½ δ·Hδ at the model's present parameters; build one with `QuadraticModel.build`."""
 
     def __init__(
-        self, parameters: Parameters, parts: list[Part], gradient: Parameters, diagonal: dict[str, float]
+        self, parameters: Parameters, chunks: list[RecordedChunk], gradient: Parameters, diagonal: dict[str, float]
     ) -> None:
-        self._parameters, self._parts = parameters, parts
+        self._parameters, self._chunks = parameters, chunks
         self.diagonal = diagonal
         """What damping and L2 terms put on H's diagonal, by parameter name."""
         self._versions = [parameter._version for parameter in parameters.values()]
@@ -92,17 +91,17 @@ class QuadraticModel:
             _check_closure(terms, chunk_size)
             loss_fn, output = _itself, None
         check_model(model, inputs, without_inputs=closure is not None)
-        batch = Batch(inputs, shared)
-        held = sites.trainable(model, only)
+        batch = Examples(inputs, shared)
+        held = locations.trainable(model, only)
         versions = {name: p._version for name, p in held.items()}
         parameters: Parameters = raised(held)
         needs_loss = gradient is None or any(_asks_for_loss(term) for _, term in terms)
         if loss_fn is None and needs_loss:
             raise LLQRError(f"{divergence!r} needs the loss and its targets: give loss_fn and targets")
-        diagonal = sites.diagonal(model, parameters, terms, damping)
+        diagonal = locations.diagonal(model, parameters, terms, damping)
         if not needs_loss:
             loss_fn, loss_terms = None, []
-        places = sites.places_of(model, [*terms, *loss_terms])
+        places = locations.locations_of(model, [*terms, *loss_terms])
         if chunk_size is not None or portion is not None:
             _check_means([*terms, *loss_terms])
         recorder = Recorder(
@@ -113,19 +112,19 @@ class QuadraticModel:
             chunk_size is None,
             closure,
             streams=streams,
-            segments=sites.segment_modules(model, segments, [place.module for place in places.values()]),
+            segments=locations.segment_modules(model, segments, [place.module for place in places.values()]),
         )
-        problem = Problem(recorder, parameters, loss_fn, terms, places, loss_terms, portion or Portion())
+        context = ChunkContext(recorder, parameters, loss_fn, terms, places, loss_terms, portion or Portion())
         targets = raised(targets)
         cut = list(pieces(model, batch, targets, weights, chunk_size, training))
         with no_autocast(parameters):
             if sampled_from is not None:
                 refuse_coupled(model, training)
-                problem.check_parts(Batch(sampled_from[0], shared), [sampled_from[1]])
+                context.check_parts(Examples(sampled_from[0], shared), [sampled_from[1]])
             if len(cut) > 1:
-                whole = problem.check_parts(batch, [piece.rows for piece in cut])
-                cut = weighed(cut, whole, batch.count, problem.loss_fn, targets, weights, [term for _, term in terms])
-            parts = [Part(problem, piece, keep=chunk_size is None) for piece in cut]
+                whole = context.check_parts(batch, [piece.rows for piece in cut])
+                cut = weighed(cut, whole, batch.count, context.loss_fn, targets, weights, [term for _, term in terms])
+            parts = [RecordedChunk(context, piece, keep=chunk_size is None) for piece in cut]
             slope = _total(part.gradient() for part in parts) if gradient is None else _given(gradient, parameters)
             for name, value in slope.items():
                 check_finite(value, f"the gradient of {name!r}")
@@ -157,7 +156,7 @@ class QuadraticModel:
         self._check(direction)
         direction = self._raised(direction)
         with no_autocast(direction):
-            return _total(part.curvature(direction) for part in self._parts)
+            return _total(part.curvature(direction) for part in self._chunks)
 
     def bend(self, direction: Mapping[str, Tensor]) -> float:
         """v·Hv, damping included; without the way back through the network where H is JᵀWJ."""
@@ -165,7 +164,7 @@ class QuadraticModel:
         direction = self._raised(direction)
         damped = sum(self.diagonal[name] * float((v * v).sum()) for name, v in direction.items() if self.diagonal[name])
         with no_autocast(direction):
-            return damped + sum(part.bend(direction) for part in self._parts)
+            return damped + sum(part.bend(direction) for part in self._chunks)
 
     def _raised(self, direction: Mapping[str, Tensor]) -> Parameters:
         return {name: v.detach().to(self.gradient[name].dtype) for name, v in direction.items()}
@@ -204,7 +203,7 @@ def _itself(loss: Tensor, targets: Any) -> Tensor:
     return loss
 
 
-def _check_closure(terms: sites.Terms, chunk_size: int | None) -> None:
+def _check_closure(terms: locations.Terms, chunk_size: int | None) -> None:
     for _, term in terms:
         if isinstance(term, OutputTerm) and not isinstance(term, Newton):
             raise LLQRError(
@@ -217,7 +216,7 @@ def _check_closure(terms: sites.Terms, chunk_size: int | None) -> None:
         )
 
 
-def _check_means(terms: sites.Terms) -> None:
+def _check_means(terms: locations.Terms) -> None:
     """Raise for terms of which nothing says how a part of the batch counts."""
     for _, term in terms:
         if isinstance(term, ActivationTerm) and not term.inner.by_variable:

@@ -7,10 +7,10 @@ import math
 import torch
 from torch import Tensor
 
+from llqr.curvature.precision import raised
 from llqr.divergences import OutputTerm
+from llqr.divergences.families import Bernoulli, Categorical, Gaussian
 from llqr.errors import LLQRError
-from llqr.families import Bernoulli, Categorical, Gaussian
-from llqr.precision import raised
 
 NOT_CATEGORICAL = 0.1
 """How far from zero the gradient of a loss may sum up over the classes, as a share of its size; rounding leaves far less."""

@@ -8,7 +8,7 @@ only while a forward pass is recorded for such products (`linear_rules`). For He
 second order (`hessian_rules`), and where neither will do, plain operations (`plain_rules`).
 """
 
-from llqr.rules.base import BeyondRulesError, ChangedError
-from llqr.rules.modes import hessian_rules, linear_rules, plain_rules, twice_rules
+from llqr.curvature.rules.base import BeyondRulesError, ChangedError
+from llqr.curvature.rules.replacements import hessian_rules, linear_rules, plain_rules, twice_rules
 
 __all__ = ["BeyondRulesError", "ChangedError", "hessian_rules", "linear_rules", "plain_rules", "twice_rules"]

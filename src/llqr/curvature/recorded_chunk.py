@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from llqr.checks import Inputs, Loss, bound, check_finite, check_mean, check_weights_fit, loss_gradient
-from llqr.chunks import Batch, Piece, Rows, check_part
+from llqr.curvature.chunks import Examples, Piece, Rows, check_part
+from llqr.curvature.engine import HessianProducts, JacobianProducts, Recording
+from llqr.curvature.handwritten import check_handwritten, handwritten
+from llqr.curvature.locations import Locations
+from llqr.curvature.recorder import Parameters, Recorder
 from llqr.divergences import L2, ActivationTerm, BasePoint, OutputTerm, Term
 from llqr.divergences.base import slope as slope_of
+from llqr.divergences.families import Categorical
 from llqr.errors import LLQRError
-from llqr.families import Categorical
-from llqr.handwritten import check_handwritten, handwritten
-from llqr.linearize import Linearization, Recording, SecondDerivative
-from llqr.recorder import Parameters, Recorder
-from llqr.sites import Places
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,14 @@ class Portion:
 
 
 @dataclass
-class Problem:
+class ChunkContext:
     """What the chunks of one batch have in common."""
 
     recorder: Recorder
     parameters: Parameters
     loss_fn: Loss | None
     terms: list[tuple[float, Term]]
-    places: Places
+    places: Locations
     loss_terms: Sequence[tuple[float, Term]] = ()
     portion: Portion = Portion()
     examined: bool = False
@@ -53,7 +53,7 @@ class Problem:
         with torch.no_grad():
             return self.recorder.run(self.parameters, inputs)
 
-    def check_parts(self, batch: Batch, parts: Sequence[Rows]) -> Tensor:
+    def check_parts(self, batch: Examples, parts: Sequence[Rows]) -> Tensor:
         """The output of a batch; an error unless that of these parts of it is the same by themselves."""
         whole = self.values(batch.inputs)[0]
         check_finite(whole, "the output")
@@ -70,15 +70,15 @@ class Problem:
         return any(term.flat and not isinstance(term, L2) for _, term in self.terms)
 
 
-class Part:
+class RecordedChunk:
     """One chunk of the batch, as one piece of it with what was recorded there."""
 
-    def __init__(self, problem: Problem, piece: Piece, keep: bool) -> None:
-        self._problem, self._piece, self._keep = problem, piece, keep
-        self._loss = piece.loss * problem.portion.variables
+    def __init__(self, context: ChunkContext, piece: Piece, keep: bool) -> None:
+        self._context, self._piece, self._keep = context, piece, keep
+        self._loss = piece.loss * context.portion.variables
         self._factors = [
-            weight * factor * problem.portion.of(term)
-            for (weight, term), factor in zip(problem.terms, piece.terms or [1.0] * len(problem.terms), strict=True)
+            weight * factor * context.portion.of(term)
+            for (weight, term), factor in zip(context.terms, piece.terms or [1.0] * len(context.terms), strict=True)
         ]
         self._recorded: _Recorded | None = None
         self._trusted = self._forward = False
@@ -97,15 +97,15 @@ class Part:
     def _cotangents(self, run: Recording, bases: list[BasePoint], slope: Tensor) -> list[Tensor]:
         """The loss's slopes at the output and at each place."""
         cotangents = [slope * self._loss, *(torch.zeros_like(value) for value in run.values[1:])]
-        for _, term in self._problem.loss_terms:
+        for _, term in self._context.loss_terms:
             assert isinstance(term, ActivationTerm)
-            index = self._problem.index(term)
+            index = self._context.index(term)
             cotangents[index] += slope_of(partial(term.psi, base=bases[index]), run.values[index])
         return cotangents
 
     def curvature(self, direction: Mapping[str, Tensor]) -> Parameters:
-        problem, recorded = self._problem, self._record()
-        tangents = [direction[name].detach() for name in problem.parameters]
+        context, recorded = self._context, self._record()
+        tangents = [direction[name].detach() for name in context.parameters]
         product: list[Tensor] | None = None
         if recorded.linear is not None:
             product = recorded.linear.pull(self._curve(recorded, self._push(recorded.linear, tangents)))
@@ -120,14 +120,14 @@ class Part:
         if recorded.linear is None or recorded.second is not None:
             product = self.curvature(direction)
             return _dot([direction[name] for name in product], list(product.values()))
-        pushed = self._push(recorded.linear, [direction[name].detach() for name in self._problem.parameters])
+        pushed = self._push(recorded.linear, [direction[name].detach() for name in self._context.parameters])
         return _dot(pushed, self._curve(recorded, pushed))
 
-    def _push(self, linear: Linearization, tangents: list[Tensor]) -> list[Tensor]:
+    def _push(self, linear: JacobianProducts, tangents: list[Tensor]) -> list[Tensor]:
         """Jv, of a J that was looked at; a chunk that has to be run forward is so when it is recorded again, too."""
         if not self._trusted:
             self._trusted = True
-            dtypes = {*(value.dtype for value in linear.values), *self._problem.recorder.coarse}
+            dtypes = {*(value.dtype for value in linear.values), *self._context.recorder.coarse}
             linear.examine(max(torch.finfo(dtype).eps for dtype in dtypes))
         pushed = linear.push(tangents)
         self._forward = linear.forward_mode
@@ -138,25 +138,25 @@ class Part:
         curved = [torch.zeros_like(tangent) for tangent in tangents]
         for factor, term in self._counted():
             if not isinstance(term, L2) and term.flat:
-                index = self._problem.index(term)
+                index = self._context.index(term)
                 curved[index] += term.hessian_product(tangents[index], recorded.bases[index]) * factor
         return curved
 
     def _counted(self) -> list[tuple[float, Term]]:
         """The terms that count something here, with what they are multiplied by."""
-        terms = (term for _, term in self._problem.terms)
+        terms = (term for _, term in self._context.terms)
         return [(factor, term) for factor, term in zip(self._factors, terms, strict=True) if factor]
 
     def _record(self) -> _Recorded:
         """Run the chunk and record what its products need; kept if the whole batch is one chunk."""
         if self._recorded is not None:
             return self._recorded
-        problem = self._problem
+        context = self._context
         counted = [(factor, term) for factor, term in self._counted() if not isinstance(term, L2)]
-        steep = [(factor, problem.index(term), term) for factor, term in counted if not term.flat]
-        arguments = (problem.recorder, problem.parameters, self._piece.inputs)
-        second = SecondDerivative(*arguments) if steep else None
-        linear = Linearization(*arguments, self._forward) if problem.has_flat() or second is None else None
+        steep = [(factor, context.index(term), term) for factor, term in counted if not term.flat]
+        arguments = (context.recorder, context.parameters, self._piece.inputs)
+        second = HessianProducts(*arguments) if steep else None
+        linear = JacobianProducts(*arguments, self._forward) if context.has_flat() or second is None else None
         run = linear or second
         assert run is not None
         bases, slope = self._bases(run.values)
@@ -171,18 +171,18 @@ class Part:
             self._recorded = recorded
         return recorded
 
-    def _examine(self, base: BasePoint, slope: Tensor | None, second: SecondDerivative | None) -> None:
+    def _examine(self, base: BasePoint, slope: Tensor | None, second: HessianProducts | None) -> None:
         """Once a batch: raise for formulas written by hand that aren't what they say, or give wrong second derivatives."""
-        problem = self._problem
-        if problem.examined or (slope is not None and not slope.any()):
+        context = self._context
+        if context.examined or (slope is not None and not slope.any()):
             return
-        problem.examined = True
-        for _, term in problem.terms:
+        context.examined = True
+        for _, term in context.terms:
             if isinstance(term, OutputTerm):
                 term.hessian_product(torch.zeros_like(base.output), base)  # raises where there is none
         if slope is None:
             return
-        if any(isinstance(term, OutputTerm) and term.needs_loss for _, term in problem.terms):
+        if any(isinstance(term, OutputTerm) and term.needs_loss for _, term in context.terms):
             leaf = base.output.detach().requires_grad_()
             with torch.enable_grad():
                 names = handwritten([base.loss(leaf)])
@@ -192,37 +192,37 @@ class Part:
 
     def _bases(self, values: list[Tensor]) -> tuple[list[BasePoint], Tensor | None]:
         """The points that the ψ are expanded around, checked, and ∇ℓ(x_N)."""
-        problem, output = self._problem, values[0]
+        context, output = self._context, values[0]
         check_finite(output, "the output")
         self._check_again(output)
         slope: Tensor | None = None
-        loss = bound(problem.loss_fn, self._piece.targets)
-        if problem.loss_fn is not None and not self._piece.loss:  # where it may have no value at all
+        loss = bound(context.loss_fn, self._piece.targets)
+        if context.loss_fn is not None and not self._piece.loss:  # where it may have no value at all
             slope = torch.zeros_like(output)
-        elif problem.loss_fn is not None:
-            loss, slope = loss_gradient(problem.loss_fn, output, self._piece.targets)
-            check_mean(problem.loss_fn, output, self._piece.targets)
+        elif context.loss_fn is not None:
+            loss, slope = loss_gradient(context.loss_fn, output, self._piece.targets)
+            check_mean(context.loss_fn, output, self._piece.targets)
         weights = self._piece.weights
         if weights is not None:
             check_weights_fit(weights, output)
             weights = weights.to(output.dtype)
         inside = [
             place.base(value, self._piece.count)
-            for place, value in zip(problem.places.values(), values[1:], strict=True)
+            for place, value in zip(context.places.values(), values[1:], strict=True)
         ]
         bases = [BasePoint(output, loss, weights), *inside]
-        for _, term in (*problem.terms, *problem.loss_terms):
+        for _, term in (*context.terms, *context.loss_terms):
             if isinstance(term, OutputTerm):
                 term.check(output, weights)
                 _check_classes(term, output, self._piece.count)
             elif isinstance(term, ActivationTerm):
-                term.check(bases[problem.index(term)])
+                term.check(bases[context.index(term)])
         return bases, slope
 
     def _check_again(self, output: Tensor) -> None:
         """Raise where a chunk that is run again has another output than before."""
         length, before = float(output.norm()), self._length
-        tolerance = max(torch.finfo(dtype).eps for dtype in {output.dtype, *self._problem.recorder.coarse}) ** 0.5
+        tolerance = max(torch.finfo(dtype).eps for dtype in {output.dtype, *self._context.recorder.coarse}) ** 0.5
         if before is not None and abs(length - before) > tolerance * before:
             raise LLQRError(
                 "the model has another output each time that it is run: does it draw from a random generator of its own, or "
@@ -231,15 +231,15 @@ class Part:
         self._length = length
 
     def _named(self, tensors: list[Tensor]) -> Parameters:
-        return dict(zip(self._problem.parameters, tensors, strict=True))
+        return dict(zip(self._context.parameters, tensors, strict=True))
 
 
 @dataclass
 class _Recorded:
     """What one run of a chunk left behind."""
 
-    linear: Linearization | None
-    second: SecondDerivative | None
+    linear: JacobianProducts | None
+    second: HessianProducts | None
     bases: list[BasePoint]
     """Of the output, and of each place."""
     slope: Tensor | None

@@ -1,23 +1,184 @@
-"""Recorder: how to run a model as a function of its parameters, leaving everything that it holds as it was."""
+"""How a model is run as a function of its parameters, so that all of its graph can be read, and left as it was."""
 
 from __future__ import annotations
 
+import random
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint
 
 from llqr.checks import Inputs, call, tensors_in
+from llqr.curvature.locations import Location, catching
+from llqr.curvature.precision import LOWEST, AutocastOff, at_least_single, is_low, raised
+from llqr.curvature.rules.replacements import constants, renormalised
 from llqr.errors import LLQRError, LLQRWarning, callers_level
-from llqr.plainly import unfused, without_checkpoints
-from llqr.precision import LOWEST, AutocastOff, at_least_single, is_low, raised
-from llqr.rules.embeddings import constants, renormalised
-from llqr.sites import Place, catching
-from llqr.streams import Streams
+
+Stream = tuple[Callable[[], Any], Callable[[Any], Any]]
+"""How its state is read and set."""
+
+
+class Streams:
+    """The streams of a model, to be drawn from again and again as they are now."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._streams = list(_streams(model))
+        self._begun = self._states()
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """What is drawn in there is the same each time, and afterwards the streams are where they were."""
+        before = self._states()
+        self._set(self._begun)
+        try:
+            yield
+        finally:
+            self._set(before)
+
+    def drawn(self) -> bool:
+        """Whether something was drawn since `again` began."""
+        return not _same(self._states(), self._begun)
+
+    def _states(self) -> list[Any]:
+        return [read() for read, _ in self._streams]
+
+    def _set(self, states: list[Any]) -> None:
+        for (_, put), state in zip(self._streams, states, strict=True):
+            put(state)
+
+
+def _streams(model: nn.Module) -> Iterator[Stream]:
+    yield torch.get_rng_state, torch.set_rng_state
+    yield random.getstate, random.setstate
+    for device in accelerators(model):
+        yield _of_device(device)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        yield numpy.random.get_state, numpy.random.set_state
+    held = {id(one): one for module in model.modules() for value in vars(module).values() for one in _within(value)}
+    for value in held.values():
+        if isinstance(value, torch.Generator):
+            yield value.get_state, value.set_state
+        elif isinstance(value, random.Random):
+            yield value.getstate, value.setstate
+        elif numpy is not None and isinstance(value, numpy.random.RandomState):
+            yield value.get_state, value.set_state
+        elif numpy is not None and isinstance(value, numpy.random.Generator):
+            yield partial(getattr, value.bit_generator, "state"), partial(setattr, value.bit_generator, "state")
+
+
+SHORT = 100
+"""Longer lists are data."""
+
+
+def _within(value: Any) -> Collection[Any]:
+    """An attribute, or what is in it where it is a short list, a tuple or a dictionary."""
+    if not isinstance(value, (dict, list, tuple)) or len(value) > SHORT:
+        return (value,)
+    return value.values() if isinstance(value, dict) else value
+
+
+def _of_device(device: torch.device) -> Stream:
+    module, where = torch.get_device_module(device), () if device.type == "mps" else (device,)
+    return lambda: module.get_rng_state(*where), lambda state: module.set_rng_state(state, *where)
+
+
+def accelerators(model: nn.Module) -> set[torch.device]:
+    """The devices, other than processors, that a model is on."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, Tensor):
+        return torch.equal(left, right)
+    if isinstance(left, dict):
+        return _same(list(left.values()), list(right.values()))
+    if isinstance(left, (tuple, list)):
+        return len(left) == len(right) and all(map(_same, left, right))
+    equal = left == right
+    return equal if isinstance(equal, bool) else bool(equal.all())  # an array's
+
+
+class _Plainly:
+    """What a reentrant checkpoint calls, without one: its own backward pass works with loss.backward() alone."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        return function(*args)
+
+
+def _no_hook(frame: Any) -> AbstractContextManager[None]:
+    """What another one keeps the saved tensors by."""
+    return nullcontext()
+
+
+@contextmanager
+def without_checkpoints() -> Iterator[None]:
+    """Checkpointed blocks keep what they save. To run them again in the backward pass they would need all that the model was
+    run with: its parameters, buffers, modes and precision, and the rules that recorded it."""
+    before = checkpoint.CheckpointFunction, checkpoint._checkpoint_hook
+    checkpoint.CheckpointFunction = _Plainly  # type: ignore[misc, assignment]
+    checkpoint._checkpoint_hook = _no_hook  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        checkpoint.CheckpointFunction, checkpoint._checkpoint_hook = before  # type: ignore[misc]
+
+
+class CheckpointedError(Exception):
+    """A tensor was asked for that a checkpointed block would have to be run again for."""
+
+
+@contextmanager
+def refusing_checkpoints() -> Iterator[None]:
+    """No block is run again in there."""
+    before = checkpoint._recomputation_hook
+    checkpoint._recomputation_hook = _refuse  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        checkpoint._recomputation_hook = before  # type: ignore[misc]
+
+
+def _refuse(frame: Any, graph: Any) -> AbstractContextManager[None]:
+    raise CheckpointedError
+
+
+@contextmanager
+def unfused(model: nn.Module) -> Iterator[None]:
+    """Recurrent layers step by step: back ends run them as one node, and cuDNN's has no derivative in eval mode."""
+    if not any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        yield
+        return
+    before = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    torch._C._set_cudnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before[0])
+        torch._C._set_cudnn_enabled(before[1])
+
+
+@contextmanager
+def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Another function that a call of a module runs, between its hooks."""
+    before = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if before is not None:
+            module.forward = before
+
 
 Parameters = dict[str, Tensor]
 Selector = Callable[[Any], Tensor]
@@ -46,7 +207,7 @@ class Recorder:
     def __init__(
         self,
         model: nn.Module,
-        places: Sequence[Place] = (),
+        places: Sequence[Location] = (),
         select: Selector | None = None,
         training: bool | None = None,
         whole: bool = True,

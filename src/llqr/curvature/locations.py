@@ -2,18 +2,102 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from llqr.checks import bound, check_parameter
 from llqr.divergences import L2, ActivationTerm, BasePoint, Term
 from llqr.errors import ChainError, LLQRError, unknown
-from llqr.naming import PerLayer, per_parameter
-from llqr.packing import Layout
+
+PerLayer = float | Mapping[str, float] | Mapping[int, float] | Mapping[str | int, float]
+
+
+def per_parameter(value: PerLayer, parameters: Iterable[str], modules: Iterable[str], kind: str) -> dict[str, float]:
+    """The number that each parameter gets.
+
+    A key names a parameter or a module that holds it; the longest that fits wins, and what no key names gets 0.
+    An integer key is the module's place in `modules`.
+    """
+    names, places = list(parameters), list(modules)
+    if not isinstance(value, Mapping):
+        number = _number(value, kind)
+        return dict.fromkeys(names, number)
+    given: dict[str, float] = {}
+    for key, entry in value.items():
+        name = _place(key, places, kind)
+        if not any(_holds(name, parameter) for parameter in names) and name not in places:
+            raise unknown(f"module or parameter in {kind}", key, [*places, *names])
+        if name in given:
+            raise LLQRError(f"{kind} names {name!r} twice")
+        given[name] = _number(entry, f"{kind} of {key!r}")
+    by_length = sorted(given, key=len, reverse=True)
+    return {parameter: next((given[name] for name in by_length if _holds(name, parameter)), 0.0) for parameter in names}
+
+
+def _place(key: str | int, places: list[str], kind: str) -> str:
+    if not isinstance(key, int):
+        return key
+    if not 0 <= key < len(places):
+        raise LLQRError(f"{kind} names place {key}, but there are {len(places)} (0 to {len(places) - 1})")
+    return places[key]
+
+
+def _holds(module: str, parameter: str) -> bool:
+    return parameter == module or parameter.startswith(module + ".")
+
+
+def _number(value: object, kind: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise LLQRError(f"{kind} is a finite number, zero or more, or a mapping from names to such; not {value!r}")
+    return float(value)
+
+
+class Layout:
+    """How tuples, lists and dicts of tensors lie in one tensor; one tensor lies as it is.
+
+    Tensors with the same first dimension are put side by side for each of its rows, so that examples stay apart. What has no
+    derivatives (masks, indices, None) isn't packed, and is what it was when the layout was made.
+    """
+
+    def __init__(self, value: Any) -> None:
+        leaves, self._tree = tree_flatten(value)
+        self.several = not isinstance(value, Tensor)
+        self._leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._shapes = [leaf.shape for leaf in self._leaves if _varies(leaf)]
+        if not self._shapes and self.several:
+            raise ChainError(f"a {type(value).__name__} without tensors of real numbers has no derivatives")
+        self._mixed = len({leaf.dtype for leaf in self._leaves if _varies(leaf)}) > 1
+        rows = {shape[:1] for shape in self._shapes}
+        self._lead = next(iter(rows)) if len(rows) == 1 else torch.Size()
+
+    def pack(self, value: Any) -> Tensor:
+        if not self.several:
+            return value  # type: ignore[no-any-return]
+        return torch.cat([leaf.reshape(*self._lead, -1) for leaf in tree_flatten(value)[0] if _varies(leaf)], -1)
+
+    def unpack(self, packed: Tensor) -> Any:
+        if not self.several:
+            return packed
+        rows = self._lead.numel()
+        parts = iter(torch.split(packed, [shape.numel() // rows for shape in self._shapes], -1))
+        leaves = [next(parts).reshape(leaf.shape) if _varies(leaf) else leaf for leaf in self._leaves]
+        if self._mixed:
+            leaves = [
+                part.to(leaf.dtype) if _varies(leaf) else leaf for part, leaf in zip(leaves, self._leaves, strict=True)
+            ]
+        return tree_unflatten(leaves, self._tree)
+
+
+def _varies(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
+
 
 Terms = Sequence[tuple[float, Term]]
 
@@ -39,7 +123,7 @@ def uncompiled(model: nn.Module) -> nn.Module:
     return inner if isinstance(inner, nn.Module) else model
 
 
-class Place:
+class Location:
     """What a ψ sits on: what a module returns or, where it is `joint`, what it is called with and its parameters."""
 
     def __init__(self, module: str, joint: bool) -> None:
@@ -65,21 +149,21 @@ class Place:
         return BasePoint(value.detach(), bound(None, None), None, examples, self._unpack)
 
 
-Places = dict[tuple[str | int, bool], Place]
+Locations = dict[tuple[str | int, bool], Location]
 
 
-def places_of(model: nn.Module, terms: Terms) -> Places:
+def locations_of(model: nn.Module, terms: Terms) -> Locations:
     """Where each term inside the network sits, by its key: on a module of that name, or a Sequential's child of that index."""
     known = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     children = _children(model) if isinstance(uncompiled(model), nn.Sequential) else []
-    places: Places = {}
+    places: Locations = {}
     for _, term in terms:
         if isinstance(term, ActivationTerm):
             place = term.place
             name = children[place] if isinstance(place, int) and 0 <= place < len(children) else str(place)
             if name not in known:
                 raise unknown(f"module in {'Layerwise' if term.joint else 'Intermediate'}", place, known)
-            places[term.key] = Place(name, term.joint)
+            places[term.key] = Location(name, term.joint)
     return places
 
 
@@ -130,11 +214,11 @@ def _children(model: nn.Module) -> list[str]:
 
 
 @contextmanager
-def catching(model: nn.Module, places: Sequence[Place]) -> Iterator[dict[Place, Tensor]]:
+def catching(model: nn.Module, places: Sequence[Location]) -> Iterator[dict[Location, Tensor]]:
     """While in force, what the network has at these places is put into the mapping."""
-    caught: dict[Place, Tensor] = {}
+    caught: dict[Location, Tensor] = {}
 
-    def catcher(place: Place) -> Callable[..., None]:
+    def catcher(place: Location) -> Callable[..., None]:
         def catch(*seen: Any) -> None:
             if place in caught:
                 raise LLQRError(f"module {place.module!r} is called more than once in a pass; a metric needs one place")

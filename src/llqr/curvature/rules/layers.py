@@ -1,4 +1,4 @@
-"""The rules of layers: affine maps, convolutions, layer norms, smooth activations."""
+"""The rules of layers: affine maps, convolutions, norms, attention, and smooth activations, also to second order."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from llqr.rules.base import Bilinear, Maybe, Room, Rule
+from llqr.curvature.rules.base import Bilinear, Maybe, Rule, Workspace, check_outside, recording
 
 
 def _read(x: Tensor, w: Tensor, needed: Sequence[bool]) -> list[Tensor]:
@@ -204,10 +205,10 @@ class Pointwise(Rule):
 
 
 class Activated(Rule):
-    """f(y) of an affine map y, as one rule: Jv is multiplied by f'(y) where it is, and u in a room, not into new memory."""
+    """f(y) of an affine map y, as one rule: Jv is multiplied by f'(y) in place, and u in a workspace, not into new memory."""
 
-    def __init__(self, affine: Affine, function: Pointwise, room: Room) -> None:
-        self._affine, self._function, self._room = affine, function, room
+    def __init__(self, affine: Affine, function: Pointwise, workspace: Workspace) -> None:
+        self._affine, self._function, self._workspace = affine, function, workspace
 
     def check(self) -> None:
         self._affine.check()
@@ -217,9 +218,118 @@ class Activated(Rule):
 
     def pull(self, u: Tensor) -> tuple[Maybe, ...]:
         slope = self._function.slope
-        with self._room.like(slope) as room:
-            return self._affine.pull(torch.mul(u, slope, out=room))
+        with self._workspace.like(slope) as workspace:
+            return self._affine.pull(torch.mul(u, slope, out=workspace))
 
     def push(self, v: Sequence[Maybe]) -> Maybe:
         moved = self._affine.push(v)
         return None if moved is None else moved.mul_(self._function.slope)
+
+
+class Attention(Rule):
+    """y = P v with P = softmax(S), S = a·q kᵀ + mask; a softmax's Jacobian σ(·) is its own transpose.
+
+    Jᵀu: dv = Pᵀu, dS = σ(u vᵀ), dq = a·dS k, dk = a·dSᵀq.   Jv: σ(a·(v_q kᵀ + q v_kᵀ)) v + P v_v.
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, mask: Maybe, scale: float) -> None:
+        self.shapes = [tensor.shape for tensor in (q, k, v)]
+        self.q, self.k, self.v = (_stacked(tensor.detach()) for tensor in (q, k, v))
+        self.scale, self.mask = scale, mask
+
+    def forward(self) -> Tensor:
+        of_q, of_k, _ = self.needed
+        read = ((self.q, of_k), (self.k, of_q), (self.v, of_q or of_k))
+        self.keep(*(tensor for tensor, wanted in read if wanted))
+        scores = torch.bmm(self.q, self.k.mT).mul_(self.scale).reshape(*self.shapes[0][:-1], self.shapes[1][-2])
+        if self.mask is not None:
+            scores = scores.masked_fill(~self.mask, -math.inf) if self.mask.dtype == torch.bool else scores + self.mask
+        self.weights = _stacked(torch._safe_softmax(scores, -1))
+        return self._unstacked(torch.bmm(self.weights, self.v))
+
+    def pull(self, u: Tensor) -> tuple[Maybe, ...]:
+        u = _stacked(u)
+        scores = self._softmax(torch.bmm(u, self.v.mT))
+        parts = (
+            torch.bmm(scores, self.k).mul_(self.scale) if self.needed[0] else None,
+            torch.bmm(scores.mT, self.q).mul_(self.scale) if self.needed[1] else None,
+            torch.bmm(self.weights.mT, u) if self.needed[2] else None,
+        )
+        return tuple(
+            None if part is None else part.reshape(shape) for part, shape in zip(parts, self.shapes, strict=True)
+        )
+
+    def push(self, v: Sequence[Maybe]) -> Maybe:
+        v_q, v_k, v_v = (None if part is None else _stacked(part) for part in v)
+        moved = None if v_v is None else torch.bmm(self.weights, v_v)
+        scores = None if v_q is None else torch.bmm(v_q, self.k.mT)
+        if v_k is not None:
+            scores = torch.bmm(self.q, v_k.mT) if scores is None else scores.baddbmm_(self.q, v_k.mT)
+        if scores is not None:
+            weights = self._softmax(scores).mul_(self.scale)
+            moved = torch.bmm(weights, self.v) if moved is None else moved.baddbmm_(weights, self.v)
+        return None if moved is None else self._unstacked(moved)
+
+    def _softmax(self, scores: Tensor) -> Tensor:
+        return torch._softmax_backward_data(scores, self.weights, -1, scores.dtype)
+
+    def _unstacked(self, y: Tensor) -> Tensor:
+        return y.reshape(*self.shapes[0][:-1], self.shapes[2][-1])
+
+
+def _stacked(x: Tensor) -> Tensor:
+    """All but the last two dimensions as one."""
+    return x.reshape(-1, *x.shape[-2:])
+
+
+Map = Callable[[Tensor], Tensor]
+
+
+class Smooth(torch.autograd.Function):
+    """y = f(x) number by number; the gradient is w = u ∘ f'(x)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Map) -> Tensor:
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            y = function(leaf)
+            (ctx.slope,) = torch.autograd.grad(y, leaf, torch.ones_like(y))
+        ctx.function, ctx.during = function, recording.now
+        ctx.save_for_backward(x)
+        return y.detach()
+
+    @staticmethod
+    def backward(ctx: Any, u: Tensor) -> tuple[Tensor, None]:
+        check_outside(ctx.during)
+        if not torch.is_grad_enabled():
+            return u * ctx.slope, None
+        (x,) = ctx.saved_tensors
+        return _Slope.apply(u, x, ctx.slope, ctx.function), None  # type: ignore[no-untyped-call]
+
+
+class _Slope(torch.autograd.Function):
+    """w = u ∘ f'(x): dw = du ∘ f'(x) + dx ∘ (u ∘ f''(x)), with the last bracket computed at the first product and kept."""
+
+    @staticmethod
+    def forward(ctx: Any, u: Tensor, x: Tensor, slope: Tensor, function: Map) -> Tensor:
+        ctx.slope, ctx.function, ctx.u, ctx.bent = slope, function, u.detach(), None
+        ctx.save_for_backward(x)
+        return u * slope
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, v: Tensor) -> tuple[Maybe, ...]:
+        of_u, of_x = ctx.needs_input_grad[:2]
+        if of_x and ctx.bent is None:
+            ctx.bent = ctx.u * _bend(ctx.function, ctx.saved_tensors[0])
+            del ctx.u
+        return v * ctx.slope if of_u else None, v * ctx.bent if of_x else None, None, None
+
+
+def _bend(function: Map, x: Tensor) -> Tensor:
+    """f''(x)."""
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        y = function(leaf)
+        (slope,) = torch.autograd.grad(y, leaf, torch.ones_like(y), create_graph=True)
+        return torch.autograd.grad(slope, leaf, torch.ones_like(y))[0]

@@ -107,7 +107,7 @@ class _RecordedTwice(_Recorded):
         return (None, *_TransposedOfAll.apply(u, ctx.rule, *ctx.rule.inputs))  # type: ignore[no-untyped-call]
 
 
-class Room:
+class Workspace:
     """Memory for what a rule makes and uses up within one product, shared by the rules of a recording.
 
     Of new memory a processor has to map every page before it can write to it, which takes longer than the product.
