@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from llqr import QuadraticModel
+from llqr.curvature import recorder
 from llqr.divergences import KL, BasePoint, Divergence, GaussNewton, Intermediate, Newton, OutputTerm
 from llqr.errors import LLQRError
 

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from llqr.checks import tensors_in
 from llqr.curvature.precision import no_autocast
 from llqr.curvature.recorder import CheckpointedError, Streams, refusing_checkpoints
-from llqr.distributed.groups import holds_gradients
+from llqr.distributed.processes import holds_gradients
 from llqr.linear_maps import Found, LinearMap, Sides, Use, find_uses
-from llqr.loop.inputs import copied, is_own_call
-from llqr.loop.schedule import Schedule
+from llqr.settings import Schedule
 from llqr.statistics import Sums
 from llqr.structures.base import Structure
+from llqr.training_loop import copied, is_own_call
 
 
 @dataclass

@@ -28,21 +28,17 @@ from llqr.collector import Call, Collector
 from llqr.curvature.locations import uncompiled
 from llqr.curvature.precision import no_autocast
 from llqr.curvature.recorder import Selector
-from llqr.distributed.groups import standing, unwrapped
-from llqr.distributed.processes import processes_of
+from llqr.distributed.processes import processes_of, standing, unwrapped
 from llqr.divergences import Divergence, resolve
 from llqr.errors import LLQRError, LLQRWarning, NonFiniteError, callers_level
-from llqr.loop.closures import Closure, checked_loss
-from llqr.loop.gradients import Stepped, check_parameters, gradients_of, not_finite, stepped_parameters
-from llqr.loop.options import check_base
-from llqr.loop.schedule import LONGEST, Every, Schedule, often_at_first
-from llqr.loop.state import KEY, checked_state_dict
-from llqr.loop.stats import Stats
-from llqr.loop.wrapping import Wrapping
 from llqr.paper import PaperLLQR
+from llqr.saved_state import KEY, Stats, checked_state_dict
 from llqr.second_run import SecondRun
+from llqr.settings import LONGEST, Every, Schedule, check_base, often_at_first
 from llqr.statistics import Block, Sums, block_state
 from llqr.structures.stacks import StructureSpec, assign
+from llqr.training_loop import Closure, checked_loss
+from llqr.wrapper import Stepped, Wrapping, check_parameters, gradients_of, not_finite, stepped_parameters
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

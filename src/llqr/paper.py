@@ -26,30 +26,24 @@ from llqr.checks import Inputs, Loss, check_callable
 from llqr.curvature.locations import PerLayer, uncompiled
 from llqr.curvature.precision import no_autocast
 from llqr.curvature.recorder import Selector, Streams
-from llqr.distributed.division import Division
-from llqr.distributed.groups import unwrapped
+from llqr.distributed.block_owners import Division
+from llqr.distributed.processes import unwrapped
+from llqr.distributed.together import Together
 from llqr.divergences import KL, Divergence, resolve
 from llqr.errors import LLQRError, LLQRWarning, NonFiniteError, callers_level
-from llqr.loop.blocks import Blocks
-from llqr.loop.closures import Closure, checked_loss, evaluated_gradients
-from llqr.loop.gradients import Stepped, gradients_of, not_finite, replaced, stepped_parameters
-from llqr.loop.inputs import InputHook
-from llqr.loop.options import check_base, checked_batch, checked_ema
-from llqr.loop.refit import Batch, Refit, Source
-from llqr.loop.schedule import Every, Schedule
-from llqr.loop.state import KEY, State, checked_state_dict
-from llqr.loop.stats import Stats
-from llqr.loop.together import Together
-from llqr.loop.wrapping import Wrapping
-from llqr.preconditioner import Preconditioner
+from llqr.preconditioner import Preconditioner, Steered
+from llqr.refit import Batch, Blocks, Refit, Source, checked_batch, checked_ema
+from llqr.saved_state import KEY, State, Stats, checked_state_dict
+from llqr.settings import Every, Schedule, check_base
 from llqr.solvers import SGDM, Solver
-from llqr.steering import Steered
 from llqr.structures.stacks import StructureSpec
+from llqr.training_loop import Closure, InputHook, checked_loss, evaluated_gradients
+from llqr.wrapper import Stepped, Wrapping, gradients_of, not_finite, replaced, stepped_parameters
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from llqr.distributed.sharing import Shared
+    from llqr.distributed.paper_ranks import Shared
 
 
 SOLVER = SGDM(lr=0.005, momentum=0.9, clip=5.0)

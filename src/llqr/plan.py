@@ -15,8 +15,8 @@ from llqr.checks import Inputs, as_arguments, check_callable, check_finite, chec
 from llqr.curvature.locations import trainable, uncompiled
 from llqr.curvature.recorder import Selector, Streams
 from llqr.errors import LLQRError
-from llqr.loop.schedule import LONGEST, often_at_first
 from llqr.optimizer import LLQR
+from llqr.settings import LONGEST, often_at_first
 from llqr.structures.stacks import StructureSpec
 
 FIRST = 300

@@ -24,8 +24,7 @@ from llqr.divergences.families import Categorical
 from llqr.divergences.family_of_loss import check_family
 from llqr.errors import LLQRError, NonFiniteError
 from llqr.linear_maps import LinearMap, Sides, find_uses
-from llqr.loop.closures import Closure, loss_of_output
-from llqr.loop.inputs import as_inputs
+from llqr.training_loop import Closure, as_inputs, loss_of_output
 
 
 class SecondRun:

@@ -21,14 +21,14 @@ from llqr.checks import Inputs, Loss
 from llqr.curvature.precision import no_autocast
 from llqr.diagnostics.comparison import dot
 from llqr.errors import LLQRError
-from llqr.loop.gradients import gradients_of, stepped_parameters
-from llqr.loop.refit import Source
 from llqr.paper import PaperLLQR
 from llqr.preconditioner import Preconditioner
+from llqr.refit import Source
 from llqr.relaxation import fit
 from llqr.solvers import Quadratic, Solver
 from llqr.structures import Kronecker
 from llqr.structures.stacks import Group, StructureSpec
+from llqr.wrapper import gradients_of, stepped_parameters
 
 SMALL = 512
 """Numbers in a block up to which it is formed."""

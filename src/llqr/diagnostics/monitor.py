@@ -22,10 +22,9 @@ from llqr.diagnostics.comparison import Reference, norm, reference
 from llqr.diagnostics.fit_quality import QUANTILES, Objectives, Spectrum, refuse_ranks, spectra, staleness
 from llqr.divergences import Divergence
 from llqr.errors import DegenerateProblemError, LLQRError, LLQRWarning, NonFiniteError
-from llqr.loop.closures import checked_loss
-from llqr.loop.gradients import stepped_parameters
-from llqr.loop.wrapping import Wrapping
 from llqr.paper import PaperLLQR
+from llqr.training_loop import checked_loss
+from llqr.wrapper import Wrapping, stepped_parameters
 
 
 def proposed_step(

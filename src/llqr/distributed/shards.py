@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 
 from llqr.base_step import Turned, turn
 from llqr.distributed import fsdp
-from llqr.distributed.division import deal
+from llqr.distributed.block_owners import deal
+from llqr.distributed.paper_ranks import Team
 from llqr.distributed.processes import Blocks, Found, Process, Replicas, cost, spread
 from llqr.distributed.ranks import Ranks
-from llqr.distributed.team import Team
 from llqr.errors import LLQRError
 from llqr.statistics import Block, Sums, block_from_state, map_from_state
 from llqr.structures.base import Structure

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from llqr.distributed.division import Division
-from llqr.distributed.groups import standing, team_of, unwrapped
+from llqr.distributed.block_owners import Division
+from llqr.distributed.processes import standing, team_of, unwrapped
 from llqr.errors import LLQRError
-from llqr.loop.refit import Refit, Source, trainable
-from llqr.loop.schedule import Schedule
-from llqr.loop.wrapping import Wrapping
 from llqr.preconditioner import Preconditioner
+from llqr.refit import Refit, Source, trainable
+from llqr.settings import Schedule
+from llqr.wrapper import Wrapping
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -1,11 +1,12 @@
-"""Refit: from a model, a batch and gradients to a fitted U."""
+"""Refit, of LLQR.paper: from a model, a batch and gradients to a fitted U, block by block."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
-from typing import Any, NamedTuple
+from glob import escape
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,20 +19,77 @@ from llqr.curvature.precision import is_low, raised
 from llqr.curvature.quadratic import QuadraticModel
 from llqr.curvature.recorded_chunk import Portion
 from llqr.curvature.recorder import Selector, Streams, in_modes
-from llqr.distributed.divided import Divided
-from llqr.distributed.division import Division
+from llqr.distributed.block_owners import Divided, Division
 from llqr.divergences import L2, Divergence, Newton, OutputTerm
 from llqr.divergences.families import Categorical
 from llqr.divergences.family_of_loss import check_family, summed
-from llqr.errors import LLQRError
-from llqr.loop.blocks import Blocks
-from llqr.loop.closures import Closure, loss_of_output, loss_of_rows, tensor_alone, whole_loss
-from llqr.loop.gradients import check_parameters
-from llqr.loop.inputs import Called
+from llqr.errors import LLQRError, unknown
 from llqr.preconditioner import Preconditioner
 from llqr.relaxation import checked_solver, fit
 from llqr.solvers import Quadratic, Solver
 from llqr.solvers.problem import totals_of
+from llqr.structures.base import Structure
+from llqr.structures.stacks import Group, StructureSpec, assign, identity_groups
+from llqr.training_loop import Called, Closure, loss_of_output, loss_of_rows, tensor_alone, whole_loss
+from llqr.wrapper import check_parameters
+
+if TYPE_CHECKING:
+    from llqr.distributed.paper_ranks import Team
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """U's blocks, by a structure for all parameters or by patterns of their names."""
+
+    structure: StructureSpec
+
+    def structures(self, parameters: Mapping[str, Tensor], only: Collection[str]) -> dict[str, Structure]:
+        """By name; a pattern for frozen parameters alone is no mistake, so the patterns are held against all of them."""
+        assigned = assign(self.structure, parameters)
+        return {escape(name): assigned[name] for name in only}
+
+    def identity(self, parameters: Mapping[str, Tensor], only: Collection[str]) -> Preconditioner:
+        """U = I for some of the parameters."""
+        return Preconditioner.identity({name: parameters[name] for name in only}, self.structures(parameters, only))
+
+    def layout(self, parameters: Mapping[str, Tensor], only: Collection[str]) -> list[Group]:
+        """The blocks for some of the parameters, without numbers."""
+        shapes = {name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in parameters.items()}
+        return identity_groups({name: shapes[name] for name in only}, self.structures(parameters, only))
+
+    def current(
+        self, parameters: Mapping[str, Tensor], only: Collection[str], u: Preconditioner | None
+    ) -> Preconditioner:
+        """U for some of the parameters: the one that is there, the identity for what it doesn't know.
+
+        It doesn't know a layer's block either that covers other parameters now, since some were added or frozen.
+        """
+        new = self.identity(parameters, only)
+        if u is not None:
+            known, wanted = _shapes(u), _shapes(new)
+            new.take(u.restricted([key for key in wanted if known.get(key) == wanted[key]]))
+        return new
+
+    def blank(
+        self, parameters: Mapping[str, Tensor], keys: Collection[str], team: Team | None
+    ) -> tuple[Preconditioner, Division | None]:
+        """U = I for the blocks of these names, to be filled: those that this rank is to hold."""
+        covered = [name for name, p in parameters.items() if p.requires_grad or name in keys]
+        layout = self.layout(parameters, covered)
+        known = [key for group in layout for key in group.keys]
+        for key in keys:
+            if key not in known:
+                raise unknown("block in the state", key, known)
+        if team is None:
+            return self.identity(parameters, covered).restricted(keys), None
+        groups = [group.only(keys) for group in layout]
+        division = Division.of(team.ranks, team.shard, [group for group in groups if group is not None])
+        return self.identity(parameters, division.held()), division
+
+
+def _shapes(u: Preconditioner) -> dict[str, Any]:
+    return {key: (group.structure, group.shapes) for group in u.groups for key in group.keys}
+
 
 WHOLE = "num_items_in_batch"
 """Where transformers' models are told how many tokens to divide their loss by: all those of an accumulated batch, of which the
@@ -287,6 +345,21 @@ def checked_sample(sample: float) -> float:
             f"sample is the share of a batch's examples, above 0 and at most 1 (0.25: every fourth), not {sample!r}"
         )
     return float(sample)
+
+
+def checked_ema(ema: float) -> float:
+    if isinstance(ema, bool) or not isinstance(ema, (int, float)) or not 0 <= ema < 1:
+        raise LLQRError(f"ema is at least 0 (U is the last fit) and below 1, not {ema!r}")
+    return float(ema)
+
+
+def checked_batch(batch: Any) -> Batch:
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise LLQRError(
+            "refit_batch returns a pair (inputs, targets), with None for targets where the divergence needs none; got "
+            f"{type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, Collection) else "")
+        )
+    return batch[0], batch[1]
 
 
 def _fault(q: Quadratic, u: Preconditioner) -> str | None:

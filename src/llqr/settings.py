@@ -1,8 +1,12 @@
-"""Schedule: which steps begin with a refit."""
+"""The options that both optimizers share: what a base may be, which steps begin with a refit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from llqr.errors import LLQRError
 
@@ -57,3 +61,23 @@ def often_at_first(step: int) -> bool:
     while at < step:
         at += min(1 + at // 10, LONGEST)
     return at == step
+
+
+def check_base(base: Optimizer, model: nn.Module, name: str = "LLQR") -> None:
+    """`name` is what the user wrote."""
+    if not isinstance(base, Optimizer):
+        raise LLQRError(
+            f"{name} wraps an optimizer, as in {name}(torch.optim.SGD(model.parameters(), lr=0.1), model); got "
+            f"{type(base).__name__}"
+        )
+    if isinstance(getattr(base, "optimizer", None), Optimizer):
+        raise LLQRError(
+            f"the base is a {type(base).__name__}, a framework's wrapper around an optimizer: give {name} the optimizer "
+            f"inside, and what it returns to the framework, as in accelerator.prepare({name}(optimizer, model))"
+        )
+    if isinstance(base, torch.optim.LBFGS):
+        raise LLQRError(
+            "LBFGS evaluates its closure several times a step, and U can't come between: wrap another optimizer"
+        )
+    if not isinstance(model, nn.Module):
+        raise LLQRError(f"the second argument is the model, an nn.Module; got {type(model).__name__}")

@@ -1,10 +1,13 @@
-"""The parameters that a base optimizer steps, under their names in the model, and their gradients."""
+"""What an optimizer around another one has of it: its groups and state, and its parameters under their names in the model."""
 
 from __future__ import annotations
 
+import warnings
+from collections import OrderedDict, defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import is_
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +15,61 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from llqr.checks import check_kind
-from llqr.errors import LLQRError
+from llqr.errors import LLQRError, LLQRWarning, callers_level
+
+HOOKS = ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
+
+
+class Wrapping(Optimizer):
+    """An optimizer whose `param_groups`, `state` and `defaults` are those of the `base` inside."""
+
+    base: Optimizer
+    stats: Any
+
+    def __init__(self, base: Optimizer) -> None:
+        self.base = base
+        self._begin()
+
+    def _begin(self) -> None:
+        """What isn't saved: torch's own hooks, and what was warned of."""
+        for hooks in HOOKS:
+            setattr(self, f"_optimizer_{hooks}_hooks", OrderedDict())
+        self._patch_step_function()
+        self._warned: set[str] = set()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.base.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.base.param_groups = groups
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        return self.base.state
+
+    @state.setter
+    def state(self, state: defaultdict[Tensor, Any]) -> None:
+        self.base.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return self.base.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.base.defaults = defaults
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+
+    def _warn(self, kind: str, message: str) -> None:
+        """Once; what comes after is only counted, if it is."""
+        if kind not in self._warned:
+            self._warned.add(kind)
+            counted = f"counted in optimizer.stats.{kind}; " if hasattr(self.stats, kind) else ""
+            warnings.warn(f"{message} ({counted}said once)", LLQRWarning, stacklevel=callers_level())
 
 
 def stepped_parameters(base: Optimizer, model: nn.Module) -> dict[str, Tensor]:
