@@ -77,7 +77,7 @@ def dying_at_work(way: str) -> dict[str, Any]:
         optimizer.step()
     backward(called, batch(2))
     before = parameters_of(model)
-    deadly = (QuadraticModel, "product") if way == "fsdp" else (Preconditioner, "steer")
+    deadly = (QuadraticModel, "product") if way == "fsdp" else (Preconditioner, "precondition")
     with mock.patch.object(*deadly, side_effect=die) if dist.get_rank() == 1 else nullcontext():
         try:
             optimizer.step()

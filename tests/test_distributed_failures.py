@@ -206,7 +206,9 @@ def fails_in_a_step(rank: int) -> Any:
         optimizer.step()
         backward(called, data(rank, 1))
         before = parameters_of(model)
-        no_memory = mock.patch.object(optimizer.preconditioner, "steer", side_effect=MemoryError("out of memory, say"))
+        no_memory = mock.patch.object(
+            optimizer.preconditioner, "precondition", side_effect=MemoryError("out of memory, say")
+        )
         with no_memory if rank == 1 else nullcontext():
             words.append(raised(optimizer.step))
         now = parameters_of(model)

@@ -31,7 +31,7 @@ from llqr.distributed.processes import unwrapped
 from llqr.distributed.together import Together
 from llqr.divergences import KL, Divergence, resolve
 from llqr.errors import LLQRError, LLQRWarning, NonFiniteError, callers_level
-from llqr.preconditioner import Preconditioner, Steered
+from llqr.preconditioner import Preconditioner
 from llqr.refit import Batch, Blocks, Refit, Source, checked_batch, checked_ema
 from llqr.saved_state import KEY, State, Stats, checked_state_dict
 from llqr.settings import Every, Schedule, check_base
@@ -42,8 +42,6 @@ from llqr.wrapper import Stepped, Wrapping, gradients_of, not_finite, replaced, 
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-    from llqr.distributed.paper_ranks import Shared
 
 
 SOLVER = SGDM(lr=0.005, momentum=0.9, clip=5.0)
@@ -300,11 +298,10 @@ class PaperLLQR(Together):
             return {}
         team = self._team if self._division is not None and self._team is not None and self._team.shard else None
         with torch.no_grad(), no_autocast(gradients), nullcontext() if team is None else self._together():
-            steered: Steered | Shared
             if team is not None and self._division is not None:
-                steered = team.steer(self._division, self.preconditioner, parameters, gradients)
+                steered = team.precondition(self._division, self.preconditioner, parameters, gradients)
             else:
-                steered = self.preconditioner.steer(gradients)
+                steered = self.preconditioner.precondition(gradients)
         self._count_not_finite(steered.nonfinite)
         return steered.gradients
 

@@ -18,107 +18,11 @@ from llqr.structures.base import Structure
 from llqr.structures.stacks import Group, StructureSpec, identity_groups
 
 
-class Steered(NamedTuple):
-    """Preconditioned gradients, and the blocks where they weren't finite."""
+class Preconditioned(NamedTuple):
+    """Preconditioned gradients (None: there is none), and the blocks where they weren't finite."""
 
-    gradients: dict[str, Tensor]
+    gradients: dict[str, Tensor | None]
     nonfinite: list[str]
-
-
-class Steering:
-    """U for gradients of certain names and dtypes."""
-
-    def __init__(self, groups: Sequence[Group], gradients: Mapping[str, Tensor]) -> None:
-        self._key = _key(groups, gradients)
-        self._held = list(groups)  # their tensors' ids, in the key, stay theirs
-        self._order = list(gradients)
-        self._factors: list[str] = []
-        self._multipliers: list[Tensor] = []
-        self._stacks: list[Group] = []
-        self._zeros: dict[str, Tensor] = {}
-        gradients = _fitting(groups, gradients)
-        for group in groups:
-            self._zeros.update(group.zeros_beside(gradients))
-        names = gradients.keys() | self._zeros.keys()
-        for group in groups:
-            chosen = group.select(names)
-            if chosen is None:
-                continue
-            multiplier = chosen.structure.multiplier(chosen.shape)
-            if multiplier is not None and all(gradients[name].dtype == chosen.dtype for (name,) in chosen.members):
-                self._factors += [name for (name,) in chosen.members]
-                self._multipliers += chosen.tensors[multiplier].unbind()
-            else:
-                self._stacks.append(chosen)
-        self._largest = [_largest(group, {**gradients, **self._zeros}) for group in self._stacks]
-
-    def fits(self, groups: Sequence[Group], gradients: Mapping[str, Tensor]) -> bool:
-        """Whether U and the names are still those that it was made for."""
-        return self._key == _key(groups, gradients)
-
-    def __call__(self, gradients: Mapping[str, Tensor]) -> Steered:
-        """U g, block by block, and g itself where that isn't finite."""
-        values = {**gradients, **self._zeros} if self._zeros else gradients
-        plain = [values[name] for name in self._factors]
-        products = list(torch._foreach_mul(plain, self._multipliers)) if plain else []
-        stacks = [group.gather(values) for group in self._stacks]
-        results = [group.structure.apply(group.tensors, x) for group, x in zip(self._stacks, stacks, strict=True)]
-        finite = self._finite(products, results)
-        steered = Steered({}, [])
-        for i, name in enumerate(self._factors):
-            if not finite[i]:
-                products[i] = plain[i].clone()
-                steered.nonfinite.append(name)
-            steered.gradients[name] = products[i]
-        at = len(products)
-        for group, x, y in zip(self._stacks, stacks, results, strict=True):
-            for i, key in enumerate(group.keys):
-                if not finite[at + i]:
-                    y[i] = x[i]
-                    steered.nonfinite.append(key)
-            at += len(group.keys)
-            steered.gradients.update(group.scatter(y, values))
-        return steered._replace(
-            gradients={name: steered.gradients[name] for name in self._order if name in steered.gradients}
-        )
-
-    def _finite(self, products: list[Tensor], results: list[Tensor]) -> list[bool]:
-        """Whether each block's U g is, in the dtype that it goes back to; in one transfer."""
-        parts = [torch.stack([product.isfinite().all() for product in products])] if products else []
-        parts += [_blocks_finite(y, largest) for y, largest in zip(results, self._largest, strict=True)]
-        return torch.cat(parts).tolist() if parts else []
-
-
-def _key(groups: Sequence[Group], gradients: Mapping[str, Tensor]) -> tuple[list[tuple[int, int]], list[object]]:
-    tensors = [(id(tensor), tensor._version) for group in groups for tensor in group.tensors.values()]
-    return tensors, [part for name, gradient in gradients.items() for part in (name, gradient.dtype, gradient.shape)]
-
-
-def _fitting(groups: Sequence[Group], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Without those of parameters that have another shape than when U was learned: it doesn't know these."""
-    shapes = {
-        name: shape
-        for group in groups
-        for names in group.members
-        for name, shape in zip(names, group.shapes, strict=True)
-    }
-    return {
-        name: gradient for name, gradient in gradients.items() if shapes.get(name, gradient.shape) == gradient.shape
-    }
-
-
-def _largest(group: Group, values: Mapping[str, Tensor]) -> Tensor | None:
-    """The largest number that each block's gradients can hold, where that is less than what U g is computed in."""
-    largest = [min(torch.finfo(values[name].dtype).max for name in names) for names in group.members]
-    if min(largest) >= torch.finfo(group.dtype).max:
-        return None
-    return next(iter(group.tensors.values())).new_tensor(largest)
-
-
-def _blocks_finite(y: Tensor, largest: Tensor | None) -> Tensor:
-    """Of a stack of blocks."""
-    rows = y.reshape(len(y), -1)
-    return (rows.isfinite() if largest is None else rows.abs() <= largest[:, None]).all(1)
 
 
 Change = list[dict[str, Tensor]]
@@ -135,7 +39,6 @@ class Preconditioner:
     def __init__(self, groups: Sequence[Group], history: Sequence[float] = ()) -> None:
         self.groups = list(groups)
         self.history = list(history)
-        self._steering: Steering | None = None
 
     @classmethod
     def identity(cls, parameters: Mapping[str, Tensor], structure: StructureSpec) -> Preconditioner:
@@ -161,17 +64,42 @@ class Preconditioner:
                 applied.update(chosen.scatter(stack, gradients))
         return {name: applied[name] for name in gradients}
 
-    def steer(self, gradients: Mapping[str, Tensor]) -> Steered:
-        """U g, block by block, and g itself where that isn't finite.
+    def precondition(self, gradients: Mapping[str, Tensor]) -> Preconditioned:
+        """U g, block by block, and g itself where that isn't finite, in the dtype that it goes back to.
 
-        Parameters that U doesn't know are left out; those of a layer's block that have no gradient count as zero.
+        Parameters that U doesn't know, or knows by another shape, are left out; those of a layer's block that have no gradient
+        count as zero. Every step pays for this: blocks that multiply number by number are one call, and whether all is finite
+        is asked once.
         """
-        if self._steering is None or not self._steering.fits(self.groups, gradients):
-            self._steering = Steering(self.groups, gradients)
-        return self._steering(gradients)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_steering": None}  # it is about these tensors, not those of a copy
+        shapes = {
+            n: shape for g in self.groups for names in g.members for n, shape in zip(names, g.shapes, strict=True)
+        }
+        values = {n: gradient for n, gradient in gradients.items() if shapes.get(n, gradient.shape) == gradient.shape}
+        for group in self.groups:
+            values.update(group.zeros_beside(values))
+        chosen = [each for group in self.groups if (each := group.select(values.keys())) is not None]
+        plain = {id(g): t for g in chosen if (t := g.structure.multiplier(g.shape)) and g.has_dtype_of(values)}
+        keys = [key for g in chosen if id(g) in plain for key in g.keys]
+        factors = [row for g in chosen if id(g) in plain for row in g.tensors[plain[id(g)]].unbind()]
+        products = list(torch._foreach_mul([values[key] for key in keys], factors)) if keys else []
+        stacked = [group for group in chosen if id(group) not in plain]
+        inputs = [group.gather(values) for group in stacked]
+        results = [group.structure.apply(group.tensors, x) for group, x in zip(stacked, inputs, strict=True)]
+        finite = [torch.stack([product.isfinite().all() for product in products])] if products else []
+        finite += [_blocks_finite(group, y, values) for group, y in zip(stacked, results, strict=True)]
+        good = iter(torch.cat(finite).tolist() if finite else [])
+        found, bad = dict[str, Tensor](), list[str]()
+        for key, product in zip(keys, products, strict=True):
+            found[key] = product if next(good) else values[key].clone()
+            if found[key] is not product:
+                bad.append(key)
+        for group, x, y in zip(stacked, inputs, results, strict=True):
+            for i, key in enumerate(group.keys):
+                if not next(good):
+                    y[i] = x[i]
+                    bad.append(key)
+            found.update(group.scatter(y, values))
+        return Preconditioned({name: found[name] for name in gradients if name in found}, bad)
 
     @property
     def blocks(self) -> dict[str, dict[str, Tensor]]:
@@ -320,3 +248,12 @@ def _no_state() -> LLQRError:
     return LLQRError(
         "this isn't the state_dict() of a Preconditioner, which has 'blocks' with mappings of tensors, and a 'history'"
     )
+
+
+def _blocks_finite(group: Group, y: Tensor, values: Mapping[str, Tensor]) -> Tensor:
+    """Whether each block of a stack is, in the dtypes of the values that it goes back to."""
+    rows = y.reshape(len(y), -1)
+    largest = [min(torch.finfo(values[name].dtype).max for name in names) for names in group.members]
+    if min(largest) >= torch.finfo(group.dtype).max:
+        return rows.isfinite().all(1)
+    return (rows.abs() <= y.new_tensor(largest)[:, None]).all(1)

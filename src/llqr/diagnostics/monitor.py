@@ -235,8 +235,9 @@ class Monitor:
         steps: dict[str, Mapping[str, Tensor]] = {"gradient": {name: -g for name, g in exact.gradient.items()}}
         optimizer = self.optimizer
         if isinstance(optimizer, PaperLLQR) and optimizer.preconditioner is not None:
-            steered = optimizer.preconditioner.steer(exact.gradient).gradients
-            steps["preconditioned"] = {name: -steered.get(name, g) for name, g in exact.gradient.items()}
+            known = optimizer.preconditioner.precondition(exact.gradient).gradients
+            whole = {**exact.gradient, **{name: part for name, part in known.items() if part is not None}}
+            steps["preconditioned"] = {name: -whole[name] for name in exact.gradient}
         proposed = proposed_step(
             self.optimizer, self.model, inputs, targets, self.loss_fn, output=self.output, prepare=self.prepare
         )

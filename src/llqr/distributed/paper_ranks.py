@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import compress
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,19 +24,12 @@ from llqr.distributed import fsdp
 from llqr.distributed.block_owners import Division
 from llqr.distributed.ranks import Ranks
 from llqr.errors import LLQRError
-from llqr.preconditioner import Preconditioner, Steered
+from llqr.preconditioner import Preconditioned, Preconditioner
 from llqr.structures.stacks import Group
 
 NO_GRADIENT, STEERED, UNKNOWN = range(3)
 """What an owner says of a parameter: it has no gradient there; here is U g; U doesn't know it. Of a block: whether it isn't
 finite."""
-
-
-class Shared(NamedTuple):
-    """U g of all blocks (None: no gradient), and what the owners noted."""
-
-    gradients: dict[str, Tensor | None]
-    nonfinite: list[str]
 
 
 class Sharing(ABC):
@@ -62,13 +54,13 @@ class Sharing(ABC):
     def _from_owners(self, steered: Mapping[str, Tensor], notes: dict[int, Tensor]) -> dict[str, Tensor]:
         """U g of all parameters, in the form in which the parameters are here. `notes` are overwritten by the owners' own."""
 
-    def steer(self, u: Preconditioner, gradients: Mapping[str, Tensor]) -> Shared:
+    def precondition(self, u: Preconditioner, gradients: Mapping[str, Tensor]) -> Preconditioned:
         """U g of all blocks; `u` are this rank's, and without them it is g."""
         own = self.at_owner(gradients)
-        steered = u.steer(own)
+        steered = u.precondition(own)
         notes = {owner: self._notes(owner, own, steered) for owner in self._names}
-        values = self._from_owners(steered.gradients, notes)
-        shared = Shared({}, [])
+        values = self._from_owners({n: g for n, g in steered.gradients.items() if g is not None}, notes)
+        shared = Preconditioned({}, [])
         for owner, names in self._names.items():
             said = list(map(int, notes[owner].tolist()))
             for name, word in zip(names, said, strict=False):
@@ -77,7 +69,7 @@ class Sharing(ABC):
             shared.nonfinite.extend(compress(self._keys[owner], said[len(names) :]))
         return shared
 
-    def _notes(self, owner: int, own: Mapping[str, Tensor], steered: Steered) -> Tensor:
+    def _notes(self, owner: int, own: Mapping[str, Tensor], steered: Preconditioned) -> Tensor:
         """A word for each parameter and each block of an owner, in the dtype of what it sends."""
         names, keys = self._names[owner], self._keys[owner]
         like = self._parameters[names[0]] if names else torch.empty(0)
@@ -216,17 +208,17 @@ class Team:
             for name, g in gradients.items()
         }
 
-    def steer(
+    def precondition(
         self,
         division: Division,
         u: Preconditioner,
         parameters: Mapping[str, Tensor],
         gradients: Mapping[str, Tensor],
-    ) -> Shared:
+    ) -> Preconditioned:
         """U g with every rank's blocks."""
         if self._sharing is None or not self._sharing.fits(division, parameters):
             self._sharing = (FullySharded if self._fsdp else Replicated)(division, parameters)
-        return self._sharing.steer(u, gradients)
+        return self._sharing.precondition(u, gradients)
 
 
 @contextmanager

@@ -167,6 +167,9 @@ class Group:
             if name not in values
         }
 
+    def has_dtype_of(self, values: Mapping[str, Tensor]) -> bool:
+        return all(values[name].dtype == self.dtype for names in self.members for name in names)
+
     def layout(self) -> Group:
         """The group without its numbers: enough to gather and scatter."""
         return self.holding({name: tensor.new_empty(0) for name, tensor in self.tensors.items()})

@@ -39,15 +39,15 @@ def test_it_is_u_g_again_after_u_has_changed_and_for_some_of_the_gradients(
     u = random_u(structure, model)
     gradients = {name: torch.randn_like(p) for name, p in model.named_parameters()}
     for _ in range(3):
-        steered, applied = u.steer(gradients), u.apply(gradients)
+        steered, applied = u.precondition(gradients), u.apply(gradients)
         assert list(steered.gradients) == list(applied)
         for name, value in applied.items():
             assert torch.equal(steered.gradients[name], value)
             assert steered.gradients[name].dtype == dtype
         u.groups[0].tensors[next(iter(u.groups[0].tensors))].mul_(2)
     some = {name: value for name, value in gradients.items() if name.startswith("3.")}
-    assert all(torch.equal(value, u.apply(some)[name]) for name, value in u.steer(some).gradients.items())
-    assert list(u.steer(some).gradients) == list(some)
+    assert all(torch.equal(value, u.apply(some)[name]) for name, value in u.precondition(some).gradients.items())
+    assert list(u.precondition(some).gradients) == list(some)
 
 
 @pytest.mark.parametrize("structure", ["scalar", "diagonal", "kfac"])
@@ -61,7 +61,7 @@ def test_blocks_that_turn_are_u_g_and_what_is_not_finite_is_left_alone(structure
     gradients["0.weight"][0, 0, 0, 0] = torch.inf
     gradients["4.bias"][1] = torch.nan
     gradients["1.bias"].zero_()
-    steered = u.steer(gradients)
+    steered = u.precondition(gradients)
     assert float((steered.gradients["3.bias"] * gradients["3.bias"]).sum()) < 0
     assert torch.equal(steered.gradients["3.bias"], u.apply(gradients)["3.bias"])
     assert sorted(steered.nonfinite) == ["0.weight", "4.bias"]
@@ -76,7 +76,7 @@ def test_gradients_whose_squares_leave_float32_are_steered() -> None:
         u = Preconditioner.identity(dict(model.named_parameters()), structure)
         next(iter(u.blocks["weight"].values())).mul_(2)
         for size in (1e-30, 1e30):
-            steered = u.steer({"weight": torch.tensor([[size, -size]])})
+            steered = u.precondition({"weight": torch.tensor([[size, -size]])})
             assert torch.equal(steered.gradients["weight"], torch.tensor([[2 * size, -2 * size]]))
 
 
