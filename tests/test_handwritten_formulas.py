@@ -245,12 +245,12 @@ def test_every_product_knows_what_the_first_has_noticed(chunk_size: int | None) 
     v = {name: torch.randn_like(p) for name, p in one.named_parameters()}
     truth = QuadraticModel.build(other, inputs, targets, LOSS, KL())
     q = QuadraticModel.build(one, inputs, targets, LOSS, KL(), chunk_size=chunk_size)
-    expected, bend = truth.curvature(v), truth.bend(v)
+    expected, bend = truth.curvature(v), truth.curvature_along(v)
     for _ in range(3):
         found = q.curvature(v)
         for name, part in expected.items():
             torch.testing.assert_close(found[name], part, rtol=1e-10, atol=1e-12)
-        assert q.bend(v) == pytest.approx(bend, rel=1e-10)
+        assert q.curvature_along(v) == pytest.approx(bend, rel=1e-10)
 
 
 FIRST: dict[str, dict[str, float]] = {
@@ -281,14 +281,14 @@ def test_it_doesnt_matter_what_the_first_product_is_of(first: str, dtype: torch.
     truth = model(Sine)
     v = {name: torch.randn_like(g) for name, g in truth.gradient.items()}
     away = {name: FIRST[first][name[0]] * part for name, part in v.items()}
-    for product in (QuadraticModel.curvature, QuadraticModel.bend):
+    for product in (QuadraticModel.curvature, QuadraticModel.curvature_along):
         q = model(Shy)
         product(q, away)
         for direction in (v, {name: part * float(name[0] == "0") for name, part in v.items()}):
             expected = truth.curvature(direction)
             for name, part in q.curvature(direction).items():
                 torch.testing.assert_close(part, expected[name])
-            assert q.bend(direction) == pytest.approx(truth.bend(direction), rel=1e-5)
+            assert q.curvature_along(direction) == pytest.approx(truth.curvature_along(direction), rel=1e-5)
         for function in (Cut, Tripled):
             with pytest.raises(NotTwiceDifferentiableError, match="replace the operation"):
                 product(model(function), away)

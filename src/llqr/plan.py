@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from llqr.checks import Inputs, as_arguments, check_callable, check_finite, check_model, tensors_in
+from llqr.checks import Inputs, as_arguments, check_callable, check_finite, check_model, checked_integer, tensors_in
 from llqr.curvature.locations import trainable, uncompiled
 from llqr.curvature.recorder import Selector, Streams
 from llqr.errors import LLQRError
@@ -81,8 +81,7 @@ def plan(
         output: picks the tensor whose mean square stands for the loss out of what the model returns. None: all of them.
         repeats: rounds of the measurement.
     """
-    if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
-        raise LLQRError(f"repeats is a positive integer, not {repeats!r}")
+    checked_integer("repeats", repeats)
     check_callable("output", output)
     check_model(model, batch)
     inner = uncompiled(model)

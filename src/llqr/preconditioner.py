@@ -6,13 +6,12 @@ Blocks of one structure and one shape are kept as a stack, a `Group`.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from llqr.checks import check_tensors
+from llqr.checks import check_tensors, checked_number
 from llqr.errors import LLQRError, unknown
 from llqr.structures.base import Structure
 from llqr.structures.stacks import Group, StructureSpec, identity_groups
@@ -152,8 +151,7 @@ class Preconditioner:
 
     def blend(self, other: Preconditioner, ema: float) -> Preconditioner:
         """ema · U + (1 - ema) · other, tensor by tensor."""
-        if isinstance(ema, bool) or not isinstance(ema, Real) or not 0 <= ema <= 1:
-            raise LLQRError(f"ema is a number between 0 and 1, not {ema!r}")
+        checked_number("ema", ema, lambda share: 0 <= share <= 1, "a number between 0 and 1")
         self.check_same_blocks(other)
         return self._replaced(
             [

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from llqr.checks import Inputs, Loss, as_arguments, check_callable, tensors_in
+from llqr.checks import Inputs, Loss, as_arguments, check_callable, checked_number, tensors_in
 from llqr.curvature import locations
 from llqr.curvature.chunks import Examples, check_chunk_size, total
 from llqr.curvature.locations import PerLayer
@@ -340,17 +340,12 @@ class Refit:
 
 
 def checked_sample(sample: float) -> float:
-    if isinstance(sample, bool) or not isinstance(sample, (int, float)) or not 0 < sample <= 1:
-        raise LLQRError(
-            f"sample is the share of a batch's examples, above 0 and at most 1 (0.25: every fourth), not {sample!r}"
-        )
-    return float(sample)
+    meaning = "the share of a batch's examples, above 0 and at most 1 (0.25: every fourth)"
+    return checked_number("sample", sample, lambda share: 0 < share <= 1, meaning)
 
 
 def checked_ema(ema: float) -> float:
-    if isinstance(ema, bool) or not isinstance(ema, (int, float)) or not 0 <= ema < 1:
-        raise LLQRError(f"ema is at least 0 (U is the last fit) and below 1, not {ema!r}")
-    return float(ema)
+    return checked_number("ema", ema, lambda share: 0 <= share < 1, "at least 0 (U is the last fit) and below 1")
 
 
 def checked_batch(batch: Any) -> Batch:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from llqr.checks import Inputs, tensors_in
+from llqr.checks import Inputs, mapped, tensors_in
 from llqr.curvature.recorder import Streams, forward_replaced, in_modes, unfused
 from llqr.errors import LLQRError
 from llqr.settings import Schedule
@@ -159,11 +159,7 @@ def _named(forward: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Any]
 
 def copied(value: Any) -> Any:
     """Copies, without their graphs: the model, or the loop after it, may write into its inputs."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if type(value) is dict or (isinstance(value, Mapping) and not hasattr(value, "to")):
-        return {name: copied(part) for name, part in value.items()}
-    return type(value)(copied(part) for part in value) if type(value) in (tuple, list) else value
+    return mapped(value, lambda tensor: tensor.detach().clone())
 
 
 Closure = Callable[[], Any]

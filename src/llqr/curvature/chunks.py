@@ -10,7 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llqr.checks import Inputs, Loss, batch_size_of, bound, check_weights, frozen_rng, loss_gradient, tensors_in
+from llqr.checks import (
+    Inputs,
+    Loss,
+    batch_size_of,
+    bound,
+    check_weights,
+    checked_integer,
+    frozen_rng,
+    loss_gradient,
+    mapped,
+    tensors_in,
+)
 from llqr.curvature.recorder import EVALUATED
 from llqr.divergences import L2, BasePoint, OutputTerm, Term
 from llqr.divergences.base import slope
@@ -73,7 +84,7 @@ class Examples:
     def cut(self) -> list[str | int]:
         """The inputs that are cut."""
         named = {name: value for name, value in _named(self.inputs).items() if name not in self._shared}
-        return [name for name, value in named.items() if _is_cut(value, self.count)]
+        return [name for name, value in named.items() if any(_is_cut(t, self.count) for t in tensors_in(value))]
 
 
 def pieces(
@@ -109,8 +120,8 @@ def total(weights: Tensor) -> float:
 
 
 def check_chunk_size(size: int | None) -> None:
-    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-        raise LLQRError(f"chunk_size is a positive number of examples, or None for the whole batch; not {size!r}")
+    if size is not None:
+        checked_integer("chunk_size", size, "a positive number of examples, or None for the whole batch")
 
 
 def check_part(
@@ -249,24 +260,12 @@ def _named(inputs: Inputs) -> dict[str | int, Any]:
     return dict(enumerate(inputs)) if isinstance(inputs, (tuple, list)) else {0: inputs}
 
 
-def _is_cut(value: Any, count: int) -> bool:
-    if isinstance(value, Tensor):
-        return value.dim() > 0 and len(value) == count
-    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
-    return any(_is_cut(part, count) for part in inner)
+def _is_cut(tensor: Tensor, count: int) -> bool:
+    return tensor.dim() > 0 and len(tensor) == count
 
 
 def _rows(value: Any, rows: Rows, count: int) -> Any:
-    if isinstance(value, Tensor):
-        return value[rows] if _is_cut(value, count) else value
-    if isinstance(value, Mapping):
-        return {name: _rows(inner, rows, count) for name, inner in value.items()}
-    if not isinstance(value, (tuple, list)):
-        return value
-    parts = [_rows(inner, rows, count) for inner in value]
-    return (
-        type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    )  # a namedtuple takes them one by one
+    return mapped(value, lambda tensor: tensor[rows] if _is_cut(tensor, count) else tensor)
 
 
 def refuse_coupled(model: nn.Module, training: bool | None) -> None:

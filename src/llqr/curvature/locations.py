@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from llqr.checks import bound, check_parameter
+from llqr.checks import bound, check_parameter, checked_number
 from llqr.divergences import L2, ActivationTerm, BasePoint, Term
 from llqr.errors import ChainError, LLQRError, unknown
 
@@ -54,9 +54,8 @@ def _holds(module: str, parameter: str) -> bool:
 
 
 def _number(value: object, kind: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise LLQRError(f"{kind} is a finite number, zero or more, or a mapping from names to such; not {value!r}")
-    return float(value)
+    meaning = "a finite number, zero or more, or a mapping from names to such"
+    return checked_number(kind, value, lambda number: 0 <= number < math.inf, meaning)
 
 
 class Layout:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from llqr.checks import mapped
+
 LOWEST = torch.bfloat16
 """Of the dtypes that models are trained in, the one that rounds most."""
 
@@ -30,16 +32,8 @@ def is_low(tensor: Tensor) -> bool:
 
 def raised(value: Any) -> Any:
     """The same, with every half-precision tensor in it in float32."""
-    return converted(value, lambda tensor: tensor.to(at_least_single(tensor.dtype)))
-
-
-def converted(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same, with the floating-point tensors in it changed, however deep in tuples, lists and mappings."""
-    if isinstance(value, Tensor):
-        return change(value) if value.is_floating_point() else value
-    if isinstance(value, Mapping):
-        return {name: converted(inner, change) for name, inner in value.items()}
-    return type(value)(converted(inner, change) for inner in value) if type(value) in (tuple, list) else value
+    value = dict(value.items()) if isinstance(value, Mapping) else value
+    return mapped(value, lambda tensor: tensor.to(at_least_single(tensor.dtype)) if is_low(tensor) else tensor)
 
 
 @contextmanager

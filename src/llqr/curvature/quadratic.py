@@ -158,13 +158,13 @@ class QuadraticModel:
         with no_autocast(direction):
             return _total(part.curvature(direction) for part in self._chunks)
 
-    def bend(self, direction: Mapping[str, Tensor]) -> float:
+    def curvature_along(self, direction: Mapping[str, Tensor]) -> float:
         """v·Hv, damping included; without the way back through the network where H is JᵀWJ."""
         self._check(direction)
         direction = self._raised(direction)
         damped = sum(self.diagonal[name] * float((v * v).sum()) for name, v in direction.items() if self.diagonal[name])
         with no_autocast(direction):
-            return damped + sum(part.bend(direction) for part in self._chunks)
+            return damped + sum(part.curvature_along(direction) for part in self._chunks)
 
     def _raised(self, direction: Mapping[str, Tensor]) -> Parameters:
         return {name: v.detach().to(self.gradient[name].dtype) for name, v in direction.items()}
@@ -186,8 +186,8 @@ class QuadraticModel:
 
     def value(self, step: Mapping[str, Tensor]) -> Tensor:
         """m(δ) = g·δ + ½ δ·Hδ."""
-        bend = self.bend(step)
-        return torch.stack([(self.gradient[name] * v).sum() for name, v in step.items()]).sum() + 0.5 * bend
+        curved = self.curvature_along(step)
+        return torch.stack([(self.gradient[name] * v).sum() for name, v in step.items()]).sum() + 0.5 * curved
 
 
 def _memory(tensor: Tensor) -> int | None:

@@ -114,7 +114,7 @@ class RecordedChunk:
             product = steep if product is None else [a + b for a, b in zip(product, steep, strict=True)]
         return self._named([torch.zeros_like(v) for v in tangents] if product is None else product)
 
-    def bend(self, direction: Mapping[str, Tensor]) -> float:
+    def curvature_along(self, direction: Mapping[str, Tensor]) -> float:
         """v·Hv: Jv·WJv for the flat terms."""
         recorded = self._record()
         if recorded.linear is None or recorded.second is not None:

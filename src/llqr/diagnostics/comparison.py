@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from llqr.checks import Inputs, Loss, check_finite
+from llqr.checks import Inputs, Loss, check_finite, checked_number
 from llqr.curvature import locations
 from llqr.curvature.locations import PerLayer
 from llqr.curvature.quadratic import QuadraticModel
@@ -207,19 +207,19 @@ class Reference:
         if norm(step) == 0:
             return Verdict(math.nan, math.nan, 0.0, 0.0, math.nan, 0.0, 0.0, 0.0)
         product = self.quadratic.curvature(step)
-        decline, bend = dot(self.gradient, step), dot(step, product)
+        decline, curved = dot(self.gradient, step), dot(step, product)
         exact_product = self.product if exact is self.step else self.quadratic.curvature(exact)
-        metric = math.sqrt(max(0.0, bend)) * math.sqrt(max(0.0, dot(exact, exact_product)))
-        best = -decline / bend if bend > 0 else math.nan
+        metric = math.sqrt(max(0.0, curved)) * math.sqrt(max(0.0, dot(exact, exact_product)))
+        best = -decline / curved if curved > 0 else math.nan
         damped = sum(rate * float(step[name].double().square().sum()) for name, rate in self.damping.items())
         return Verdict(
             cosine=_ratio(dot(step, exact), norm(step) * norm(exact)),
             cosine_h=_ratio(dot(exact, product), metric),
-            fraction=(decline + 0.5 * bend) / self.attainable,
+            fraction=(decline + 0.5 * curved) / self.attainable,
             fraction_along=0.0 if best <= 0 else 0.5 * decline * best / self.attainable,
             best_length=best,
             length=norm(step) / norm(self.step),
-            predicted=decline + 0.5 * (bend - damped),
+            predicted=decline + 0.5 * (curved - damped),
             actual=self.change(step),
             layers=parts,
         )
@@ -264,8 +264,7 @@ def reference(
     """
     if method not in METHODS:
         raise unknown("method", method, METHODS)
-    if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not 0 < tolerance < 1:
-        raise LLQRError(f"tolerance is a number between 0 and 1, not {tolerance!r}")
+    checked_number("tolerance", tolerance, lambda number: 0 < number < 1, "a number between 0 and 1")
     kind = resolve(divergence)
     quadratic = QuadraticModel.build(
         model,

@@ -241,6 +241,6 @@ def refuse_ranks(optimizer: Optimizer) -> None:
 def _objectives(q: Quadratic, u: Preconditioner) -> tuple[float, float]:
     """J(U), and the least J(aU) for a ≥ 0."""
     step = {name: -part for name, part in u.apply(dict(q.gradient)).items()}
-    decline, bend = dot(q.gradient, step), dot(step, q.curvature(step))
-    best = max(0.0, -decline / bend) if bend > 0 else 1.0
-    return decline + 0.5 * bend, best * decline + 0.5 * best**2 * bend
+    decline, curved = dot(q.gradient, step), dot(step, q.curvature(step))
+    best = max(0.0, -decline / curved) if curved > 0 else 1.0
+    return decline + 0.5 * curved, best * decline + 0.5 * best**2 * curved

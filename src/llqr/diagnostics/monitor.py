@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from llqr.checks import Inputs, Loss, as_arguments, check_finite, check_model, frozen_rng
+from llqr.checks import Inputs, Loss, as_arguments, check_finite, check_model, checked_integer, frozen_rng
 from llqr.curvature import locations
 from llqr.curvature.locations import PerLayer
 from llqr.curvature.precision import no_autocast
@@ -181,9 +181,8 @@ class Monitor:
         weights: Callable[[Inputs], Tensor] | None = None,
         prepare: Callable[[nn.Module], object] | None = None,
     ) -> None:
-        for name, value in (("every", every), ("products", products)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise LLQRError(f"{name} is a positive integer, not {value!r}")
+        checked_integer("every", every)
+        checked_integer("products", products)
         refuse_ranks(optimizer)
         self.model, self.optimizer, self.loss_fn, self.writer = model, optimizer, loss_fn, writer
         self.every, self.record, self.damping, self.products = every, record, damping, products

@@ -3,7 +3,7 @@
 from llqr.solvers.base import Solver
 from llqr.solvers.conjugate_gradient import ConjugateGradient
 from llqr.solvers.first_order import SGDM, Adam
-from llqr.solvers.problem import Problem, Quadratic, bend
+from llqr.solvers.problem import Problem, Quadratic, curvature_along
 from llqr.solvers.scale_free import ScaleFree
 
-__all__ = ["SGDM", "Adam", "ConjugateGradient", "Problem", "Quadratic", "ScaleFree", "Solver", "bend"]
+__all__ = ["SGDM", "Adam", "ConjugateGradient", "Problem", "Quadratic", "ScaleFree", "Solver", "curvature_along"]

@@ -113,10 +113,10 @@ class Quadratic(Protocol):
 
 
 @runtime_checkable
-class Bending(Protocol):
+class KnowsCurvatureAlong(Protocol):
     """One that knows v·Hv for less than Hv."""
 
-    def bend(self, direction: dict[str, Tensor]) -> float: ...
+    def curvature_along(self, direction: dict[str, Tensor]) -> float: ...
 
 
 Stacks = list[Tensor]
@@ -156,12 +156,12 @@ class Problem:
 
     def value(self, step: Stacks, product: Stacks, scale: float = 1.0) -> float:
         """J at scale · δ, given δ and Hδ."""
-        along, bend = self.dots((self.gradient, step), (step, product))
-        return scale * along + 0.5 * scale**2 * bend
+        along, curved = self.dots((self.gradient, step), (step, product))
+        return scale * along + 0.5 * scale**2 * curved
 
     def value_at(self, step: Stacks) -> float:
         """J at δ, where Hδ itself isn't wanted."""
-        along, curved = self._totals.sums([_dot(self.gradient, step), bend(self.model, self._named(step))])
+        along, curved = self._totals.sums([_dot(self.gradient, step), curvature_along(self.model, self._named(step))])
         return along + 0.5 * curved
 
     def slope(self, product: Stacks, scale: float = 1.0) -> Stacks:
@@ -232,10 +232,10 @@ class Point:
             linear.pull_onto(part, sum_, decay)
 
 
-def bend(model: Quadratic, direction: dict[str, Tensor]) -> float:
+def curvature_along(model: Quadratic, direction: dict[str, Tensor]) -> float:
     """v·Hv, the part of it that is here: half a product for a model that knows it without Hv."""
-    if isinstance(model, Bending):
-        return model.bend(direction)
+    if isinstance(model, KnowsCurvatureAlong):
+        return model.curvature_along(direction)
     product = model.curvature(direction)
     return _dot(list(direction.values()), [product[name] for name in direction])
 

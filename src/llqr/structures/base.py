@@ -14,8 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from llqr.checks import ShownWithOptions, checked_integer
 from llqr.curvature.precision import at_least_single
-from llqr.described import Described
 from llqr.errors import LLQRError, NonFiniteError, unknown
 
 Tensors = Mapping[str, Tensor]
@@ -46,7 +46,7 @@ class Linearization(ABC):
             total[name].mul_(decay).add_(gradient)
 
 
-class Structure(Described, ABC):
+class Structure(ShownWithOptions, ABC):
     """How the blocks of U are stored and how they act.
 
     One of your own says how it begins (`identity`), how it acts (`apply`), and two things about that (`degree`, `scaled`); the
@@ -255,7 +255,6 @@ def check_per(per: Per) -> None:
 
 
 def check_factors(max_dim: int, modes: Modes) -> None:
-    if isinstance(max_dim, bool) or not isinstance(max_dim, int) or max_dim < 1:
-        raise LLQRError(f"max_dim is a positive integer, the longest side that gets a full factor; not {max_dim!r}")
+    checked_integer("max_dim", max_dim, "a positive integer, the longest side that gets a full factor")
     if modes not in ("matrix", "all"):
         raise unknown("modes", modes, ("matrix", "all"))
