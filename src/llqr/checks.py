@@ -107,13 +107,17 @@ def check_model(model: nn.Module, inputs: Inputs, without_inputs: bool = False) 
             check_finite(tensor.masked_fill(tensor == -math.inf, 0.0), "the inputs")
 
 
-def refuse_wrapped(model: nn.Module) -> None:
-    """Raise for models in wrappers that can't be called as a function of their parameters."""
+def refuse_scripted(model: nn.Module) -> None:
     if isinstance(model, torch.jit.ScriptModule):
         raise LLQRError(
-            "the model is TorchScript, whose parameters can't be exchanged for variables: give the module as it was before it "
+            "the model is TorchScript, whose parameters can't be looked up or exchanged: give the module as it was before it "
             "was scripted or traced (a scripted module inside another one works)"
         )
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raise for models in wrappers that can't be called as a function of their parameters."""
+    refuse_scripted(model)
     for name, module in model.named_modules():
         if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             what = f"{name!r} is" if name else "the model is"
@@ -183,6 +187,11 @@ def checked_integer(what: str, value: object, meaning: str = "a positive integer
 def check_callable(name: str, value: object) -> None:
     if value is not None and not callable(value):
         raise LLQRError(f"{name} is a function, not a {type(value).__name__}")
+
+
+def check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise LLQRError(f"{name} is True or False, not {value!r}")
 
 
 def check_count(what: str, value: object, least: int = 0) -> None:

@@ -35,11 +35,11 @@ class InputHook:
     """A forward pre-hook that holds the arguments of the model's last call with gradients, if the coming step refits.
 
     It knows the schedule, not the optimizer, so that neither keeps the other alive. A copy of it, as in a copy or a pickle of
-    the model, does nothing; nor does one without a schedule.
+    the model, does nothing; nor does one without a schedule. Without `inputs` it holds only how the model was.
     """
 
-    def __init__(self, schedule: Schedule | None = None) -> None:
-        self._schedule = schedule
+    def __init__(self, schedule: Schedule | None = None, inputs: bool = True) -> None:
+        self._schedule, self._inputs = schedule, inputs
         self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self._listens: bool | None = None
         self.called: Called | None = None
@@ -55,11 +55,12 @@ class InputHook:
         return hooks.close
 
     def hold(self, args: tuple[Any, ...], kwargs: dict[str, Any], called: Called | None = None) -> None:
-        self._call, self.called, self.slopes = (copied(args), copied(kwargs)), called, []
+        self._call = (copied(args), copied(kwargs)) if self._inputs or self._listens else None
+        self.called, self.slopes = called, []
 
     def await_slopes(self, output: Any) -> None:
         """Hear what comes back to what the model has returned."""
-        for tensor in tensors_in(output):
+        for tensor in tensors_in(output) if self._call is not None else ():
             if tensor.grad_fn is not None and tensor.is_floating_point() and tensor.dim() > 1:
                 tensor.grad_fn.register_prehook(partial(_keep, self.slopes, tensor.detach(), tensor.output_nr))
 

@@ -103,15 +103,21 @@ class SGDM(FirstOrder):
 
 @dataclass(frozen=True)
 class Adam(FirstOrder):
-    """U ← U - lr · m̂ / (√v̂ + eps), with bias-corrected running means m̂ of ∇_U J and v̂ of its square, as in torch."""
+    """U ← U - lr · m̂ / (√v̂ + eps), with bias-corrected running means m̂ of ∇_U J and v̂ of its square, as in torch.
+
+    `clip` is that of `SGDM`.
+    """
 
     lr: float = 0.01
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
+    clip: float | None = None
 
     def __post_init__(self) -> None:
         positive("lr", self.lr)
         positive("eps", self.eps)
+        if self.clip is not None:
+            positive("clip", self.clip)
         if not isinstance(self.betas, tuple) or len(self.betas) != 2:
             raise LLQRError(f"betas are two numbers such as (0.9, 0.999), not {self.betas!r}")
         for beta in self.betas:
@@ -126,6 +132,8 @@ class Adam(FirstOrder):
         def update(slope: Gradient) -> tuple[Change, float]:
             nonlocal count
             gradient, count = slope(), count + 1
+            if self.clip is not None:
+                gradient = clipped(gradient, self.clip)
             if count == 1:
                 mean.extend({name: tensor * (1 - first) for name, tensor in part.items()} for part in gradient)
                 square.extend({name: tensor**2 * (1 - second) for name, tensor in part.items()} for part in gradient)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -234,8 +235,7 @@ def thin_inverse(moment: Tensor, damping: Damping) -> tuple[Tensor, Tensor]:
     rank = leading_rank(side)
     trace = moment.diagonal(dim1=1, dim2=2).sum(1)
     shift = damping * trace / side + torch.finfo(moment.dtype).tiny
-    start = torch.randn(side, rank, generator=torch.Generator().manual_seed(side), dtype=torch.float64)
-    basis = start.to(moment).expand(len(moment), -1, -1)
+    basis = _start(side, rank, moment.dtype, moment.device).expand(len(moment), -1, -1)
     for _ in range(POWERS):
         basis = torch.linalg.qr(moment @ basis).Q
     values, turn = torch.linalg.eigh(basis.mT @ (moment @ basis))
@@ -243,6 +243,13 @@ def thin_inverse(moment: Tensor, damping: Damping) -> tuple[Tensor, Tensor]:
     size = rest.reciprocal()[:, None]
     kept = (size - (values + shift[:, None]).reciprocal()).clamp_min(0).sqrt()
     return basis @ (turn * kept[:, None]), size.expand(-1, side).contiguous()
+
+
+@lru_cache(maxsize=16)
+def _start(side: int, rank: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Random columns, always the same."""
+    generator = torch.Generator("cpu").manual_seed(side)
+    return torch.randn(side, rank, generator=generator, dtype=torch.float64, device="cpu").to(device, dtype)
 
 
 POWERS = 2

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
@@ -105,28 +104,6 @@ class _RecordedTwice(_Recorded):
         if not torch.is_grad_enabled():
             return None, *ctx.rule.checked().pull(u)
         return (None, *_TransposedOfAll.apply(u, ctx.rule, *ctx.rule.inputs))  # type: ignore[no-untyped-call]
-
-
-class Workspace:
-    """Memory for what a rule makes and uses up within one product, shared by the rules of a recording.
-
-    Of new memory a processor has to map every page before it can write to it, which takes longer than the product.
-    """
-
-    def __init__(self) -> None:
-        self._free: list[Tensor] = []
-
-    @contextmanager
-    def like(self, x: Tensor) -> Iterator[Tensor]:
-        """A contiguous tensor of this shape, dtype and device, for a while; another thread gets another one."""
-        try:
-            held = self._free.pop()
-        except IndexError:
-            held = x.new_empty(0)
-        if held.numel() < x.numel() or held.dtype != x.dtype or held.device != x.device:
-            held = x.new_empty(x.numel())
-        yield held[: x.numel()].view(x.shape)
-        self._free[:] = [held]
 
 
 class Rule(ABC):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from llqr.curvature.rules.base import Bilinear, Maybe, Rule, Workspace, check_outside, recording
+from llqr.curvature.rules.base import Bilinear, Maybe, Rule, check_outside, recording
 
 
 def _read(x: Tensor, w: Tensor, needed: Sequence[bool]) -> list[Tensor]:
@@ -205,10 +205,10 @@ class Pointwise(Rule):
 
 
 class Activated(Rule):
-    """f(y) of an affine map y, as one rule: Jv is multiplied by f'(y) in place, and u in a workspace, not into new memory."""
+    """f(y) of an affine map y, as one rule: Jv is multiplied by f'(y) in place."""
 
-    def __init__(self, affine: Affine, function: Pointwise, workspace: Workspace) -> None:
-        self._affine, self._function, self._workspace = affine, function, workspace
+    def __init__(self, affine: Affine, function: Pointwise) -> None:
+        self._affine, self._function = affine, function
 
     def check(self) -> None:
         self._affine.check()
@@ -217,9 +217,7 @@ class Activated(Rule):
         return self._function.forward()
 
     def pull(self, u: Tensor) -> tuple[Maybe, ...]:
-        slope = self._function.slope
-        with self._workspace.like(slope) as workspace:
-            return self._affine.pull(torch.mul(u, slope, out=workspace))
+        return self._affine.pull(u * self._function.slope)
 
     def push(self, v: Sequence[Maybe]) -> Maybe:
         moved = self._affine.push(v)

@@ -7,7 +7,6 @@ plain operations here. `max_norm` renormalises the weights that are looked up, i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from llqr.curvature.rules.base import BeyondRulesError, Maybe, Pass, Rule, Workspace, record, record_twice, recording
+from llqr.curvature.rules.base import BeyondRulesError, Maybe, Pass, Rule, record, record_twice, recording
 from llqr.curvature.rules.layers import (
     Activated,
     Affine,
@@ -207,14 +206,10 @@ def _pointwise(function: Callable[..., Tensor], recorded: Callable[[Tensor, Map]
     return replacement
 
 
-def _activated(workspace: Workspace, input: Tensor, function: Map) -> Tensor:
+def _activated(input: Tensor, function: Map) -> Tensor:
     """By its rule, together with the affine map before it."""
     rule, before = Pointwise(input, function), _rule_of(input)
-    return (
-        record(Activated(before, rule, workspace), *before.inputs)
-        if isinstance(before, Affine)
-        else record(rule, input)
-    )
+    return record(Activated(before, rule), *before.inputs) if isinstance(before, Affine) else record(rule, input)
 
 
 def _smooth(input: Tensor, function: Map) -> Tensor:
@@ -371,9 +366,5 @@ class linear_rules(_Recording):  # noqa: N801
         torch.layer_norm: _layer_norm,
         functional.layer_norm: _layer_norm,
         functional.scaled_dot_product_attention: _attention,
+        **{function: _pointwise(function, _activated) for function in SMOOTH},
     }
-
-    def __init__(self) -> None:
-        super().__init__()
-        activated = partial(_activated, Workspace())
-        self.replacements = {**self.replacements, **{f: _pointwise(f, activated) for f in SMOOTH}}
