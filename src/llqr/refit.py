@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from glob import escape
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from llqr.curvature.precision import is_low, raised
 from llqr.curvature.quadratic import QuadraticModel
 from llqr.curvature.recorded_chunk import Portion
 from llqr.curvature.recorder import Selector, Streams, in_modes
-from llqr.distributed.block_owners import Divided, Division
+from llqr.distributed.block_owners import BlockOwners, JoinedModel, OneProcess
 from llqr.divergences import L2, Divergence, Newton, OutputTerm
 from llqr.divergences.families import Categorical
 from llqr.divergences.family_of_loss import check_family, summed
@@ -32,9 +32,6 @@ from llqr.structures.base import Structure
 from llqr.structures.stacks import Group, StructureSpec, assign, identity_groups
 from llqr.training_loop import Called, Closure, loss_of_output, loss_of_rows, tensor_alone, whole_loss
 from llqr.wrapper import check_parameters
-
-if TYPE_CHECKING:
-    from llqr.distributed.paper_ranks import Team
 
 
 @dataclass(frozen=True)
@@ -71,8 +68,8 @@ class Blocks:
         return new
 
     def blank(
-        self, parameters: Mapping[str, Tensor], keys: Collection[str], team: Team | None
-    ) -> tuple[Preconditioner, Division | None]:
+        self, parameters: Mapping[str, Tensor], keys: Collection[str], ranks: OneProcess
+    ) -> tuple[Preconditioner, BlockOwners | None]:
         """U = I for the blocks of these names, to be filled: those that this rank is to hold."""
         covered = [name for name, p in parameters.items() if p.requires_grad or name in keys]
         layout = self.layout(parameters, covered)
@@ -80,11 +77,11 @@ class Blocks:
         for key in keys:
             if key not in known:
                 raise unknown("block in the state", key, known)
-        if team is None:
-            return self.identity(parameters, covered).restricted(keys), None
         groups = [group.only(keys) for group in layout]
-        division = Division.of(team.ranks, team.shard, [group for group in groups if group is not None])
-        return self.identity(parameters, division.held()), division
+        owners = ranks.owners_of([group for group in groups if group is not None])
+        if owners is None:
+            return self.identity(parameters, covered).restricted(keys), None
+        return self.identity(parameters, owners.held()), owners
 
 
 def _shapes(u: Preconditioner) -> dict[str, Any]:
@@ -118,7 +115,7 @@ class Source:
     """What the closure drew from, as it was then."""
     evaluated: bool = False
     """The network is the evaluated one (running BatchNorm statistics, no dropout), for g and H alike; else as it is now."""
-    division: Division | None = None
+    owners: BlockOwners | None = None
     """Among the ranks that fit it together, each on its own batch."""
 
 
@@ -283,7 +280,7 @@ class Refit:
         sampled_from: tuple[Inputs, list[int]] | None = None,
     ) -> Quadratic:
         weights = None if self.weights is None or closure is not None else self.weights(inputs)
-        by_closure, division, called = closure is not None or output is not None, source.division, source.called
+        by_closure, owners, called = closure is not None or output is not None, source.owners, source.called
         with in_modes(called.modes if called is not None else []):
             q = QuadraticModel.build(
                 self.model,
@@ -303,18 +300,18 @@ class Refit:
                 shared=self.shared,
                 segments=self.segments,
                 sampled_from=sampled_from,
-                portion=None if division is None else self._portion(division, None if by_closure else inputs, weights),
+                portion=None if owners is None else self._portion(owners, None if by_closure else inputs, weights),
             )
-        return q if division is None else Divided(q, division, joined=gradient is not None)
+        return q if owners is None else JoinedModel(q, owners, joined=gradient is not None)
 
-    def _portion(self, division: Division, inputs: Inputs | None, weights: Tensor | None) -> Portion:
+    def _portion(self, owners: BlockOwners, inputs: Inputs | None, weights: Tensor | None) -> Portion:
         """How much this rank's batch counts among all of them: by its examples, and by the weights of its variables.
 
         The losses of closures count alike, as they do in the gradients that DistributedDataParallel averages.
         """
         count = 1 if inputs is None else Examples(inputs, self.shared).count
         variables = float(count) if weights is None else total(weights)
-        all_variables, examples = division.ranks.sums([variables, count])
+        all_variables, examples = owners.ranks.sums([variables, count])
         return Portion(variables / all_variables, count / examples)
 
     def _own_loss(self, inputs: Inputs) -> Closure:

@@ -18,17 +18,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from llqr.checks import Inputs, Loss
-from llqr.curvature.precision import no_autocast
 from llqr.diagnostics.comparison import dot
 from llqr.errors import LLQRError
 from llqr.paper import PaperLLQR
 from llqr.preconditioner import Preconditioner
-from llqr.refit import Source
+from llqr.refit import Blocks
 from llqr.relaxation import fit
 from llqr.solvers import Quadratic, Solver
 from llqr.structures import Kronecker
 from llqr.structures.stacks import Group, StructureSpec
-from llqr.wrapper import gradients_of, stepped_parameters
 
 SMALL = 512
 """Numbers in a block up to which it is formed."""
@@ -220,19 +218,15 @@ def staleness(optimizer: PaperLLQR, inputs: Inputs, targets: Any, loss_fn: Loss)
     if optimizer.preconditioner is None:
         raise LLQRError("there is no U yet: it is the identity until the first refit")
     refuse_ranks(optimizer)
-    parameters = stepped_parameters(optimizer.base, optimizer.model)
-    source = Source(gradients_of(parameters), None, None, (inputs, targets), loss_fn)
-    refit = optimizer._refit
-    with optimizer._hook.listening(False), no_autocast(parameters):
-        q = refit.objective(parameters, source)
-        names = list(q.gradient)
-        current = refit.blocks.current(parameters, names, optimizer.preconditioner)
-        return compare_fits(q, current, refit.blocks.structures(parameters, names), refit.solver, refit.steps)
+    q = optimizer.objective(inputs, targets, loss_fn)
+    parameters, blocks, names = dict(optimizer.model.named_parameters()), Blocks(optimizer.structure), list(q.gradient)
+    current = blocks.current(parameters, names, optimizer.preconditioner)
+    return compare_fits(q, current, blocks.structures(parameters, names), optimizer.solver, optimizer.steps)
 
 
 def refuse_ranks(optimizer: Optimizer) -> None:
     """Raise where a look at one process would be taken for one at all that train together."""
-    if isinstance(optimizer, PaperLLQR) and optimizer._team is not None:
+    if isinstance(optimizer, PaperLLQR) and optimizer.ranks.several:
         raise LLQRError(
             "how stale U is can be told where one process trains, and not yet among several: look at a training of one process"
         )

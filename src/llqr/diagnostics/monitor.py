@@ -186,7 +186,7 @@ class Monitor:
         refuse_ranks(optimizer)
         self.model, self.optimizer, self.loss_fn, self.writer = model, optimizer, loss_fn, writer
         self.every, self.record, self.damping, self.products = every, record, damping, products
-        own = optimizer._refit.divergence if isinstance(optimizer, PaperLLQR) else "ngd"
+        own = optimizer.divergence if isinstance(optimizer, PaperLLQR) else "ngd"
         self.divergence = own if divergence is None else divergence
         self.tolerance, self.training, self.output = tolerance, training, output
         self.weights, self.prepare = weights, prepare

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,12 +14,16 @@ from torch import Tensor
 from llqr.curvature.quadratic import QuadraticModel
 from llqr.distributed.ranks import Ranks
 from llqr.errors import unknown
-from llqr.preconditioner import Preconditioner
+from llqr.preconditioner import Preconditioned, Preconditioner
+from llqr.settings import Schedule
 from llqr.structures.stacks import Group
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
-class Division:
+class BlockOwners:
     """The blocks of U, and the rank that owns each; the same on all ranks."""
 
     ranks: Ranks
@@ -30,7 +35,7 @@ class Division:
     """Of each block, by its name."""
 
     @classmethod
-    def of(cls, ranks: Ranks, shard: bool, groups: Sequence[Group], before: Division | None = None) -> Division:
+    def of(cls, ranks: Ranks, shard: bool, groups: Sequence[Group], before: BlockOwners | None = None) -> BlockOwners:
         """Blocks that had an owner keep it; the others are dealt out by their bytes."""
         layout = [_without_numbers(group) for group in groups]
         sizes = {key: block_bytes(group) for group in layout for key in group.keys}
@@ -112,14 +117,56 @@ def _without_numbers(group: Group) -> Group:
     return group.holding({n: torch.empty_like(t, device="meta") for n, t in group.tensors.items()})
 
 
-class Divided:
+class OneProcess:
+    """What LLQR.paper does with other ranks where there are none; `TrainingRanks` is its counterpart where there are."""
+
+    several = shard = False
+    group: ProcessGroup | None = None
+
+    def due(self, schedule: Schedule) -> bool:
+        """Whether a step begins with a refit."""
+        return schedule.due()
+
+    def together(self) -> AbstractContextManager[None]:
+        """What one rank raises in there, all do."""
+        return nullcontext()
+
+    def refitting(self) -> AbstractContextManager[None]:
+        """For the time of a refit."""
+        return nullcontext()
+
+    def owners_of(self, groups: Sequence[Group], before: BlockOwners | None = None) -> BlockOwners | None:
+        """Who fits and holds which of these blocks; None where one process has all. Those that had an owner keep it."""
+        return None
+
+    def agree(self, groups: Sequence[Group], settings: object) -> None:
+        """Raise where ranks are about to do different things."""
+
+    def at_owners(
+        self, owners: BlockOwners | None, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
+    ) -> Mapping[str, Tensor]:
+        """Whole gradients of the blocks that are fitted here; nobody reads the others."""
+        return gradients
+
+    def precondition(
+        self,
+        owners: BlockOwners | None,
+        u: Preconditioner,
+        parameters: Mapping[str, Tensor],
+        gradients: Mapping[str, Tensor],
+    ) -> Preconditioned:
+        """U g with every rank's blocks."""
+        return u.precondition(gradients)
+
+
+class JoinedModel:
     """g and H·v of the joined batch. Each rank knows its batch's share of them, and asks for those of its own blocks.
 
     A product takes the direction from its owners to all ranks, runs on every rank's batch, and sums the shares up at the
     owners: each way as many numbers as there are parameters. Damping is added once, by the owner.
     """
 
-    def __init__(self, model: QuadraticModel, division: Division, joined: bool) -> None:
+    def __init__(self, model: QuadraticModel, division: BlockOwners, joined: bool) -> None:
         """`joined`: the model's gradient is that of all the batches already."""
         self._model, self._names, self.totals = model, division.names(), division.ranks
         self._own = division.own()

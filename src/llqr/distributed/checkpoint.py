@@ -276,7 +276,7 @@ def _load_paper(files: _Files, optimizer: PaperLLQR, told: dict[str, Any]) -> No
     parameters, kinds = stepped_parameters(optimizer.base, optimizer.model), files.under(BLOCK)
     with optimizer._together():
         keys = {name.rpartition("/")[0] for name in kinds}
-        u, division = optimizer._refit.blocks.blank(parameters, keys, optimizer._team) if keys else (None, None)
+        u, owners = optimizer._refit.blocks.blank(parameters, keys, optimizer.ranks) if keys else (None, None)
         blocks = _named({} if u is None else u.blocks)
         for name, tensor in blocks.items():
             if name not in kinds or tuple(tensor.shape) != tuple(kinds[name].size):
@@ -289,7 +289,7 @@ def _load_paper(files: _Files, optimizer: PaperLLQR, told: dict[str, Any]) -> No
     own = State.from_dict({**told, "preconditioner": None})
     if u is not None:
         u.history = told["history"]
-    optimizer._resume(own, u, division)
+    optimizer._resume(own, u, owners)
 
 
 # --- the default ---
@@ -335,7 +335,7 @@ def _named(blocks: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
 def _group(optimizer: LLQR | PaperLLQR) -> dist.ProcessGroup | None:
     if isinstance(optimizer, LLQR):
         return optimizer._processes.group
-    return None if optimizer._team is None else optimizer._team.ranks.group
+    return optimizer.ranks.group
 
 
 def _leads(group: dist.ProcessGroup | None) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import compress
 
 import torch
@@ -21,10 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from llqr.curvature.precision import at_least_single
 from llqr.distributed import fsdp
-from llqr.distributed.block_owners import Division
+from llqr.distributed.block_owners import BlockOwners, OneProcess
 from llqr.distributed.ranks import Ranks
 from llqr.errors import LLQRError
 from llqr.preconditioner import Preconditioned, Preconditioner
+from llqr.settings import Schedule
 from llqr.structures.stacks import Group
 
 NO_GRADIENT, STEERED, UNKNOWN = range(3)
@@ -35,16 +36,14 @@ finite."""
 class Sharing(ABC):
     """How gradients come to the owners of their blocks, and U g from there."""
 
-    def __init__(self, division: Division, parameters: Mapping[str, Tensor]) -> None:
-        self._division, self._ranks, self._parameters = division, division.ranks, parameters
-        self._names = {
-            owner: [name for name in names if name in parameters] for owner, names in division.names().items()
-        }
-        self._keys = {owner: division.keys(owner) for owner in self._names}
+    def __init__(self, owners: BlockOwners, parameters: Mapping[str, Tensor]) -> None:
+        self._owners, self._ranks, self._parameters = owners, owners.ranks, parameters
+        self._names = {owner: [name for name in names if name in parameters] for owner, names in owners.names().items()}
+        self._keys = {owner: owners.keys(owner) for owner in self._names}
 
-    def fits(self, division: Division, parameters: Mapping[str, Tensor]) -> bool:
+    def fits(self, owners: BlockOwners, parameters: Mapping[str, Tensor]) -> bool:
         """Whether it was made for these."""
-        return self._division is division and self._parameters is parameters
+        return self._owners is owners and self._parameters is parameters
 
     @abstractmethod
     def at_owner(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -160,7 +159,7 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local()
 
 
-class Team:
+class TrainingRanks(OneProcess):
     """The ranks that train a model.
 
     A refit divides the blocks among the ranks. With `shard`, each keeps its own, and a step exchanges U g; without, all get
@@ -172,7 +171,7 @@ class Team:
         self.ranks, self._model, self._fsdp = ranks, model, fsdp.is_sharded(model)
         if self._fsdp and shard is not None and not shard:
             raise LLQRError("the parameters are sharded by fully_shard, and so is U: leave shard out, or make it True")
-        self.shard = self._fsdp or bool(shard)
+        self.shard, self.several, self.group = self._fsdp or bool(shard), True, ranks.group
         self._sharing: Sharing | None = None
 
     @contextmanager
@@ -187,20 +186,29 @@ class Team:
                 stack.enter_context(_silent(self._model))
             yield
 
-    def divide(self, groups: Sequence[Group], settings: object, before: Division | None) -> Division:
-        """The blocks of a refit, dealt out; `groups` are all of them. Raises where ranks are about to do different things."""
+    def due(self, schedule: Schedule) -> bool:
+        if isinstance(schedule.every, int):
+            return schedule.due()
+        return self.ranks.decide("answer of `every`", schedule.due)
+
+    def together(self) -> AbstractContextManager[None]:
+        return self.ranks.together()
+
+    def owners_of(self, groups: Sequence[Group], before: BlockOwners | None = None) -> BlockOwners:
+        return BlockOwners.of(self.ranks, self.shard, groups, before)
+
+    def agree(self, groups: Sequence[Group], settings: object) -> None:
         blocks = [(g.structure, g.keys, g.members, tuple(map(tuple, g.shapes)), g.dtype) for g in groups]
         self.ranks.agree("trainable parameters and structures", blocks)
         self.ranks.agree("settings of LLQR", settings)
-        return Division.of(self.ranks, self.shard, groups, before)
 
     def at_owners(
-        self, division: Division, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
+        self, owners: BlockOwners | None, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
-        """For a refit: whole gradients of this rank's blocks; nobody reads the others, which are zeros without memory."""
-        if not self._fsdp:
+        """The gradients of the others' blocks are zeros without memory."""
+        if not self._fsdp or owners is None:
             return gradients
-        own = FullySharded(division, parameters).at_owner(gradients)
+        own = FullySharded(owners, parameters).at_owner(gradients)
         return {
             name: own[name]
             if name in own
@@ -210,15 +218,17 @@ class Team:
 
     def precondition(
         self,
-        division: Division,
+        owners: BlockOwners | None,
         u: Preconditioner,
         parameters: Mapping[str, Tensor],
         gradients: Mapping[str, Tensor],
     ) -> Preconditioned:
-        """U g with every rank's blocks."""
-        if self._sharing is None or not self._sharing.fits(division, parameters):
-            self._sharing = (FullySharded if self._fsdp else Replicated)(division, parameters)
-        return self._sharing.precondition(u, gradients)
+        if owners is None or not self.shard:
+            return u.precondition(gradients)
+        with self.together():
+            if self._sharing is None or not self._sharing.fits(owners, parameters):
+                self._sharing = (FullySharded if self._fsdp else Replicated)(owners, parameters)
+            return self._sharing.precondition(u, gradients)
 
 
 @contextmanager

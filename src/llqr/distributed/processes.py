@@ -26,7 +26,7 @@ from llqr.structures.base import Structure
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from llqr.distributed.paper_ranks import Team
+    from llqr.distributed.paper_ranks import TrainingRanks
     from llqr.distributed.ranks import Ranks
 
 
@@ -35,7 +35,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def team_of(model: nn.Module, process_group: Any, shard: bool | None) -> Team | None:
+def training_ranks_of(model: nn.Module, process_group: Any, shard: bool | None) -> TrainingRanks | None:
     """The ranks that train this model: those of the group that is given, of its wrapper, or else of the default group.
 
     None where there is one process only; but what `fully_shard` has sharded has a team, if only of one.
@@ -47,7 +47,7 @@ def team_of(model: nn.Module, process_group: Any, shard: bool | None) -> Team | 
             raise LLQRError("there is a process_group, and torch.distributed isn't initialised")
         return None
     from llqr.distributed import fsdp  # torch's DTensor takes a second to import, and most have no use for it
-    from llqr.distributed.paper_ranks import Team
+    from llqr.distributed.paper_ranks import TrainingRanks
     from llqr.distributed.ranks import Ranks
 
     fsdp.reshard(model)
@@ -65,7 +65,7 @@ def team_of(model: nn.Module, process_group: Any, shard: bool | None) -> Team | 
     if dist.get_world_size(group) == 1 and not fsdp.is_sharded(model):
         return None
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    return Team(Ranks(group, device), model, shard)
+    return TrainingRanks(Ranks(group, device), model, shard)
 
 
 def standing(parameters: Iterable[Tensor]) -> tuple[bool, bool]:
@@ -176,9 +176,9 @@ class Replicas(Process):
 
     several = True
 
-    def __init__(self, team: Team) -> None:
-        self._team, self._ranks = team, team.ranks
-        self.rank, self.size, self.group = team.ranks.rank, team.ranks.size, team.ranks.group
+    def __init__(self, training: TrainingRanks) -> None:
+        self._training, self._ranks = training, training.ranks
+        self.rank, self.size, self.group = self._ranks.rank, self._ranks.size, self._ranks.group
 
     def together(self) -> AbstractContextManager[None]:
         return self._ranks.together()
@@ -191,7 +191,7 @@ class Replicas(Process):
     @contextmanager
     def refitting(self, settings: object, parameters: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
         """What one rank raises in there, all do."""
-        with self._team.refitting():
+        with self._training.refitting():
             self._ranks.agree("settings of LLQR", settings)
             _agree_on_names(self._ranks, [name for name, p in parameters.items() if p.requires_grad])
             yield parameters
@@ -248,14 +248,14 @@ class Replicas(Process):
 
 def processes_of(model: nn.Module, group: Any) -> Process:
     """Those that train a model, in its wrapper if it has one."""
-    team = team_of(model, group, None)
-    if team is None:
+    ranks = training_ranks_of(model, group, None)
+    if ranks is None:
         return Process()
-    if not team.shard:
-        return Replicas(team)
+    if not ranks.shard:
+        return Replicas(ranks)
     from llqr.distributed.shards import Shards  # with torch's DTensor, which takes a second to import
 
-    return Shards(team, model)
+    return Shards(ranks, model)
 
 
 def spread(ranks: Ranks, own: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Moments]:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from llqr.base_step import Turned, turn
 from llqr.distributed import fsdp
 from llqr.distributed.block_owners import deal
-from llqr.distributed.paper_ranks import Team
+from llqr.distributed.paper_ranks import TrainingRanks
 from llqr.distributed.processes import Blocks, Found, Process, Replicas, cost, spread
 from llqr.distributed.ranks import Ranks
 from llqr.errors import LLQRError
@@ -32,8 +32,8 @@ class Shards(Replicas):
 
     sharded = True
 
-    def __init__(self, team: Team, model: nn.Module) -> None:
-        super().__init__(team)
+    def __init__(self, training: TrainingRanks, model: nn.Module) -> None:
+        super().__init__(training)
         self._model = model
         self._owners: dict[str, int] = {}
         """Of all maps of a weight, by its name."""
