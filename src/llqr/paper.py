@@ -242,7 +242,8 @@ class PaperLLQR(Wrapping):
     def objective(self, inputs: Inputs, targets: Any = None, loss_fn: Loss | None = None) -> Quadratic:
         """The quadratic model that a refit on this batch would fit U to; nothing is changed by it."""
         parameters = stepped_parameters(self.base, self.model)
-        source = Source(gradients_of(parameters), None, None, (inputs, targets), loss_fn)
+        known = (loss_fn or self._refit.loss_fn) is not None
+        source = Source(gradients_of(parameters), batch=(inputs, targets), loss_fn=loss_fn, evaluated=known)
         with self._hook.listening(False), no_autocast(parameters):
             return self._refit.objective(parameters, source)
 
