@@ -37,7 +37,7 @@ from llqr.saved_state import KEY, State, Stats, checked_state_dict
 from llqr.settings import Every, Schedule, check_base
 from llqr.solvers import SGDM, Quadratic, Solver
 from llqr.structures.stacks import StructureSpec
-from llqr.training_loop import Closure, InputHook, checked_loss, evaluated_gradients
+from llqr.training_loop import Closure, InputHook, checked_loss, evaluated, evaluated_gradients
 from llqr.wrapper import Stepped, Wrapping, gradients_of, not_finite, replaced, stepped_parameters
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ class PaperLLQR(Wrapping):
         Gauss–Newton once for each); it has to give the same each time.
         """
         streams = Streams(self.model) if closure is not None and self._schedule.may_be_due() else None
-        loss = None if closure is None else _evaluated(closure)
+        loss = None if closure is None else evaluated(closure)
         parameters = self._stepped()
         self._meet(parameters)
         gradients = gradients_of(parameters)
@@ -235,7 +235,7 @@ class PaperLLQR(Wrapping):
             streams = None if closure is None else Streams(self.model)
             with self._hook.listening(closure is not None):
                 if closure is not None:
-                    checked_loss(_evaluated(closure))
+                    checked_loss(evaluated(closure))
                 source = self._source(parameters, closure, streams, batch, loss_fn)
             return self._refit_on(parameters, source)
 
@@ -442,8 +442,3 @@ class PaperLLQR(Wrapping):
         done = f"at step {self._schedule.step}: {self.stats.in_words()}"
         base = repr(self.base).replace("\n", "\n  ")
         return "LLQR.paper(\n  " + ",\n  ".join([*own, done, f"base={base}"]) + "\n)"
-
-
-def _evaluated(closure: Closure) -> Any:
-    with torch.enable_grad():
-        return closure()

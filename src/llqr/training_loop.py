@@ -166,6 +166,11 @@ def copied(value: Any) -> Any:
 Closure = Callable[[], Any]
 
 
+def evaluated(closure: Closure) -> Any:
+    with torch.enable_grad():
+        return closure()
+
+
 def whole_loss(closure: Closure, model: nn.Module) -> Callable[[], Tensor]:
     """The loss as a function of the parameters that the model holds when it is called."""
     evaluate = _evaluation(closure, model)

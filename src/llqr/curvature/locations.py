@@ -134,7 +134,7 @@ class Location:
         if not self.joint:
             if not isinstance(output, Tensor):
                 raise LLQRError(f"module {self.module!r} returns a {type(output).__name__}; a metric needs a tensor")
-            return output.clone()  # what follows may work in place
+            return output.clone()  # what follows may work in location
         if args and kwargs:
             raise LLQRError(f"module {self.module!r} is called with keywords and without: give it all in one way")
         taken = kwargs or (args[0] if len(args) == 1 else args)
@@ -155,18 +155,20 @@ def locations_of(model: nn.Module, terms: Terms) -> Locations:
     """Where each term inside the network sits, by its key: on a module of that name, or a Sequential's child of that index."""
     known = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     children = _children(model) if isinstance(uncompiled(model), nn.Sequential) else []
-    places: Locations = {}
+    locations: Locations = {}
     for _, term in terms:
         if isinstance(term, ActivationTerm):
-            place = term.place
-            name = children[place] if isinstance(place, int) and 0 <= place < len(children) else str(place)
+            location = term.place
+            name = children[location] if isinstance(location, int) and 0 <= location < len(children) else str(location)
             if name not in known:
-                raise unknown(f"module in {'Layerwise' if term.joint else 'Intermediate'}", place, known)
-            places[term.key] = Location(name, term.joint)
-    return places
+                raise unknown(f"module in {'Layerwise' if term.joint else 'Intermediate'}", location, known)
+            locations[term.key] = Location(name, term.joint)
+    return locations
 
 
-def segment_modules(model: nn.Module, segments: Collection[str], places: Collection[str] = ()) -> dict[str, nn.Module]:
+def segment_modules(
+    model: nn.Module, segments: Collection[str], locations: Collection[str] = ()
+) -> dict[str, nn.Module]:
     """The modules that names or patterns mean; one that is inside of another of them is a part of that one."""
     if (
         isinstance(segments, str)
@@ -184,11 +186,11 @@ def segment_modules(model: nn.Module, segments: Collection[str], places: Collect
             raise unknown("module in segments", pattern, known)
         found |= {name: known[name] for name in matching if not isinstance(known[name], nn.ModuleList)}
     found = {name: each for name, each in found.items() if not any(name.startswith(f"{other}.") for other in found)}
-    for place in places:
-        inside = [name for name in found if place.startswith(f"{name}.")]
+    for location in locations:
+        inside = [name for name in found if location.startswith(f"{name}.")]
         if inside:
             raise LLQRError(
-                f"the metric at {place!r} is inside of segment {inside[0]!r}: name other modules in segments"
+                f"the metric at {location!r} is inside of segment {inside[0]!r}: name other modules in segments"
             )
     return found
 
@@ -213,28 +215,30 @@ def _children(model: nn.Module) -> list[str]:
 
 
 @contextmanager
-def catching(model: nn.Module, places: Sequence[Location]) -> Iterator[dict[Location, Tensor]]:
-    """While in force, what the network has at these places is put into the mapping."""
+def catching(model: nn.Module, locations: Sequence[Location]) -> Iterator[dict[Location, Tensor]]:
+    """While in force, what the network has at these locations is put into the mapping."""
     caught: dict[Location, Tensor] = {}
 
-    def catcher(place: Location) -> Callable[..., None]:
+    def catcher(location: Location) -> Callable[..., None]:
         def catch(*seen: Any) -> None:
-            if place in caught:
-                raise LLQRError(f"module {place.module!r} is called more than once in a pass; a metric needs one place")
-            caught[place] = place.catch(*seen)
+            if location in caught:
+                raise LLQRError(
+                    f"module {location.module!r} is called more than once in a pass; a metric needs one location"
+                )
+            caught[location] = location.catch(*seen)
 
         return catch
 
     hooks = []
-    for place in places:
-        module = model.get_submodule(place.module)
-        register = module.register_forward_pre_hook if place.joint else module.register_forward_hook
-        hooks.append(register(catcher(place), with_kwargs=True))
+    for location in locations:
+        module = model.get_submodule(location.module)
+        register = module.register_forward_pre_hook if location.joint else module.register_forward_hook
+        hooks.append(register(catcher(location), with_kwargs=True))
     try:
         yield caught
     finally:
         for hook in hooks:
             hook.remove()
-    missing = [place.module for place in places if place not in caught]
+    missing = [location.module for location in locations if location not in caught]
     if missing:
         raise LLQRError(f"module {missing[0]!r} isn't called in a forward pass: a metric can't sit on it")

@@ -77,7 +77,7 @@ class QuadraticModel:
             gradient: g, where it is known already.
             shared: the inputs (keywords or positions) that belong to all examples, such as a mask: chunks don't cut them.
             only: the names of the parameters to step; the others are held fixed.
-            closure: returns the loss, for divergences of the loss alone (Newton); it calls the model itself, in place of
+            closure: returns the loss, for divergences of the loss alone (Newton); it calls the model itself, in location of
                 `model(inputs)`, and `inputs` may be ().
             portion: how much this batch counts, where it is a part of a larger one: the quadratic models of the parts add up to
                 that of the whole then, but for the diagonal.
@@ -101,20 +101,20 @@ class QuadraticModel:
         diagonal = locations.diagonal(model, parameters, terms, damping)
         if not needs_loss:
             loss_fn, loss_terms = None, []
-        places = locations.locations_of(model, [*terms, *loss_terms])
+        inside = locations.locations_of(model, [*terms, *loss_terms])
         if chunk_size is not None or portion is not None:
             _check_means([*terms, *loss_terms])
         recorder = Recorder(
             model,
-            list(places.values()),
+            list(inside.values()),
             output,
             training,
             chunk_size is None,
             closure,
             streams=streams,
-            segments=locations.segment_modules(model, segments, [place.module for place in places.values()]),
+            segments=locations.segment_modules(model, segments, [location.module for location in inside.values()]),
         )
-        context = ChunkContext(recorder, parameters, loss_fn, terms, places, loss_terms, portion or Portion())
+        context = ChunkContext(recorder, parameters, loss_fn, terms, inside, loss_terms, portion or Portion())
         targets = raised(targets)
         cut = list(pieces(model, batch, targets, weights, chunk_size, training))
         with no_autocast(parameters):
@@ -238,5 +238,5 @@ def _total(parts: Iterator[Parameters]) -> Parameters:
     total = next(parts)
     for part in parts:
         for name in total:
-            total[name] = total[name] + part.pop(name)  # not in place: gradients may share memory
+            total[name] = total[name] + part.pop(name)  # not in location: gradients may share memory
     return total

@@ -42,14 +42,14 @@ class ChunkContext:
     parameters: Parameters
     loss_fn: Loss | None
     terms: list[tuple[float, Term]]
-    places: Locations
+    locations: Locations
     loss_terms: Sequence[tuple[float, Term]] = ()
     portion: Portion = Portion()
     examined: bool = False
     """Whether the formulas in model and loss were looked at."""
 
     def values(self, inputs: Inputs) -> list[Tensor]:
-        """The output, and the activations at the places; nothing is recorded."""
+        """The output, and the activations at the locations; nothing is recorded."""
         with torch.no_grad():
             return self.recorder.run(self.parameters, inputs)
 
@@ -63,7 +63,7 @@ class ChunkContext:
 
     def index(self, term: OutputTerm | ActivationTerm) -> int:
         """Which of the recorded values a term is about."""
-        return 0 if isinstance(term, OutputTerm) else 1 + list(self.places).index(term.key)
+        return 0 if isinstance(term, OutputTerm) else 1 + list(self.locations).index(term.key)
 
     def has_flat(self) -> bool:
         """Whether a term takes a push and a pull."""
@@ -95,7 +95,7 @@ class RecordedChunk:
         return self._named(recorded.second.pull(self._cotangents(recorded.second, recorded.bases, recorded.slope)))
 
     def _cotangents(self, run: Recording, bases: list[BasePoint], slope: Tensor) -> list[Tensor]:
-        """The loss's slopes at the output and at each place."""
+        """The loss's slopes at the output and at each location."""
         cotangents = [slope * self._loss, *(torch.zeros_like(value) for value in run.values[1:])]
         for _, term in self._context.loss_terms:
             assert isinstance(term, ActivationTerm)
@@ -207,8 +207,8 @@ class RecordedChunk:
             check_weights_fit(weights, output)
             weights = weights.to(output.dtype)
         inside = [
-            place.base(value, self._piece.count)
-            for place, value in zip(context.places.values(), values[1:], strict=True)
+            location.base(value, self._piece.count)
+            for location, value in zip(context.locations.values(), values[1:], strict=True)
         ]
         bases = [BasePoint(output, loss, weights), *inside]
         for _, term in (*context.terms, *context.loss_terms):
@@ -241,7 +241,7 @@ class _Recorded:
     linear: JacobianProducts | None
     second: HessianProducts | None
     bases: list[BasePoint]
-    """Of the output, and of each place."""
+    """Of the output, and of each location."""
     slope: Tensor | None
     """∇ℓ(x_N), where there is a loss."""
     gradient: list[Tensor] | None

@@ -190,10 +190,10 @@ EVALUATED = "evaluate the modules (training=False; LLQR.paper does that where it
 class Recorder:
     """How to run a model as a function of its parameters, leaving everything that it holds as it was.
 
-    What the network has at `places` is returned beside its output; `training` overrides the modules' modes for the
+    What the network has at `locations` is returned beside its output; `training` overrides the modules' modes for the
     time of a run (None: as they are now). Modes and buffers are those of now in every run, and so are random
     streams, unless others are given. `whole=False`
-    refuses random models, which would draw otherwise for a part of the batch. `call` is run in place of the model itself.
+    refuses random models, which would draw otherwise for a part of the batch. `call` is run in location of the model itself.
 
     `segments` are modules of which a recording keeps the inputs alone; they are run again for every product.
 
@@ -207,7 +207,7 @@ class Recorder:
     def __init__(
         self,
         model: nn.Module,
-        places: Sequence[Location] = (),
+        locations: Sequence[Location] = (),
         select: Selector | None = None,
         training: bool | None = None,
         whole: bool = True,
@@ -217,7 +217,7 @@ class Recorder:
         segments: Mapping[str, nn.Module] | None = None,
     ) -> None:
         self._call, self.segments = call, segments or {}
-        self.model, self.places, self.select, self._whole = model, list(places), select, whole
+        self.model, self.locations, self.select, self._whole = model, list(locations), select, whole
         self._modes = [(module, module.training if training is None else training) for module in model.modules()]
         self._constants, self._renormalised = constants(model), renormalised(model)
         named = dict(model.named_parameters())
@@ -235,7 +235,7 @@ class Recorder:
         return own if self._full else own | {LOWEST}
 
     def run(self, parameters: Parameters, inputs: Inputs) -> list[Tensor]:
-        """[x_N, activations at the places …], in float32 at least."""
+        """[x_N, activations at the locations …], in float32 at least."""
         if self._full:
             self._low |= any(map(is_low, tensors_in(inputs)))
             try:
@@ -282,14 +282,14 @@ class Recorder:
     def _run(self, parameters: Parameters, inputs: Inputs, constants: Parameters) -> list[Tensor]:
         fixed = {name: tensor.clone() for name, tensor in constants.items()}
         copies = {name: parameters[name].clone() for name in self._renormalised if name in parameters}
-        with catching(self.model, self.places) as caught, self._around(self._streams):
+        with catching(self.model, self.locations) as caught, self._around(self._streams):
             output = call(self.model, {**fixed, **parameters, **copies}, inputs, self._call)
             if not self._whole and self._streams.drawn():
                 raise LLQRError(
                     "the model draws random numbers (dropout?), other ones in chunks than in the whole batch: give the batch "
                     f"whole, or {EVALUATED}"
                 )
-        return [*map(raised, self.chosen(output)), *(raised(caught[place]) for place in self.places)]
+        return [*map(raised, self.chosen(output)), *(raised(caught[location]) for location in self.locations)]
 
     def rerun(self) -> Callable[[], AbstractContextManager[Any]]:
         """How to run a part of the model later as it runs now."""

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llqr.errors import NonFiniteError, RankError
+from llqr.solvers.problem import Totals
 
 LIMIT = 2**26
 """Bytes of a bucket, unless one tensor alone is larger."""
@@ -71,8 +72,8 @@ UNDER_WAY = 8
 """Buckets that are sent at a time, which bounds the memory that they take."""
 
 
-class Ranks:
-    """The ranks of a process group. As `Totals`, it takes totals over the blocks that the ranks hold."""
+class Ranks(Totals):
+    """The ranks of a process group, with totals over the blocks that they hold."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device

@@ -18,27 +18,15 @@ from torch import Tensor
 from llqr.preconditioner import Change, Preconditioner
 
 
-class Totals(Protocol):
-    """Numbers of the blocks that are here, made into those of all blocks. Everyone who holds some gets the same answers."""
+class Totals:
+    """Numbers of the blocks that are here, made into those of all blocks: the same, unless ranks hold some each."""
 
     def sums(self, values: list[float]) -> list[float]:
         """Each summed up."""
-
-    def norms(self, values: list[float]) -> list[float]:
-        """From norms of the part that is here to those of all."""
-
-    def least(self, value: float) -> float: ...
-
-    def most(self, value: float) -> float: ...
-
-
-class Alone:
-    """All the blocks are here."""
-
-    def sums(self, values: list[float]) -> list[float]:
         return values
 
     def norms(self, values: list[float]) -> list[float]:
+        """From norms of the part that is here to those of all."""
         return values
 
     def least(self, value: float) -> float:
@@ -48,7 +36,7 @@ class Alone:
         return value
 
 
-ALONE = Alone()
+ALONE = Totals()
 
 
 def totals_of(model: object) -> Totals:

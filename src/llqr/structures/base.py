@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from llqr.checks import ShownWithOptions, checked_integer
+from llqr.checks import ShownWithOptions
 from llqr.curvature.precision import at_least_single
 from llqr.errors import LLQRError, NonFiniteError, unknown
 
@@ -259,9 +259,3 @@ POWERS = 2
 def check_per(per: Per) -> None:
     if per not in ("parameter", "layer"):
         raise unknown("extent of a block", per, ("parameter", "layer"))
-
-
-def check_factors(max_dim: int, modes: Modes) -> None:
-    checked_integer("max_dim", max_dim, "a positive integer, the longest side that gets a full factor")
-    if modes not in ("matrix", "all"):
-        raise unknown("modes", modes, ("matrix", "all"))

@@ -7,13 +7,18 @@ that stand for diagonal matrices, or thin.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from llqr.structures.base import Modes, eye, gram, ones
+from llqr.checks import checked_integer
+from llqr.errors import unknown
+from llqr.structures.base import Linearization, Modes, Structure, Tensors, eye, gram, ones
+from llqr.structures.linear import Diagonal
 
 
 class Thin(NamedTuple):
@@ -30,15 +35,6 @@ def sides(shape: Sequence[int], modes: Modes) -> tuple[int, ...]:
     return shape[0], math.prod(shape[1:])
 
 
-def side_moments(rows: Tensor, columns: Tensor, kernel: int, modes: Modes, max_dim: int) -> dict[str, Tensor]:
-    """Second moments along each side: matrices, or diagonals where the side is longer than max_dim."""
-    stacks = {"rows": rows, "columns": columns}
-    if modes == "all" and kernel > 1:
-        places = columns.reshape(*columns.shape[:2], -1, kernel)
-        stacks = {"rows": rows, "columns": places.mT.flatten(1, 2), "kernel": places.flatten(1, 2)}
-    return {name: gram(x) if x.shape[2] <= max_dim else x.square().sum(1) for name, x in stacks.items()}
-
-
 def shortest(stack: Sequence[int]) -> int:
     """The side (mode) of a stack's shape (k, n_0, n_1, …) that costs least to multiply."""
     return min(range(len(stack) - 1), key=lambda mode: stack[mode + 1])
@@ -47,11 +43,6 @@ def shortest(stack: Sequence[int]) -> int:
 def longest(stack: Sequence[int]) -> int:
     """The side that costs most to multiply; another than the shortest one."""
     return max(range(len(stack) - 1), key=lambda mode: (stack[mode + 1], mode))
-
-
-def factor_size(side: int, max_dim: int) -> tuple[int, ...]:
-    """The shape of a side's factor: a matrix, or a diagonal where the side is longer than max_dim."""
-    return (side, side) if side <= max_dim else (side,)
 
 
 def identity_factor(size: tuple[int, ...], like: Tensor, count: int) -> Tensor:
@@ -126,3 +117,69 @@ def _multiply_thin(x: Tensor, thin: Thin, mode: int) -> Tensor:
 
 def _along(vector: Tensor, x: Tensor, mode: int) -> Tensor:
     return vector.reshape(x.shape[0], *(x.shape[dim] if dim == mode + 1 else 1 for dim in range(1, x.dim())))
+
+
+VECTOR = Diagonal()
+
+
+@dataclass(frozen=True)
+class SideStructure(Structure):
+    """A structure with a factor for each side of a parameter (m, ...), seen as m × n; a vector is diagonal.
+
+    `max_dim`: a side longer than that has a diagonal factor (a vector), so that an embedding of 50,000 words doesn't ask for
+    a 50,000 × 50,000 matrix. `modes="all"`: a convolution (C_out, C_in, k, k) has three sides, C_out, C_in and k², in place of
+    two.
+    """
+
+    max_dim: int = 8192
+    modes: Modes = "matrix"
+    by_sides = True
+
+    def __post_init__(self) -> None:
+        checked_integer("max_dim", self.max_dim, "a positive integer, the longest side that gets a full factor")
+        if self.modes not in ("matrix", "all"):
+            raise unknown("modes", self.modes, ("matrix", "all"))
+
+    @abstractmethod
+    def factors(self, sides: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """The name and shape of each tensor, for a parameter with these sides."""
+
+    @abstractmethod
+    def act(self, tensors: Tensors, x: Tensor) -> Tensor:
+        """U x, of x with these sides."""
+
+    @abstractmethod
+    def linearize_sides(self, tensors: Tensors, x: Tensor, shape: Sequence[int]) -> Linearization:
+        """U x with its derivatives, of x with these sides; what comes out has the given shape."""
+
+    def sizes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        return VECTOR.sizes(shape) if len(shape) < 2 else self.factors(sides(shape, self.modes))
+
+    def factor_size(self, side: int) -> tuple[int, ...]:
+        """A matrix, or a diagonal where the side is longer than max_dim."""
+        return (side, side) if side <= self.max_dim else (side,)
+
+    def multiplier(self, shape: Sequence[int]) -> str | None:
+        return VECTOR.multiplier(shape) if len(shape) < 2 else None
+
+    def apply(self, tensors: Tensors, x: Tensor) -> Tensor:
+        return VECTOR.apply(tensors, x) if x.dim() < 3 else self.act(tensors, self._folded(x)).reshape(x.shape)
+
+    def linearize(self, tensors: Tensors, x: Tensor) -> Linearization:
+        if x.dim() < 3:
+            return VECTOR.linearize(tensors, x)
+        return self.linearize_sides(tensors, self._folded(x), x.shape)
+
+    def second_moments(self, rows: Tensor, columns: Tensor, kernel: int) -> dict[str, Tensor]:
+        """Along each side: matrices, or diagonals where the side is longer than max_dim."""
+        stacks = {"rows": rows, "columns": columns}
+        if not self.joins_bias(kernel):
+            places = columns.reshape(*columns.shape[:2], -1, kernel)
+            stacks = {"rows": rows, "columns": places.mT.flatten(1, 2), "kernel": places.flatten(1, 2)}
+        return {name: gram(x) if x.shape[2] <= self.max_dim else x.square().sum(1) for name, x in stacks.items()}
+
+    def joins_bias(self, kernel: int) -> bool:
+        return self.modes == "matrix" or kernel == 1
+
+    def _folded(self, x: Tensor) -> Tensor:
+        return x.reshape(x.shape[0], *sides(x.shape[1:], self.modes))

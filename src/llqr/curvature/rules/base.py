@@ -156,17 +156,6 @@ class Twice(Rule):
         """The gradient of ⟨v, Jᵀu⟩ by u, which is Jv, and by the inputs, which J depends on."""
 
 
-class Bilinear(Twice):
-    """One that is linear in each of its inputs, but for a last one that is only added."""
-
-    def twice(self, u: Tensor, v: Sequence[Maybe], of_u: bool, needed: Sequence[bool]) -> tuple[Maybe, ...]:
-        return self.push(v) if of_u else None, *self.turn(u, v, needed)
-
-    @abstractmethod
-    def turn(self, u: Tensor, v: Sequence[Maybe], needed: Sequence[bool]) -> tuple[Maybe, ...]:
-        """The gradient of ⟨v, Jᵀu⟩ by the inputs that J depends on: Jᵀu with v in the place of the inputs."""
-
-
 def _versions(tensors: Sequence[Maybe]) -> tuple[int, ...]:
     return tuple(tensor._version for tensor in tensors if tensor is not None and not tensor.is_inference())
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from llqr.curvature.rules.base import Bilinear, Maybe, Rule, check_outside, recording
+from llqr.curvature.rules.base import Maybe, Rule, Twice, check_outside, recording
 
 
 def _read(x: Tensor, w: Tensor, needed: Sequence[bool]) -> list[Tensor]:
@@ -53,7 +53,7 @@ class Affine(Rule):
         return None if moved is None else moved.reshape(self.shape)
 
 
-class Convolution(Bilinear):
+class Convolution(Twice):
     """y = x * w + b: Jv = v_x * w + x * v_w + v_b. `value` is y where it is known already."""
 
     def __init__(self, x: Tensor, w: Tensor, b: Maybe, settings: tuple[Any, ...], value: Maybe = None) -> None:
@@ -98,15 +98,15 @@ class Convolution(Bilinear):
             moved = shift.expand(self.shape) if moved is None else moved.add_(shift)
         return moved
 
-    def turn(self, u: Tensor, v: Sequence[Maybe], needed: Sequence[bool]) -> tuple[Maybe, ...]:
+    def twice(self, u: Tensor, v: Sequence[Maybe], of_u: bool, needed: Sequence[bool]) -> tuple[Maybe, ...]:
+        """It is linear in x and in w: the gradient by one of them is Jᵀu with v in the place of the other."""
         v_x, v_w, _ = v
         wanted = [needed[0] and v_w is not None, needed[1] and v_x is not None, False]
-        places = (self.x if v_x is None else v_x, self.w if v_w is None else v_w)
+        factors = (self.x if v_x is None else v_x, self.w if v_w is None else v_w)
+        by_u = self.push(v) if of_u else None
         if not any(wanted):
-            return None, None, None
-        return torch.ops.aten.convolution_backward(  # type: ignore[no-any-return]
-            u, *places, None, *self.settings, wanted
-        )
+            return by_u, None, None, None
+        return by_u, *torch.ops.aten.convolution_backward(u, *factors, None, *self.settings, wanted)
 
 
 class LayerNorm(Rule):
