@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 
 import pytest
 import torch
@@ -111,8 +112,13 @@ def test_it_says_what_llqr_does_in_a_transformer() -> None:
 
 
 def test_times_and_what_follows_from_them() -> None:
+    """No part is longer than the whole measurement, which has each of them in every round."""
+    begun = time.perf_counter()
     found = plan(convolutions(), PICTURES, repeats=1)
-    assert min(found.train_seconds, found.refit, found.step) > 0
+    elapsed = time.perf_counter() - begun
+    assert min(found.train_seconds, found.refit) > 0
+    assert found.step >= 0
+    assert found.train_seconds * (1 + found.refit + found.step) < elapsed
     assert found.overhead == pytest.approx(found.step + found.refit / 40)
     assert found.overhead_at_first == pytest.approx(found.step + found.refit * 41 / 300)
 
