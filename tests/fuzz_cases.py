@@ -16,7 +16,7 @@ from fuzz_blocks import Draw, Shape
 from fuzz_layers import beginning, body, ending
 from fuzz_truth import Of, classes, coins, numbers
 from llqr.divergences import KL, Divergence, GaussNewton, Newton, Renyi, ReverseKL
-from llqr.families import Categorical, Gaussian
+from llqr.divergences.families import Categorical, Gaussian
 
 
 class Network(nn.Module):

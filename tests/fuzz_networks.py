@@ -84,7 +84,7 @@ def answered(case: Case, along: Sequence[Tensor]) -> tuple[Tensor, list[Tensor],
             for name, part in zip(shapes, parts, strict=True)
         }
         products.append(flat(list(q.curvature(named).values())).double())
-        bends.append(q.bend(named))
+        bends.append(q.curvature_along(named))
     return flat(list(q.gradient.values())).double(), products, bends
 
 

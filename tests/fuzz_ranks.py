@@ -169,7 +169,7 @@ def draws_fixed() -> Iterator[None]:
         return product / sizes.sqrt().reshape(-1, *[1] * (product.dim() - 1))
 
     with ExitStack() as patches:
-        family = "llqr.families.Categorical.draw"
+        family = "llqr.divergences.families.Categorical.draw"
         patches.enter_context(mock.patch(family, lambda self, output, generator: output.detach().sin()))
         patches.enter_context(mock.patch.object(OutputTerm, "draw", draw))
         yield

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from llqr import QuadraticModel, streams
+from llqr import QuadraticModel
+from llqr.curvature import recorder
 from llqr.divergences import KL, BasePoint, Divergence, GaussNewton, Intermediate, Newton, OutputTerm
 from llqr.errors import LLQRError
 
@@ -359,7 +360,7 @@ def test_models_that_draw_on_another_device(monkeypatch: pytest.MonkeyPatch) -> 
             return out * (torch.rand(out.shape, generator=stream) > 0.5)
 
     monkeypatch.setattr(torch, "get_device_module", lambda device: Device)
-    monkeypatch.setattr(streams, "accelerators", lambda model: {torch.device("cuda", 0)})
+    monkeypatch.setattr(recorder, "accelerators", lambda model: {torch.device("cuda", 0)})
     model, inputs, targets = Dropping(3, 4).double(), torch.randn(7, 3).double(), torch.randint(4, (7,))
     before = stream.get_state()
     same(*(QuadraticModel.build(model, inputs, targets, LOSS, Newton(), 0.1) for _ in range(2)))

@@ -16,7 +16,7 @@ from llqr import LLQR, QuadraticModel, linear_maps
 from llqr.divergences import KL
 from llqr.errors import LLQRError
 from llqr.linear_maps import LinearMap, find_uses
-from llqr.loop.schedule import often_at_first
+from llqr.settings import often_at_first
 from llqr.statistics import DAMPING, MEMORY, Block, Stack, Sums, damping_after
 from llqr.structures import Dense, Diagonal, EigenKronecker, Kronecker, Scalar
 from llqr.structures.base import LONG_SIDE, Structure, damped_inverse, gram, leading_rank, thin_inverse

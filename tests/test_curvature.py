@@ -19,10 +19,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llqr import cg_step, dense_step, exact_step
 from llqr.checks import as_arguments
+from llqr.curvature.quadratic import QuadraticModel
 from llqr.divergences import KL, L2, Divergence, GaussNewton, Intermediate, Newton, Renyi, ReverseKL
 from llqr.errors import LLQRError
 from llqr.exact import Chain, build
-from llqr.quadratic import QuadraticModel
 from zoo import CLASSES, cases, pick
 
 NAMES = list(cases())
@@ -363,7 +363,7 @@ def test_nothing_stays_alive(name: str) -> None:
     try:
         for divergence in (KL(), Newton()):
             q = QuadraticModel.build(*arguments, divergence, output=pick)
-            recorded = q._parts[0]._recorded
+            recorded = q._chunks[0]._recorded
             assert recorded is not None
             held = [weakref.ref(run) for run in (recorded.linear, recorded.second) if run is not None]
             outputs = [weakref.ref(t) for ref in held for t in getattr(ref(), "_outputs")]  # noqa: B009

@@ -11,21 +11,13 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from llqr import cg_step
-from llqr.diagnostics import (
-    Reference,
-    block_step,
-    classics,
-    coupling,
-    diagonal,
-    diagonal_step,
-    fisher,
-    judge,
-    kfac_step,
-    reference,
-)
-from llqr.diagnostics.vectors import dot, norm
+from llqr.diagnostics import Reference, judge, reference
+from llqr.diagnostics.comparison import dot, norm
 from llqr.divergences import KL, L2, Newton
 from llqr.errors import IndefiniteProblemError, LLQRError, NonFiniteError, SingularProblemError
+from llqr_lab.compare import approximations
+from llqr_lab.compare.approximations import diagonal, diagonal_step, kfac_step
+from llqr_lab.compare.coupling import block_step, coupling
 from networks import Dense, relative
 from zoo import cases, pick
 
@@ -104,7 +96,7 @@ def test_a_solve_that_was_cut_short_says_so() -> None:
 
 def test_a_chain_too_large_for_the_recursion_goes_to_conjugate_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     model, (inputs, targets) = network(), batch()
-    monkeypatch.setattr("llqr.diagnostics.judging.RICCATI_WORK", 10.0)
+    monkeypatch.setattr("llqr.diagnostics.comparison.RICCATI_WORK", 10.0)
     assert reference(model, inputs, targets, cross_entropy, KL(), DAMPING).method == "cg"
 
 
@@ -294,7 +286,7 @@ def test_the_estimated_diagonal_is_unbiased_and_scatters_as_told(made: tuple[Ref
 def test_the_output_root_is_a_root_of_w(made: tuple[Reference, Truth]) -> None:
     """R Rᵀ = W for every example: diag(p) - p pᵀ, over the batch size."""
     found, truth = made
-    root, dim = fisher._root(found, truth.dense.output)
+    root, dim = approximations._root(found, truth.dense.output)
     assert dim == 1
     assert relative(root @ root.mT, truth.w) < 1e-10
 
@@ -431,7 +423,7 @@ def test_factors_of_what_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LLQRError, match="isn't a curvature of the output alone"):
         kfac_step(newton)
     assert len(diagonal_step(newton)) == 6  # by products there is one
-    monkeypatch.setattr(classics, "EXACT_DIAGONAL", 1)
+    monkeypatch.setattr(approximations, "EXACT_DIAGONAL", 1)
     with pytest.raises(LLQRError, match="isn't a curvature of the output alone"):
         diagonal_step(newton)
     linear = nn.Sequential(nn.Linear(3, 3)).double()

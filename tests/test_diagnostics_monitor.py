@@ -75,7 +75,7 @@ def test_a_line_has_what_the_functions_give() -> None:
     assert line["exact"]["converged"]
     assert line["loss"] == pytest.approx(exact.loss)
     assert optimizer.preconditioner is not None
-    steered = optimizer.preconditioner.steer(exact.gradient).gradients
+    steered = optimizer.preconditioner.precondition(exact.gradient).gradients
     steps = {
         "gradient": {n: -g for n, g in exact.gradient.items()},
         "preconditioned": {n: -g for n, g in steered.items()},

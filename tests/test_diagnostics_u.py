@@ -14,7 +14,8 @@ from torch.nn.functional import cross_entropy
 
 from llqr import LLQR, Preconditioner, QuadraticModel, fit
 from llqr.diagnostics import Objectives, compare_fits, spectra, staleness
-from llqr.diagnostics.spectra import QUANTILES
+from llqr.diagnostics.fit_quality import QUANTILES
+from llqr.divergences import KL
 from llqr.errors import LLQRError
 from llqr.solvers import SGDM, ScaleFree
 from llqr.structures import Dense, EigenKronecker, Kronecker, Scalar
@@ -77,7 +78,7 @@ def test_factors_with_diagonal_sides_and_many_values(monkeypatch: pytest.MonkeyP
     u = learned(Kronecker(max_dim=8), shapes)
     whole = spectra(u)["w"]
     assert torch.allclose(whole.values, torch.linalg.svdvals(matrix(u, ["w"], shapes)).sort().values)
-    monkeypatch.setattr(sys.modules["llqr.diagnostics.spectra"], "MOST", 100)
+    monkeypatch.setattr(sys.modules["llqr.diagnostics.fit_quality"], "MOST", 100)
     some = spectra(u)["w"]
     assert not some.exact
     assert len(some.values) <= 100
@@ -210,3 +211,20 @@ def test_staleness_of_what_has_no_u() -> None:
 
 def test_quantiles_that_are_logged_include_the_ends() -> None:
     assert (QUANTILES[0], QUANTILES[-1]) == (0.0, 1.0)
+
+
+def test_the_objective_of_an_optimizer_is_that_of_its_refits() -> None:
+    """g and H·v of optimizer.objective(batch) are those of QuadraticModel.build with the paper's KL, evaluated."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(), nn.Linear(6, 3))
+    inputs, targets = torch.randn(8, 4), torch.randint(3, (8,))
+    optimizer = LLQR.paper(torch.optim.SGD(model.parameters(), lr=0.1), model, damping=0.1)
+    truth = QuadraticModel.build(model, inputs, targets, cross_entropy, KL(reduction="sum"), 0.1, training=False)
+    q = optimizer.objective(inputs, targets, cross_entropy)
+    v = {name: torch.randn_like(g) for name, g in truth.gradient.items()}
+    expected, found = truth.curvature(v), q.curvature(v)
+    for name, g in truth.gradient.items():
+        torch.testing.assert_close(q.gradient[name], g)
+        torch.testing.assert_close(found[name], expected[name])
+    assert optimizer.preconditioner is None
+    assert optimizer.stats.refits == 0

@@ -18,7 +18,7 @@ from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAd
 from llqr import LLQR
 from llqr.base_step import STEEPNESS, turn
 from llqr.linear_maps import LinearMap
-from llqr.loop.schedule import LONGEST, often_at_first
+from llqr.settings import LONGEST, often_at_first
 from llqr.statistics import Block, Stack, Sums, damping_after
 from llqr.structures import Dense, EigenKronecker, Kronecker
 from llqr.structures.base import Structure

@@ -105,7 +105,9 @@ def drawn_on_ranks() -> dict[str, Any]:
 
 
 def fixed(case: Case, rank: int = 0, size: int = 1) -> dict[str, Any]:
-    with mock.patch("llqr.families.Categorical.draw", lambda self, output, generator: output.detach().sin()):
+    with mock.patch(
+        "llqr.divergences.families.Categorical.draw", lambda self, output, generator: output.detach().sin()
+    ):
         return trained(case, rank, size)
 
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from torch import Tensor
 from typer.testing import CliRunner
 
-from llqr.distributed.division import deal
+from llqr.distributed.block_owners import deal
 from llqr.solvers import SGDM, ScaleFree, Solver
 from llqr.structures import Diagonal, EigenKronecker, Kronecker
 from llqr_lab.bench import ranks as bench

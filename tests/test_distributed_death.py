@@ -20,12 +20,12 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from llqr import LLQR
+from llqr.curvature.quadratic import QuadraticModel
 from llqr.distributed import checkpoint
 from llqr.divergences import KL
 from llqr.errors import RankError
 from llqr.paper import PaperLLQR
 from llqr.preconditioner import Preconditioner
-from llqr.quadratic import QuadraticModel
 from llqr.solvers import ScaleFree
 from loops import backward, batch, network, parameters_of, sgd
 from ranks import on_ranks
@@ -77,7 +77,7 @@ def dying_at_work(way: str) -> dict[str, Any]:
         optimizer.step()
     backward(called, batch(2))
     before = parameters_of(model)
-    deadly = (QuadraticModel, "product") if way == "fsdp" else (Preconditioner, "steer")
+    deadly = (QuadraticModel, "product") if way == "fsdp" else (Preconditioner, "precondition")
     with mock.patch.object(*deadly, side_effect=die) if dist.get_rank() == 1 else nullcontext():
         try:
             optimizer.step()

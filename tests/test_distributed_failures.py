@@ -119,7 +119,7 @@ def no_gradient(rank: int) -> Any:
     backward(called, data(rank))
     optimizer.step()
     backward(called, data(rank, 1))
-    owners = optimizer._division.owners if optimizer._division is not None else {}
+    owners = optimizer._owners.owners if optimizer._owners is not None else {}
     if rank == owners["0.weight"]:
         model.get_parameter("0.weight").grad = model.get_parameter("2.weight").grad = None
     moved = parameters_of(model)
@@ -206,7 +206,9 @@ def fails_in_a_step(rank: int) -> Any:
         optimizer.step()
         backward(called, data(rank, 1))
         before = parameters_of(model)
-        no_memory = mock.patch.object(optimizer.preconditioner, "steer", side_effect=MemoryError("out of memory, say"))
+        no_memory = mock.patch.object(
+            optimizer.preconditioner, "precondition", side_effect=MemoryError("out of memory, say")
+        )
         with no_memory if rank == 1 else nullcontext():
             words.append(raised(optimizer.step))
         now = parameters_of(model)
@@ -231,8 +233,8 @@ def frozen_later(rank: int) -> Any:
             if parameter.grad is not None:
                 dist.all_reduce(parameter.grad)
         optimizer.step()
-        assert optimizer._division is not None
-        owners.append(dict(optimizer._division.owners))
+        assert optimizer._owners is not None
+        owners.append(dict(optimizer._owners.owners))
     return {"parameters": parameters_of(model), "owners": owners, "refits": optimizer.stats.refits}
 
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from llqr import LLQR
-from llqr.distributed import buckets, ranks
+from llqr.distributed import ranks
 from llqr.divergences import KL
 from llqr.solvers import ScaleFree
 from ranks import on_ranks
@@ -68,7 +68,7 @@ def peaks() -> dict[str, float]:
         optimizer.step()
         most = []
         for _ in range(3):  # on a busy machine a rank may hold a message longer than it has to
-            with mock.patch.object(buckets, "LIMIT", 1), mock.patch.object(ranks, "UNDER_WAY", 1), Peak(model) as peak:
+            with mock.patch.object(ranks, "LIMIT", 1), mock.patch.object(ranks, "UNDER_WAY", 1), Peak(model) as peak:
                 assert optimizer.refit(x)
             most.append(peak.bytes)
         found[way] = min(most) / (4 * WIDTH**2 * DEPTH)

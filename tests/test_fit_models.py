@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from llqr.curvature.quadratic import QuadraticModel
 from llqr.divergences import KL, Divergence, Newton
-from llqr.quadratic import QuadraticModel
 from llqr.relaxation import fit
 from llqr.solvers import SGDM, ScaleFree, Solver
 from test_curvature import Truth, kl, truth_of

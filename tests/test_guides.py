@@ -17,6 +17,7 @@ from llqr.divergences import KL, L2, BasePoint, OutputTerm
 from llqr.errors import LLQRError
 from llqr.paper import PaperLLQR
 from llqr.structures import Kronecker, Structure
+from llqr.testing import check_divergence
 from loops import assert_same, blocks_of, network, parameters_of, sgd, train
 from networks import Dense, relative
 from standins import random_model
@@ -107,7 +108,7 @@ def test_a_divergence_that_is_not_flat_says_so(poisson: OutputTerm) -> None:
 
     model, inputs, counts = counted()
     for run in (
-        lambda: QuadraticModel.build(model, inputs, counts, nn.PoissonNLLLoss(), Leaning()),
+        lambda: check_divergence(Leaning(), model(inputs)),
         lambda: exact_step(model, inputs, counts, nn.PoissonNLLLoss(), Leaning(), damping=0.1),
     ):
         with pytest.raises(LLQRError, match=r"gradient of psi\(\) of Leaning\(\) isn't zero .* flat=False"):

@@ -9,7 +9,7 @@ from torch.func import functional_call, jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llqr import LLQR
-from llqr.quadratic import QuadraticModel
+from llqr.curvature.quadratic import QuadraticModel
 from loops import STRUCTURES, parameters_of
 from small_lab import OPTIONS, PAD, batch, mean_loss, small
 

@@ -13,8 +13,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from llqr import linear_maps
+from llqr.curvature.recorder import unfused
 from llqr.linear_maps import Found, LinearMap, Sides, find_uses, some_places
-from llqr.plainly import unfused
 from llqr.statistics import Sums, merged
 from llqr.structures import Dense, Kronecker
 

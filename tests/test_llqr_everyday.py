@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from llqr import LLQR
 from llqr.divergences import KL
+from llqr.divergences.family_of_loss import summed
 from llqr.errors import LLQRError, LLQRWarning
-from llqr.family_of_loss import summed
 from loops import backward, batch, blocks_of, network, sgd, train
 
 

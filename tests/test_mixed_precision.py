@@ -15,10 +15,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from llqr import LLQR, QuadraticModel, fit
+from llqr.curvature.precision import AutocastOff
 from llqr.divergences import KL, Newton
 from llqr.errors import LLQRWarning
 from llqr.paper import PaperLLQR
-from llqr.precision import AutocastOff
 from llqr.solvers import ScaleFree
 from loops import assert_same, batch, blocks_of, gradients_of, network, never, parameters_of, sgd, spoil
 

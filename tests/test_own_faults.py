@@ -1,4 +1,4 @@
-"""Promise: a structure, a divergence or a solver of one's own that is wrong is told so, before a training is lost."""
+"""Promise: `llqr.testing` tells what is wrong with a structure or a divergence of one's own."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from llqr import LLQR, QuadraticModel, fit
-from llqr.divergences import BasePoint, OutputTerm
+from llqr import fit
+from llqr.divergences import KL, BasePoint, GaussNewton, Newton, OutputTerm, Renyi
 from llqr.errors import LLQRError
 from llqr.solvers import Solver
-from llqr.structures import Structure
-from loops import batch, network, sgd
+from llqr.structures import Dense, Diagonal, EigenKronecker, Kronecker, Scalar, Structure
+from llqr.testing import check_divergence, check_structure
 from standins import random_model
 
 
@@ -34,19 +34,24 @@ class Faulty(Structure):
         return {"d": like.new_ones(count, *shape) * (2 if self.fault == "identity" else 1)}
 
     def apply(self, tensors: Any, x: Tensor) -> Tensor:
+        if self.fault == "place":
+            return x.mul_(tensors["d"] * 1.5)
+        if self.fault == "alone":
+            return tensors["d"][:1] * x
         return (tensors["d"] * x).flatten() if self.fault == "shape" else tensors["d"] * x
 
     def linearize(self, tensors: Any, x: Tensor) -> Any:
         if self.fault not in ("pullback", "sign"):
             return super().linearize(tensors, x)
         wrong = {"pullback": lambda _, cotangent: cotangent * x, "sign": lambda _, cotangent: {"d": -cotangent * x}}
-        return type("Wrong", (), {"value": lambda _: x, "pullback": wrong[self.fault]})()
+        right = {"value": lambda _: tensors["d"] * x, "derivative": lambda _, change: change["d"] * x}
+        return type("Wrong", (), {**right, "pullback": wrong[self.fault]})()
 
     def degree(self, shape: Any) -> int:
-        return 1
+        return 0 if self.fault == "degree" else 1
 
     def scaled(self, tensors: Any, factor: float) -> dict[str, Tensor]:
-        return {name: tensor * factor for name, tensor in tensors.items()}
+        return {name: tensor * (factor**2 if self.fault == "scaled" else factor) for name, tensor in tensors.items()}
 
 
 FAULTS = {
@@ -57,32 +62,30 @@ FAULTS = {
     "pullback": "returns a dict with a gradient for each",
     "sign": "isn't the gradient of",
     "tensor": "returns a dict of tensors by name",
+    "degree": "degree",
+    "scaled": "scaled",
+    "place": "in place",
+    "alone": "as it does alone",
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_of_own_structures_are_told(fault: str) -> None:
-    with pytest.raises(LLQRError, match=rf"of Faulty\(fault='{fault}'\).*{FAULTS[fault]}"):
-        fit(random_model(), Faulty(fault), steps=2)
-    model = network()
-    if fault not in ("identity", "sign"):  # what a shape tells is told before the first step
-        with pytest.raises(LLQRError, match=FAULTS[fault]):
-            LLQR.paper(sgd(model), model, structure=Faulty(fault))
-    fit(random_model(), Faulty("none"), steps=2)
+    with pytest.raises(LLQRError, match=FAULTS[fault]):
+        check_structure(Faulty(fault))
+    check_structure(Faulty("none"))
 
 
-def test_faults_of_own_divergences_and_solvers_are_told() -> None:
-    def build(psi: Callable[[Tensor, BasePoint], object]) -> None:
-        kind = type("Own", (OutputTerm,), {"needs_loss": False, "psi": lambda self, output, base: psi(output, base)})()
-        QuadraticModel.build(model, *data, nn.CrossEntropyLoss(), kind)
+@pytest.mark.parametrize(
+    "structure",
+    [Scalar(), Diagonal(), Dense(), Kronecker(), Kronecker(3, "all"), EigenKronecker(), EigenKronecker(2)],
+    ids=repr,
+)
+def test_the_librarys_own_structures_pass(structure: Structure) -> None:
+    check_structure(structure)
 
-    model, data = network(), batch()
-    with pytest.raises(LLQRError, match=r"psi\(\) of Own\(\) has to return one number.*shape \(6, 3\)"):
-        build(lambda output, base: (output - base.output).square())
-    with pytest.raises(LLQRError, match="doesn't depend on the output"):
-        build(lambda output, base: (output - base.output).detach().square().mean())
-    build(lambda output, base: (output - base.output).square().mean())
 
+def test_a_solver_that_returns_no_preconditioner_is_told() -> None:
     class Nothing(Solver):
         def solve(self, problem: Any, u: Any, steps: int) -> Any:
             return None
@@ -92,12 +95,12 @@ def test_faults_of_own_divergences_and_solvers_are_told() -> None:
 
 
 class Squares(OutputTerm):
-    """Half the mean square, with a product of its own."""
+    """Half the mean square, with a product or draws of its own."""
 
     needs_loss = False
 
-    def __init__(self, product: Callable[[Tensor], Tensor]) -> None:
-        self.product = product
+    def __init__(self, product: Callable[[Tensor], Tensor], drawn: float = 1.0) -> None:
+        self.product, self.drawn = product, drawn
 
     def psi(self, output: Tensor, base: BasePoint) -> Tensor:
         return 0.5 * (output - base.output).square().mean()
@@ -105,12 +108,40 @@ class Squares(OutputTerm):
     def hessian_product(self, tangent: Tensor, base: BasePoint) -> Tensor:
         return self.product(tangent)
 
+    def draw(self, base: BasePoint, generator: torch.Generator) -> Tensor:
+        return (
+            self.drawn
+            * torch.randn(base.output.shape, generator=generator).to(base.output)
+            / base.output.numel() ** 0.5
+        )
 
-def test_a_product_that_isnt_psis_is_told() -> None:
-    """W v = v/n for a mean of n numbers."""
-    model, (inputs, targets) = network(), batch(0)
-    loss = nn.CrossEntropyLoss()
-    QuadraticModel.build(model, inputs, targets, loss, Squares(lambda v: v / v.numel()))
+
+def test_faults_of_own_divergences_are_told() -> None:
+    """W v = v/n for a mean of n numbers, and draws of variance 1/n."""
+    output = torch.randn(6, 3)
+
+    def own(psi: Callable[[Tensor, BasePoint], object], flat: bool = True) -> OutputTerm:
+        made = {"needs_loss": False, "flat": flat, "psi": lambda self, output, base: psi(output, base)}
+        return type("Own", (OutputTerm,), made)()  # type: ignore[no-any-return]
+
+    check_divergence(own(lambda output, base: (output - base.output).square().mean()), output)
+    with pytest.raises(LLQRError, match=r"psi\(\) of Own\(\) has to return one number.*shape \(6, 3\)"):
+        check_divergence(own(lambda output, base: (output - base.output).square()), output)
+    with pytest.raises(LLQRError, match="doesn't depend on the output"):
+        check_divergence(own(lambda output, base: (output - base.output).detach().square().mean()), output)
+    with pytest.raises(LLQRError, match="set flat=False"):
+        check_divergence(own(lambda output, base: output.square().mean()), output)
+    check_divergence(own(lambda output, base: output.square().mean(), flat=False), output)
+    check_divergence(Squares(lambda v: v / v.numel()), output)
     for wrong in (lambda v: 5 * v / v.numel(), lambda v: v.sum()):
         with pytest.raises(LLQRError, match="isn't the second derivative of its psi"):
-            QuadraticModel.build(model, inputs, targets, loss, Squares(wrong))
+            check_divergence(Squares(wrong), output)
+    with pytest.raises(LLQRError, match=r"draw\(\) of.*second moment"):
+        check_divergence(Squares(lambda v: v / v.numel(), drawn=2.0), output)
+
+
+@pytest.mark.parametrize(
+    "divergence", [KL(), KL("bernoulli"), KL("gaussian"), Renyi(0.5), GaussNewton(), Newton()], ids=repr
+)
+def test_the_librarys_own_divergences_pass(divergence: OutputTerm) -> None:
+    check_divergence(divergence, torch.randn(2, 3), torch.tensor([0, 2]), nn.CrossEntropyLoss())

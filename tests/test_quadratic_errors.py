@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from llqr import cg_step, dense_step, exact_step
+from llqr.curvature.quadratic import QuadraticModel
 from llqr.divergences import KL, Divergence, GaussNewton, Intermediate, Newton
 from llqr.errors import LLQRError, NonFiniteError, NotTwiceDifferentiableError
-from llqr.quadratic import QuadraticModel
 
 LOSS = nn.CrossEntropyLoss()
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
+from llqr.curvature.quadratic import QuadraticModel
 from llqr.divergences import Newton
 from llqr.exact import dense_step
-from llqr.quadratic import QuadraticModel
 from llqr.relaxation import fit
 from llqr.solvers import SGDM
 from llqr.structures import Dense, Scalar

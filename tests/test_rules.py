@@ -13,8 +13,8 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from llqr.curvature.quadratic import QuadraticModel
 from llqr.divergences import KL, Divergence, GaussNewton, Newton
-from llqr.quadratic import QuadraticModel
 
 CHECKPOINTED = [
     [nn.Linear(4, 4), nn.GELU(), nn.LayerNorm(4)],

@@ -74,7 +74,7 @@ def same(one: QuadraticModel, other: QuadraticModel, products: int = 2) -> None:
         for name, g in one.gradient.items():
             torch.testing.assert_close(other.gradient[name], g, **EXACT)
             torch.testing.assert_close(found[name], expected[name], **EXACT)
-        torch.testing.assert_close(other.bend(v), one.bend(v), **EXACT)
+        torch.testing.assert_close(other.curvature_along(v), one.curvature_along(v), **EXACT)
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluated"])

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import pickle
 from fnmatch import fnmatchcase
-from typing import Any
 
 import pytest
 import torch
@@ -16,8 +13,7 @@ from hypothesis import strategies as st
 from llqr.errors import LLQRError
 from llqr.preconditioner import Preconditioner
 from llqr.structures import Dense, Diagonal, EigenKronecker, Kronecker, Scalar, Structure
-from llqr.structures.assign import assign
-from llqr.structures.base import Differentiated
+from llqr.structures.stacks import assign
 
 STRUCTURES = [
     Scalar(),
@@ -64,85 +60,6 @@ def test_derivative_and_pullback_are_autograds(case: tuple[Structure, tuple[int,
     linear.pull_onto(cotangent, total, 0.9)
     for name in expected:
         torch.testing.assert_close(total[name], 0.9 * change[name] + expected[name], rtol=1e-12, atol=1e-12)
-
-
-@given(CASES)
-def test_at_the_identity_nothing_is_multiplied_and_all_is_the_same(
-    case: tuple[Structure, tuple[int, ...], int, int],
-) -> None:
-    """linearize_identity(I, x) = linearize(I, x): value, derivative and pullback."""
-    structure, shape, count, seed = case
-    x, cotangent = torch.randn(count, *shape).double(), torch.randn(count, *shape).double()
-    tensors, change = structure.identity(shape, x, count), random_block(structure, shape, count, seed)
-    plain, short = structure.linearize(tensors, x), structure.linearize_identity(tensors, x)
-    torch.testing.assert_close(short.value(), plain.value(), rtol=0, atol=0)
-    torch.testing.assert_close(short.derivative(change), plain.derivative(change), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(short.pullback(cotangent), plain.pullback(cotangent), rtol=1e-12, atol=1e-12)
-    totals = [{name: tensor.clone() for name, tensor in change.items()} for _ in range(2)]
-    for linear, total in zip((short, plain), totals, strict=True):
-        linear.pull_onto(cotangent, total, 0.9)
-    torch.testing.assert_close(*totals, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("structure", [Kronecker(), EigenKronecker(), Kronecker(max_dim=1), EigenKronecker(max_dim=1)])
-def test_what_was_the_identity_isnt_taken_for_it_any_more(structure: Structure) -> None:
-    """However its tensors are changed, replaced or copied, a block acts by the tensors that it has."""
-    x = {"w": torch.randn(3, 4).double()}
-    two = Preconditioner.identity({**x, "v": torch.randn(3, 4).double()}, structure)
-
-    def step(u: Preconditioner) -> torch.Tensor:
-        return u.groups[0].linearize(x["w"][None]).value()[0]
-
-    def identity() -> Preconditioner:
-        return Preconditioner.identity(x, structure)
-
-    def change(u: Preconditioner) -> list[dict[str, torch.Tensor]]:
-        return [{name: torch.full_like(tensor, 0.3) for name, tensor in group.tensors.items()} for group in u.groups]
-
-    torch.testing.assert_close(step(identity()), x["w"], rtol=0, atol=0)
-    moved = identity()
-    moved.move_(change(moved), 1.0)
-    written = identity()
-    for tensor in written.blocks["w"].values():
-        tensor.mul_(2.0)
-    loaded = identity()
-    loaded.load_state_dict(moved.state_dict())
-    others = [identity().moved(change(moved), 1.0), identity().scaled(3.0), moved.clone(), copy.deepcopy(moved)]
-    two.move_(change(two), 1.0)
-    others.append(two.restricted(["w"]))
-    replaced_ = identity()
-    replaced_.groups[0].tensors.update({name: tensor.clone() for name, tensor in moved.groups[0].tensors.items()})
-    others.append(replaced_)
-    others += [pickle.loads(pickle.dumps(moved)), moved.restricted(["w"]), identity().blend(moved, 0.5)]
-    for u in (moved, written, loaded, *others):
-        torch.testing.assert_close(step(u), u.apply(x)["w"], rtol=1e-12, atol=1e-12)
-        assert not torch.allclose(step(u), x["w"])
-
-
-@pytest.mark.parametrize("structure", [Kronecker(), EigenKronecker()])
-def test_a_fit_begins_by_the_short_way(structure: Structure, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the identity, and only there: what isn't it goes the long way."""
-
-    def refuse(*_: object) -> None:
-        raise AssertionError("the long way")
-
-    u = Preconditioner.identity({"w": torch.randn(3, 4)}, structure)
-    monkeypatch.setattr(type(structure), "linearize", refuse)
-    u.groups[0].linearize(torch.randn(1, 3, 4))
-    u.groups[0].tensors[next(iter(u.groups[0].tensors))].mul_(2)
-    with pytest.raises(AssertionError, match="the long way"):
-        u.groups[0].linearize(torch.randn(1, 3, 4))
-
-
-def test_an_own_structure_derived_from_ours_acts_as_it_says_at_the_identity() -> None:
-    """A class of one's own may act otherwise than the one that it is derived from."""
-
-    class Twisted(Kronecker):
-        def linearize(self, tensors: Any, x: torch.Tensor) -> Any:
-            return Differentiated(self, tensors, x)
-
-    u = Preconditioner.identity({"w": torch.randn(3, 4)}, Twisted())
-    assert isinstance(u.groups[0].linearize(torch.randn(1, 3, 4)), Differentiated)
 
 
 @given(CASES)
@@ -284,7 +201,7 @@ def test_the_first_pattern_that_matches_wins(patterns: list[str]) -> None:
 def test_parameters_by_their_names_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A refit names every parameter: matching all names with all others would grow with the square of their number."""
     calls = []
-    monkeypatch.setattr("llqr.structures.assign.fnmatchcase", lambda *names: calls.append(names) or fnmatchcase(*names))
+    monkeypatch.setattr("llqr.structures.stacks.fnmatchcase", lambda *names: calls.append(names) or fnmatchcase(*names))
     names = [f"layers.{i}.weight" for i in range(200)]
     assign({**dict.fromkeys(names, "kfac"), "layers.7*": "scalar"}, names)
     assert len(calls) < 5 * len(names)

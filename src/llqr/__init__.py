@@ -1,12 +1,12 @@
 """Geometry-aware optimization of deep networks by layerwise LQR."""
 
 from llqr import diagnostics, divergences, solvers, structures
+from llqr.curvature.quadratic import QuadraticModel
 from llqr.divergences import LayerwiseLoss
 from llqr.exact import cg_step, dense_step, exact_step
 from llqr.optimizer import LLQR
 from llqr.plan import Plan, plan
 from llqr.preconditioner import Preconditioner
-from llqr.quadratic import QuadraticModel
 from llqr.relaxation import fit
 
 __version__ = "0.1.0.dev0"

@@ -11,8 +11,8 @@ from torch import Tensor
 from llqr.linear_maps import SPARSE_DATA
 from llqr.statistics import Block
 from llqr.structures import EigenKronecker, Kronecker
-from llqr.structures.assign import NAMES
 from llqr.structures.base import LONG_SIDE
+from llqr.structures.stacks import NAMES
 
 IN_WORDS = {
     "Embedding": "an embedding",

@@ -18,6 +18,15 @@ Inputs = Tensor | tuple[Any, ...] | Mapping[str, Any]
 Loss = Callable[[Tensor, Any], Tensor]
 
 
+class ShownWithOptions:
+    """An object that is shown as a call with its options: it reads well in `print(optimizer)` and in errors, and the ranks of a
+    process group, which compare what they do by its words, see the same."""
+
+    def __repr__(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({options})"
+
+
 def as_arguments(inputs: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What a module is called with: a tensor alone, a tuple spread out, a dict as keywords. Copies, for in-place modules."""
     if isinstance(inputs, Mapping):
@@ -162,6 +171,19 @@ def check_finite(tensor: Tensor, what: str) -> None:
         raise NonFiniteError(f"there is a value that is not finite in {what}: {value} at index {place}{also}")
 
 
+def checked_number(what: str, value: object, inside: Callable[[float], bool], meaning: str) -> float:
+    """The number; an error that says what it has to be, where it is none or outside of its bounds."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not inside(value):
+        raise LLQRError(f"{what} is {meaning}, not {value!r}")
+    return float(value)
+
+
+def checked_integer(what: str, value: object, meaning: str = "a positive integer") -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise LLQRError(f"{what} is {meaning}, not {value!r}")
+    return value
+
+
 def check_callable(name: str, value: object) -> None:
     if value is not None and not callable(value):
         raise LLQRError(f"{name} is a function, not a {type(value).__name__}")
@@ -299,9 +321,20 @@ def frozen_rng() -> Iterator[None]:
         yield
 
 
-def _copy(value: Any) -> Any:
+def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same with its tensors changed, however deep in tuples, lists and mappings.
+
+    Mappings become dicts, unless they know how to move themselves to a device, as those of frameworks do, which have attributes
+    that a model may read.
+    """
     if isinstance(value, Tensor):
-        return value.clone()
-    if type(value) in (tuple, list):
-        return type(value)(map(_copy, value))
-    return {name: _copy(part) for name, part in value.items()} if type(value) is dict else value
+        return change(value)
+    if type(value) is dict or (isinstance(value, Mapping) and not hasattr(value, "to")):
+        return {name: mapped(part, change) for name, part in value.items()}
+    if hasattr(value, "_fields"):  # a namedtuple takes them one by one
+        return type(value)(*(mapped(part, change) for part in value))
+    return type(value)(mapped(part, change) for part in value) if type(value) in (tuple, list) else value
+
+
+def _copy(value: Any) -> Any:
+    return mapped(value, Tensor.clone)

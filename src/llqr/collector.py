@@ -19,15 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from llqr.checks import tensors_in
-from llqr.distributed.groups import holds_gradients
+from llqr.curvature.precision import no_autocast
+from llqr.curvature.recorder import CheckpointedError, Streams, refusing_checkpoints
+from llqr.distributed.processes import holds_gradients
 from llqr.linear_maps import Found, LinearMap, Sides, Use, find_uses
-from llqr.loop.inputs import copied, is_own_call
-from llqr.loop.schedule import Schedule
-from llqr.plainly import CheckpointedError, refusing_checkpoints
-from llqr.precision import no_autocast
+from llqr.settings import Schedule
 from llqr.statistics import Sums
-from llqr.streams import Streams
 from llqr.structures.base import Structure
+from llqr.training_loop import copied, is_own_call
 
 
 @dataclass

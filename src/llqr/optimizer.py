@@ -25,24 +25,20 @@ from llqr.assignments import assignments
 from llqr.base_step import Momentum, Turned, Undoing, decay, groups_of
 from llqr.checks import check_callable, check_count, refuse_scripted
 from llqr.collector import Call, Collector
-from llqr.distributed.groups import standing, unwrapped
-from llqr.distributed.processes import processes_of
+from llqr.curvature.locations import uncompiled
+from llqr.curvature.precision import no_autocast
+from llqr.curvature.recorder import Selector
+from llqr.distributed.processes import processes_of, standing, unwrapped
 from llqr.divergences import Divergence, resolve
 from llqr.errors import LLQRError, LLQRWarning, NonFiniteError, callers_level
-from llqr.loop.closures import Closure, checked_loss
-from llqr.loop.gradients import Stepped, check_parameters, gradients_of, not_finite, stepped_parameters
-from llqr.loop.options import check_base
-from llqr.loop.schedule import LONGEST, Every, Schedule, often_at_first
-from llqr.loop.state import KEY, checked_state_dict
-from llqr.loop.stats import Stats
-from llqr.loop.wrapping import Wrapping
 from llqr.paper import PaperLLQR
-from llqr.precision import no_autocast
-from llqr.recorder import Selector
+from llqr.saved_state import KEY, Stats, checked_state_dict
 from llqr.second_run import SecondRun
-from llqr.sites import uncompiled
+from llqr.settings import LONGEST, Every, Schedule, check_base, often_at_first
 from llqr.statistics import Block, Sums, block_state
-from llqr.structures.assign import StructureSpec, assign
+from llqr.structures.stacks import StructureSpec, assign
+from llqr.training_loop import Closure, checked_loss
+from llqr.wrapper import Stepped, Wrapping, check_parameters, gradients_of, not_finite, stepped_parameters
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

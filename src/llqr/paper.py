@@ -15,7 +15,8 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,42 +24,31 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from llqr.checks import Inputs, Loss, check_callable, check_flag
-from llqr.distributed.division import Division
-from llqr.distributed.groups import unwrapped
+from llqr.curvature.locations import PerLayer, uncompiled
+from llqr.curvature.precision import no_autocast
+from llqr.curvature.recorder import Selector, Streams
+from llqr.distributed.block_owners import BlockOwners, OneProcess
+from llqr.distributed.processes import standing, training_ranks_of, unwrapped
 from llqr.divergences import Divergence, resolve
 from llqr.errors import LLQRError, LLQRWarning, NonFiniteError, callers_level
-from llqr.loop.blocks import Blocks
-from llqr.loop.closures import Closure, checked_loss, evaluated_gradients
-from llqr.loop.gradients import Stepped, gradients_of, not_finite, replaced, stepped_parameters
-from llqr.loop.inputs import InputHook
-from llqr.loop.options import check_base, checked_batch, checked_ema
-from llqr.loop.refit import Batch, Refit, Source
-from llqr.loop.schedule import Every, Schedule
-from llqr.loop.state import KEY, State, checked_state_dict
-from llqr.loop.stats import Stats
-from llqr.loop.together import Together
-from llqr.loop.wrapping import Wrapping
-from llqr.naming import PerLayer
-from llqr.precision import no_autocast
 from llqr.preconditioner import Preconditioner
-from llqr.recorder import Selector
-from llqr.sites import uncompiled
-from llqr.solvers import SGDM, Solver
-from llqr.steering import Steered
-from llqr.streams import Streams
-from llqr.structures.assign import StructureSpec
+from llqr.refit import Batch, Blocks, Refit, Source, checked_batch, checked_ema, trainable
+from llqr.saved_state import KEY, State, Stats, checked_state_dict
+from llqr.settings import Every, Schedule, check_base
+from llqr.solvers import SGDM, Quadratic, Solver
+from llqr.structures.stacks import StructureSpec
+from llqr.training_loop import Closure, InputHook, checked_loss, evaluated, evaluated_gradients
+from llqr.wrapper import Stepped, Wrapping, gradients_of, not_finite, replaced, stepped_parameters
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-    from llqr.distributed.sharing import Shared
 
 
 SOLVER = SGDM(lr=0.005, momentum=0.9, clip=5.0)
 """The paper's inner solver."""
 
 
-class PaperLLQR(Together):
+class PaperLLQR(Wrapping):
     """A torch optimizer whose gradients are preconditioned by an inverse curvature U that is fitted along one of them.
 
     A refit's gradient and its curvature are of one network. Where it knows the loss (`step(closure)`, or `loss_fn` with
@@ -127,7 +117,9 @@ class PaperLLQR(Together):
             raise LLQRError("the base is an LLQR already: wrap the optimizer inside it")
         plain = uncompiled(model)
         inside = unwrapped(plain)
-        self._gather(plain, process_group, shard)
+        self.ranks: OneProcess = training_ranks_of(plain, process_group, shard) or OneProcess()
+        """Those that train this model together."""
+        self._group, self._shard, self._standing = process_group, shard, standing(inside.parameters())
         self.model, self._called = uncompiled(inside), model if inside is plain else inside
         parameters = stepped_parameters(base, self.model)
         kind = resolve(divergence, reduction="sum")
@@ -154,9 +146,10 @@ class PaperLLQR(Together):
         if refit_batch is not None and self._refit.sample < 1:
             raise LLQRError("refit_batch says which examples a refit looks at: leave out sample")
         self._refit.check(parameters)
+        self.divergence, self.structure, self.solver, self.steps = kind, structure, self._refit.solver, steps
         self.preconditioner: Preconditioner | None = None
         """U; None is the identity, until the first refit. With `shard`, the blocks of this rank."""
-        self._division: Division | None = None
+        self._owners: BlockOwners | None = None
         self.stats = Stats()
         self._schedule = Schedule(every)
         super().__init__(base)
@@ -178,6 +171,25 @@ class PaperLLQR(Together):
             self.base.param_groups.pop()
             raise
 
+    def _meet(self, parameters: Mapping[str, Tensor], loads: bool = False) -> None:
+        """Ranks may have met, and parameters been sharded, since this was made: as where a framework prepares the model.
+
+        `loads`: another U is about to take the place of the one that is there.
+        """
+        now = standing(parameters.values())
+        if now == self._standing:
+            return
+        ranks = training_ranks_of(self.model, self._group, self._shard) or OneProcess()
+        if ranks.several and self.preconditioner is not None and not loads:
+            raise LLQRError(
+                "torch.distributed was initialised, or the model sharded, after U was fitted or loaded, so ranks may have a U "
+                "each: call init_process_group() and fully_shard first, and load_state_dict() after them"
+            )
+        self.ranks, self._standing = ranks, now
+
+    def _together(self) -> AbstractContextManager[None]:
+        return self.ranks.together()
+
     # --- stepping ---
 
     def step(self, closure: Closure | None = None) -> Any:
@@ -189,11 +201,11 @@ class PaperLLQR(Together):
         Gauss–Newton once for each); it has to give the same each time.
         """
         streams = Streams(self.model) if closure is not None and self._schedule.may_be_due() else None
-        loss = None if closure is None else _evaluated(closure)
+        loss = None if closure is None else evaluated(closure)
         parameters = self._stepped()
         self._meet(parameters)
         gradients = gradients_of(parameters)
-        if self._due():
+        if self.ranks.due(self._schedule):
             with self._together():
                 if closure is not None:
                     checked_loss(loss)
@@ -227,9 +239,17 @@ class PaperLLQR(Together):
             streams = None if closure is None else Streams(self.model)
             with self._hook.listening(closure is not None):
                 if closure is not None:
-                    checked_loss(_evaluated(closure))
+                    checked_loss(evaluated(closure))
                 source = self._source(parameters, closure, streams, batch, loss_fn)
             return self._refit_on(parameters, source)
+
+    def objective(self, inputs: Inputs, targets: Any = None, loss_fn: Loss | None = None) -> Quadratic:
+        """The quadratic model that a refit on this batch would fit U to; nothing is changed by it."""
+        parameters = stepped_parameters(self.base, self.model)
+        known = (loss_fn or self._refit.loss_fn) is not None
+        source = Source(gradients_of(parameters), batch=(inputs, targets), loss_fn=loss_fn, evaluated=known)
+        with self._hook.listening(False), no_autocast(parameters):
+            return self._refit.objective(parameters, source)
 
     def _source(
         self,
@@ -268,7 +288,7 @@ class PaperLLQR(Together):
         try:
             return evaluated_gradients(closure, self.model, parameters, streams)
         except Exception as error:
-            if self._team is not None:
+            if self.ranks.several:
                 raise  # the others may be waiting in their backward passes
             self._warn(
                 "evaluated",
@@ -283,14 +303,14 @@ class PaperLLQR(Together):
     def _refit_on(self, parameters: Mapping[str, Tensor], source: Source) -> bool:
         begun, blocks = time.perf_counter(), self._refit.blocks
         try:
-            with self._hook.listening(False), no_autocast(parameters), self._refitting():
+            with self._hook.listening(False), no_autocast(parameters), self.ranks.refitting():
                 names, source = self._dealt(parameters, source)
                 used = blocks.current(parameters, names, self.preconditioner)
                 start = used if self.warm_start else None
                 u, fault = self._refit(parameters, source, start)
                 if fault is None:
                     new = used.blend(u, self.ema)
-                    new = new if source.division is None else source.division.kept(new)
+                    new = new if source.owners is None else source.owners.kept(new)
         except NonFiniteError as error:
             return self._reject(str(error))
         finally:
@@ -299,10 +319,21 @@ class PaperLLQR(Together):
             self.stats.objective_before, self.stats.objective_after = u.history[0], u.history[-1]
         if fault is not None:
             return self._reject(fault)
-        self.preconditioner, self._division = new, source.division
+        self.preconditioner, self._owners = new, source.owners
         self.stats.refits += 1
         self.stats.memory = self.preconditioner.memory
         return True
+
+    def _dealt(self, parameters: Mapping[str, Tensor], source: Source) -> tuple[list[str], Source]:
+        """The parameters whose blocks are fitted here, and what there is to fit them on."""
+        names = trainable(parameters)
+        if not self.ranks.several:
+            return names, source
+        layout, known = self._refit.blocks.layout(parameters, names), self.preconditioner is not None
+        self.ranks.agree(layout, (self._schedule.step, self.ema, self.warm_start, known, *self._refit.settings()))
+        owners = self.ranks.owners_of(layout, self._owners)
+        gradients = self.ranks.at_owners(owners, parameters, source.gradients)
+        return names if owners is None else owners.own(), replace(source, gradients=gradients, owners=owners)
 
     def _preconditioned(
         self, parameters: Mapping[str, Tensor], gradients: dict[str, Tensor]
@@ -310,15 +341,10 @@ class PaperLLQR(Together):
         if self.preconditioner is None:
             self._count_not_finite(not_finite(gradients))
             return {}
-        team = self._team if self._division is not None and self._team is not None and self._team.shard else None
-        with torch.no_grad(), no_autocast(gradients), nullcontext() if team is None else self._together():
-            steered: Steered | Shared
-            if team is not None and self._division is not None:
-                steered = team.steer(self._division, self.preconditioner, parameters, gradients)
-            else:
-                steered = self.preconditioner.steer(gradients)
-        self._count_not_finite(steered.nonfinite)
-        return steered.gradients
+        with torch.no_grad(), no_autocast(gradients):
+            found = self.ranks.precondition(self._owners, self.preconditioner, parameters, gradients)
+        self._count_not_finite(found.nonfinite)
+        return found.gradients
 
     def _count_not_finite(self, names: Sequence[str]) -> None:
         if names:
@@ -348,8 +374,8 @@ class PaperLLQR(Together):
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         u = self.preconditioner
-        if u is not None and self._division is not None:
-            u = self._division.whole(u)
+        if u is not None and self._owners is not None:
+            u = self._owners.whole(u)
         own = State.of(self._schedule.step, u, self.stats)
         state: dict[str, Any] = {**self.base.state_dict(), KEY: own.as_dict()}
         for after in self._optimizer_state_dict_post_hooks.values():
@@ -366,14 +392,14 @@ class PaperLLQR(Together):
             state_dict = before(self, state_dict) or state_dict
         plain = KEY not in state_dict
         own = State(0, None, Stats()) if plain else State.from_dict(state_dict.pop(KEY))
-        u, division = None, None
+        u, owners = None, None
         parameters = stepped_parameters(self.base, self.model)
         self._meet(parameters, loads=True)
         if own.preconditioner is not None:
-            u, division = self._refit.blocks.blank(parameters, own.preconditioner["blocks"], self._team)
-            u.load_state_dict(own.preconditioner if division is None else division.part(own.preconditioner))
+            u, owners = self._refit.blocks.blank(parameters, own.preconditioner["blocks"], self.ranks)
+            u.load_state_dict(own.preconditioner if owners is None else owners.part(own.preconditioner))
         self.base.load_state_dict(state_dict)
-        self._resume(own, u, division)
+        self._resume(own, u, owners)
         if plain:
             warnings.warn(
                 "the state is of a plain optimizer: U begins at the identity", LLQRWarning, stacklevel=callers_level()
@@ -381,15 +407,15 @@ class PaperLLQR(Together):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def _resume(self, own: State, u: Preconditioner | None, division: Division | None) -> None:
+    def _resume(self, own: State, u: Preconditioner | None, owners: BlockOwners | None) -> None:
         """Go on from there."""
-        self.preconditioner, self._division, self.stats = u, division, own.stats
+        self.preconditioner, self._owners, self.stats = u, owners, own.stats
         self.stats.memory = 0 if u is None else u.memory
         self._schedule.go_to(own.step)
         self._hook.forget()
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._team is not None:
+        if self.ranks.several:
             raise LLQRError(
                 "an optimizer of several ranks holds their process group, which can't be copied or pickled: use state_dict()"
             )
@@ -420,8 +446,3 @@ class PaperLLQR(Together):
         done = f"at step {self._schedule.step}: {self.stats.in_words()}"
         base = repr(self.base).replace("\n", "\n  ")
         return "LLQR.paper(\n  " + ",\n  ".join([*own, done, f"base={base}"]) + "\n)"
-
-
-def _evaluated(closure: Closure) -> Any:
-    with torch.enable_grad():
-        return closure()

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from llqr.assignments import assignments
-from llqr.base_step import turn
-from llqr.checks import Inputs, check_callable, check_finite, check_model
-from llqr.collector import Collector
+from llqr.checks import Inputs, as_arguments, check_callable, check_finite, check_model, checked_integer, tensors_in
+from llqr.curvature.locations import trainable, uncompiled
+from llqr.curvature.recorder import Selector, Streams
 from llqr.errors import LLQRError
-from llqr.linear_maps import find_uses
-from llqr.loop.schedule import LONGEST, often_at_first
-from llqr.plainly import unfused, without_checkpoints
-from llqr.precision import no_autocast
-from llqr.recorder import Recorder, Selector
-from llqr.second_run import Everything
-from llqr.sites import trainable, uncompiled
-from llqr.statistics import Block, merged
-from llqr.structures import Structure
-from llqr.structures.assign import StructureSpec, assign
+from llqr.optimizer import LLQR
+from llqr.settings import LONGEST, often_at_first
+from llqr.structures.stacks import StructureSpec
 
 FIRST = 300
 """Steps from the start that `overhead_at_first` is about: the default schedule refits more often there."""
@@ -79,9 +71,8 @@ def plan(
 ) -> Plan:
     """How `LLQR(base, model, structure=structure)` would step each parameter, and what it would cost.
 
-    The model is run on the batch in the mode that it is in, and left as it was: gradients, buffers, modes, random stream. A
-    training step, a refit (second moments and inverses) and a step along U m are timed in turns, and medians taken; the base's
-    own step isn't in any of them.
+    A copy of the model is trained on the batch for a few steps, in the mode that the model is in: with a refit and without one,
+    in turns, and medians are taken. The base's own step isn't in any of them.
 
     Args:
         model: any module.
@@ -90,24 +81,25 @@ def plan(
         output: picks the tensor whose mean square stands for the loss out of what the model returns. None: all of them.
         repeats: rounds of the measurement.
     """
-    if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
-        raise LLQRError(f"repeats is a positive integer, not {repeats!r}")
+    checked_integer("repeats", repeats)
     check_callable("output", output)
     check_model(model, batch)
-    called, model = model, uncompiled(model)
-    trainable(model)  # raises where there is nothing to step
-    parameters: dict[str, Tensor] = dict(model.named_parameters())
-    structures = assign(structure, parameters)
-    for each in structures.values():
-        each.check_closed_form()
-    rehearsal = _Rehearsal(model, batch, output, parameters, structures)
-    train, refit, step = _in_turns([rehearsal.train, rehearsal.refit, rehearsal.step], repeats, rehearsal.device)
-    if rehearsal.hidden or called is not model:  # LLQR runs the model once more
-        refit += train
-    blocks = rehearsal.blocks.values()
+    inner = uncompiled(model)
+    trainable(inner)  # raises where there is nothing to step
+    with Streams(inner).again():
+        try:
+            twin = copy.deepcopy(inner)
+        except Exception as error:
+            raise LLQRError(f"the model can't be copied, and costs are measured on a copy ({error})") from error
+        rehearsal = _Rehearsal(twin, batch, structure, output)
+        train, base, step, refit = rehearsal.seconds(repeats)
+    step, refit = max(step - base, 0.0), refit + (train if inner is not model else 0.0)  # compiled: it is run once more
+    blocks = rehearsal.optimizer.blocks.values()
+    along = {name for block in blocks for name in block.map.members}
+    parameters = dict(twin.named_parameters())
     refits = sum(map(often_at_first, range(FIRST)))
     return Plan(
-        assignments(parameters, blocks, rehearsal.others, rehearsal.otherwise),
+        rehearsal.optimizer.assignments(),
         train,
         refit / train,
         step / train,
@@ -116,112 +108,54 @@ def plan(
         {
             "curvature": _bytes(m for block in blocks for m in block.moments.values()),
             "U": _bytes(tensor for block in blocks for tensor in block.inverse.values()),
-            "copy": _bytes(rehearsal.before.values()),
+            "copy": _bytes(parameters[name] for name in along),
             "parameters": _bytes(parameters.values()),
         },
     )
 
 
 class _Rehearsal:
-    """A training step, a refit and a step along U m, each to be timed. The parameters are leaves that share their numbers."""
+    """Steps of LLQR around SGD, whose refits can be turned on and off."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        batch: Inputs,
-        output: Selector | None,
-        parameters: Mapping[str, Tensor],
-        structures: Mapping[str, Structure],
-    ) -> None:
-        self._parameters, self._batch = parameters, batch
-        self._recorder = (Everything if output is None else Recorder)(model, (), output, own_precision=True)
-        self.device = next(iter(parameters.values())).device
-        try:
-            leaves, outputs, _ = self._run()  # as the loop does
-        except LLQRError:
-            raise
-        except Exception as error:
-            raise LLQRError(f"the model fails on this batch: {type(error).__name__}: {error}") from error
-        for value in outputs:
-            check_finite(value, "the output")
-        seen = find_uses(outputs, _names(leaves))
-        self.hidden = seen.hidden or not seen.met
-        with unfused(model), without_checkpoints():
-            leaves, self._outputs, loss = self._run()
-        self._ids = _names(leaves)
-        found = find_uses(self._outputs, self._ids)
-        self.others = found.others
-        edges = [get_gradient_edge(leaf) for leaf in leaves.values()] + [
-            GradientEdge(use.node, 0) for use in found.uses
-        ]
-        gradients = torch.autograd.grad(loss, edges, allow_unused=True, retain_graph=True)
-        self._momenta = {name: g for name, g in zip(leaves, gradients, strict=False) if g is not None}
-        self._slopes = gradients[len(leaves) :]
-        self.otherwise = {
-            name: f"by the base: {'in no linear map' if name in self._momenta else 'not used'}" for name in leaves
-        }
-        self._collector = Collector()
-        self._collector.know(parameters, structures)
-        self.blocks: dict[str, Block] = {}
-        self.refit()
-        names = dict.fromkeys(name for block in self.blocks.values() for name in block.map.members)
-        self.before = {name: torch.empty_like(self._momenta[name]) for name in names if name in self._momenta}
+    def __init__(self, model: nn.Module, batch: Inputs, structure: StructureSpec, output: Selector | None) -> None:
+        self._model, self._batch, self._output, self._refits = model, batch, output, True
+        self._device = next(model.parameters()).device
+        base = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
+        self.optimizer = LLQR(base, model, structure=structure, every=lambda step: self._refits)
 
-    def _run(self) -> tuple[dict[str, Tensor], list[Tensor], Tensor]:
-        """The leaves, what the model returns, and the mean squares of that."""
+    def seconds(self, repeats: int) -> list[float]:
+        """The medians of a training step, the base's step, LLQR's step, and what a refit adds; a first round isn't counted."""
+        rounds = []
+        for _ in range(1 + repeats):
+            self._refits = True
+            with_refit = self._timed(self._train) + self._timed(self.optimizer.step)
+            self._refits = False
+            train, step = self._timed(self._train), self._timed(self.optimizer.step)
+            rounds.append((train, self._timed(self.optimizer.base.step), step, max(with_refit - train - step, 0.0)))
+        return [statistics.median(times) for times in zip(*rounds[1:], strict=True)]
+
+    def _timed(self, job: Callable[[], object]) -> float:
+        begun = time.perf_counter()
+        job()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # nothing is left for the next one to wait for
+        return time.perf_counter() - begun
+
+    def _train(self) -> None:
+        self.optimizer.zero_grad()
+        args, kwargs = as_arguments(self._batch)
         with torch.enable_grad():
-            tensors = {n: p.detach().requires_grad_(p.requires_grad) for n, p in self._parameters.items()}
-            outputs = [value for value in self._recorder.run(tensors, self._batch) if value.requires_grad]
+            try:
+                returned = self._model(*args, **kwargs)
+            except Exception as error:
+                raise LLQRError(f"the model fails on this batch: {type(error).__name__}: {error}") from error
+            chosen = tensors_in(returned if self._output is None else self._output(returned), dataclasses=True)
+            outputs = [value for value in chosen if value.requires_grad]
             if not outputs:
                 raise LLQRError("nothing that the model returns depends on a parameter that is trained")
-            loss = torch.stack([value.square().mean() for value in outputs]).sum()
-        return {name: leaf for name, leaf in tensors.items() if leaf.requires_grad}, outputs, loss
-
-    def train(self) -> None:
-        with without_checkpoints():
-            leaves, _, loss = self._run()
-        torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-
-    def refit(self) -> None:
-        """As the hook on the model does it, and `LLQR.step`."""
-        self._collector.forget()
-        with torch.no_grad(), no_autocast(self._parameters):
-            for use, slope in zip(find_uses(self._outputs, self._ids).uses, self._slopes, strict=True):
-                if slope is not None:
-                    self._collector.add(use.map, use.sides(slope))
-            for key, sums in merged(self._collector.sums.values()).items():
-                block = self.blocks.setdefault(key, Block(sums.map, sums.structure))
-                block.take(sums.moments())
-                block.invert()
-
-    def step(self) -> None:
-        """As `LLQR.step` does it, with the gradients as the base's momentum and as its step."""
-        if not self.before:
-            return
-        before = self.before
-        with torch.no_grad(), no_autocast(self._parameters):
-            torch._foreach_copy_(list(before.values()), [self._parameters[name] for name in before])
-            taken = torch._foreach_sub([self._momenta[name] for name in before], list(before.values()))
-            turned = turn(self.blocks.values(), self._momenta, dict(zip(before, taken, strict=True)))
-            for name, step in turned.steps.items():
-                torch.add(before[name], step.to(before[name].dtype), out=before[name])
-
-
-def _names(leaves: Mapping[str, Tensor]) -> dict[int, str]:
-    return {id(leaf): name for name, leaf in leaves.items()}
-
-
-def _in_turns(jobs: list[Callable[[], None]], repeats: int, device: torch.device) -> list[float]:
-    """The median seconds of each, after a round that isn't counted."""
-    seconds: list[list[float]] = [[] for _ in jobs]
-    for _ in range(1 + repeats):
-        for job, times in zip(jobs, seconds, strict=True):
-            begun = time.perf_counter()
-            job()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)  # nothing is left for the next one to wait for
-            times.append(time.perf_counter() - begun)
-    return [statistics.median(times[1:]) for times in seconds]
+            for value in outputs:
+                check_finite(value.detach(), "the output")
+            torch.stack([value.square().mean() for value in outputs]).sum().backward()  # type: ignore[no-untyped-call]
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

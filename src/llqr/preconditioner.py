@@ -6,18 +6,23 @@ Blocks of one structure and one shape are kept as a stack, a `Group`.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from llqr.checks import check_tensors
+from llqr.checks import check_tensors, checked_number
 from llqr.errors import LLQRError, unknown
-from llqr.steering import Steered, Steering
-from llqr.structures.assign import StructureSpec
 from llqr.structures.base import Structure
-from llqr.structures.stacks import Group, identity_groups
+from llqr.structures.stacks import Group, StructureSpec, identity_groups
+
+
+class Preconditioned(NamedTuple):
+    """Preconditioned gradients (None: there is none), and the blocks where they weren't finite."""
+
+    gradients: dict[str, Tensor | None]
+    nonfinite: list[str]
+
 
 Change = list[dict[str, Tensor]]
 """A change of every tensor of a preconditioner, group by group."""
@@ -33,7 +38,6 @@ class Preconditioner:
     def __init__(self, groups: Sequence[Group], history: Sequence[float] = ()) -> None:
         self.groups = list(groups)
         self.history = list(history)
-        self._steering: Steering | None = None
 
     @classmethod
     def identity(cls, parameters: Mapping[str, Tensor], structure: StructureSpec) -> Preconditioner:
@@ -59,17 +63,42 @@ class Preconditioner:
                 applied.update(chosen.scatter(stack, gradients))
         return {name: applied[name] for name in gradients}
 
-    def steer(self, gradients: Mapping[str, Tensor]) -> Steered:
-        """U g, block by block, and g itself where that isn't finite.
+    def precondition(self, gradients: Mapping[str, Tensor]) -> Preconditioned:
+        """U g, block by block, and g itself where that isn't finite, in the dtype that it goes back to.
 
-        Parameters that U doesn't know are left out; those of a layer's block that have no gradient count as zero.
+        Parameters that U doesn't know, or knows by another shape, are left out; those of a layer's block that have no gradient
+        count as zero. Every step pays for this: blocks that multiply number by number are one call, and whether all is finite
+        is asked once.
         """
-        if self._steering is None or not self._steering.fits(self.groups, gradients):
-            self._steering = Steering(self.groups, gradients)
-        return self._steering(gradients)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_steering": None}  # it is about these tensors, not those of a copy
+        shapes = {
+            n: shape for g in self.groups for names in g.members for n, shape in zip(names, g.shapes, strict=True)
+        }
+        values = {n: gradient for n, gradient in gradients.items() if shapes.get(n, gradient.shape) == gradient.shape}
+        for group in self.groups:
+            values.update(group.zeros_beside(values))
+        chosen = [each for group in self.groups if (each := group.select(values.keys())) is not None]
+        plain = {id(g): t for g in chosen if (t := g.structure.multiplier(g.shape)) and g.has_dtype_of(values)}
+        keys = [key for g in chosen if id(g) in plain for key in g.keys]
+        factors = [row for g in chosen if id(g) in plain for row in g.tensors[plain[id(g)]].unbind()]
+        products = list(torch._foreach_mul([values[key] for key in keys], factors)) if keys else []
+        stacked = [group for group in chosen if id(group) not in plain]
+        inputs = [group.gather(values) for group in stacked]
+        results = [group.structure.apply(group.tensors, x) for group, x in zip(stacked, inputs, strict=True)]
+        finite = [torch.stack([product.isfinite().all() for product in products])] if products else []
+        finite += [_blocks_finite(group, y, values) for group, y in zip(stacked, results, strict=True)]
+        good = iter(torch.cat(finite).tolist() if finite else [])
+        found, bad = dict[str, Tensor](), list[str]()
+        for key, product in zip(keys, products, strict=True):
+            found[key] = product if next(good) else values[key].clone()
+            if found[key] is not product:
+                bad.append(key)
+        for group, x, y in zip(stacked, inputs, results, strict=True):
+            for i, key in enumerate(group.keys):
+                if not next(good):
+                    y[i] = x[i]
+                    bad.append(key)
+            found.update(group.scatter(y, values))
+        return Preconditioned({name: found[name] for name in gradients if name in found}, bad)
 
     @property
     def blocks(self) -> dict[str, dict[str, Tensor]]:
@@ -122,8 +151,7 @@ class Preconditioner:
 
     def blend(self, other: Preconditioner, ema: float) -> Preconditioner:
         """ema · U + (1 - ema) · other, tensor by tensor."""
-        if isinstance(ema, bool) or not isinstance(ema, Real) or not 0 <= ema <= 1:
-            raise LLQRError(f"ema is a number between 0 and 1, not {ema!r}")
+        checked_number("ema", ema, lambda share: 0 <= share <= 1, "a number between 0 and 1")
         self.check_same_blocks(other)
         return self._replaced(
             [
@@ -218,3 +246,12 @@ def _no_state() -> LLQRError:
     return LLQRError(
         "this isn't the state_dict() of a Preconditioner, which has 'blocks' with mappings of tensors, and a 'history'"
     )
+
+
+def _blocks_finite(group: Group, y: Tensor, values: Mapping[str, Tensor]) -> Tensor:
+    """Whether each block of a stack is, in the dtypes of the values that it goes back to."""
+    rows = y.reshape(len(y), -1)
+    largest = [min(torch.finfo(values[name].dtype).max for name in names) for names in group.members]
+    if min(largest) >= torch.finfo(group.dtype).max:
+        return rows.isfinite().all(1)
+    return (rows.abs() <= y.new_tensor(largest)[:, None]).all(1)

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from llqr.checks import checked_integer
 from llqr.errors import LLQRError, NonFiniteError
 from llqr.preconditioner import Preconditioner
 from llqr.solvers import Problem, Quadratic, ScaleFree, Solver
-from llqr.solvers.totals import ALONE, totals_of
-from llqr.structures.assign import StructureSpec
+from llqr.solvers.problem import ALONE, totals_of
+from llqr.structures.stacks import StructureSpec
 
 __all__ = ["Quadratic", "fit"]
 
@@ -56,8 +57,7 @@ def checked_solver(solver: Solver | None, steps: int) -> Solver:
         solver = ScaleFree()
     if not isinstance(solver, Solver):
         raise LLQRError(f"the solver is an object such as ScaleFree() or SGDM(lr=0.005), not {solver!r}")
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise LLQRError(f"steps is a positive integer, not {steps!r}")
+    checked_integer("steps", steps)
     return solver
 
 

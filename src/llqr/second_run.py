@@ -14,18 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from llqr import sites
 from llqr.checks import batch_size_of, check_finite
 from llqr.collector import Call, returned
+from llqr.curvature import locations
+from llqr.curvature.precision import no_autocast, raised
+from llqr.curvature.recorder import Recorder, Selector
 from llqr.divergences import L2, ActivationTerm, BasePoint, Divergence, OutputTerm, Term
+from llqr.divergences.families import Categorical
+from llqr.divergences.family_of_loss import check_family
 from llqr.errors import LLQRError, NonFiniteError
-from llqr.families import Categorical
-from llqr.family_of_loss import check_family
 from llqr.linear_maps import LinearMap, Sides, find_uses
-from llqr.loop.closures import Closure, loss_of_output
-from llqr.loop.inputs import as_inputs
-from llqr.precision import no_autocast, raised
-from llqr.recorder import Recorder, Selector
+from llqr.training_loop import Closure, as_inputs, loss_of_output
 
 
 class SecondRun:
@@ -36,7 +35,7 @@ class SecondRun:
     ) -> None:
         self._model, self._called, self._output = model, called, output
         self._terms = [] if divergence is None else list(divergence.terms())
-        self._places = sites.places_of(model, self._terms)
+        self._places = locations.locations_of(model, self._terms)
         for _, term in self._terms:
             if isinstance(term, ActivationTerm) and term.joint:
                 raise LLQRError(
@@ -138,7 +137,7 @@ class SecondRun:
 
     def diagonal(self, parameters: Mapping[str, Tensor]) -> dict[str, float]:
         """What the divergence adds to H's diagonal, for each parameter."""
-        return sites.diagonal(self._model, parameters, self._terms, 0.0)
+        return locations.diagonal(self._model, parameters, self._terms, 0.0)
 
 
 def needs_loss(term: Term) -> bool:

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from llqr.checks import check_amount, check_count, check_tensors
+from llqr.curvature.precision import at_least_single, raised
 from llqr.errors import LLQRError, NonFiniteError, unknown
 from llqr.linear_maps import LinearMap, Sides
-from llqr.precision import at_least_single, raised
 from llqr.structures.base import Damping, Structure
 
 MEMORY = 0.8

@@ -15,7 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from llqr.distributed.division import deal
+from llqr.distributed.block_owners import deal
 from llqr.structures import Diagonal, EigenKronecker, Kronecker, Structure
 from llqr_lab.tables import show_table
 

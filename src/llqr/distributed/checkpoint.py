@@ -11,29 +11,109 @@ it). It appears under its name when it is complete. Nothing in a folder is run w
 
 from __future__ import annotations
 
+import io
 import json
+import pickle
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import metadata, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.serialization import _get_layout
 from torch.utils._pytree import tree_map
 
-from llqr.distributed.reading import METADATA, Planner, Reader, read_metadata
 from llqr.errors import LLQRError
-from llqr.loop.gradients import stepped_parameters
-from llqr.loop.state import State
 from llqr.optimizer import LLQR
 from llqr.paper import PaperLLQR
+from llqr.saved_state import State
 from llqr.statistics import block_state
+from llqr.wrapper import stepped_parameters
+
+METADATA = ".metadata"
+
+_KINDS = (
+    "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta TensorProperties TensorStorageMetadata "
+    "_MEM_FORMAT_ENCODING"
+)
+_KNOWN: dict[tuple[str, str], Any] = {
+    **{(metadata.__name__, name): getattr(metadata, name) for name in _KINDS.split()},
+    (_StorageInfo.__module__, "_StorageInfo"): _StorageInfo,
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): _get_layout,
+    ("collections", "OrderedDict"): dict,
+    **{
+        (module, name): Path
+        for module in ("pathlib", "pathlib._local")
+        for name in ("Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+    },
+}
+
+
+class _Unpickler(pickle._Unpickler):
+    """Python's own in Python, because that in C can't be kept from changing the classes it knows."""
+
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = _KNOWN.get((module, name))
+        if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            found = getattr(torch, name)
+        if found is None:
+            raise pickle.UnpicklingError(f"it has {module}.{name}, which torch doesn't write there")
+        return found
+
+    def load_build(self) -> None:
+        if callable(self.stack[-2]):  # type: ignore[attr-defined]
+            raise pickle.UnpicklingError("it would change a class or a function")
+        super().load_build()  # type: ignore[misc]
+
+    dispatch[pickle.BUILD[0]] = load_build
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """The metadata of a checkpoint; an error where there is anything else in it."""
+    try:
+        with (folder / METADATA).open("rb") as file:
+            found = _Unpickler(file).load()
+    except Exception as error:  # a pickle that isn't torch's can end in anything
+        raise LLQRError(
+            f"the {METADATA} in {str(folder)!r} isn't what torch.distributed.checkpoint writes, and was not loaded: {error}"
+        ) from error
+    if not isinstance(found, Metadata) or not isinstance(found.state_dict_metadata, dict):
+        raise LLQRError(f"the {METADATA} in {str(folder)!r} isn't that of a checkpoint")
+    return found
+
+
+class Reader(FileSystemReader):
+    """torch's, with metadata that were read as above."""
+
+    def __init__(self, folder: Path, known: Metadata) -> None:
+        super().__init__(folder)
+        self._known = known
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._known
+
+
+class Planner(DefaultLoadPlanner):
+    """torch's, for tensors and builtins alone."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        torch.load(value, weights_only=True)  # raises where there is anything else
+        value.seek(0)
+        super().load_bytes(read_item, value)
+
 
 BLOCK, PLACES, AVERAGES, WORDS = "u", "places", "averages", "words"
 """Where a block's tensors are, of the default also the places of its maps and its own momenta; and all that isn't a tensor, as
@@ -196,7 +276,7 @@ def _load_paper(files: _Files, optimizer: PaperLLQR, told: dict[str, Any]) -> No
     parameters, kinds = stepped_parameters(optimizer.base, optimizer.model), files.under(BLOCK)
     with optimizer._together():
         keys = {name.rpartition("/")[0] for name in kinds}
-        u, division = optimizer._refit.blocks.blank(parameters, keys, optimizer._team) if keys else (None, None)
+        u, owners = optimizer._refit.blocks.blank(parameters, keys, optimizer.ranks) if keys else (None, None)
         blocks = _named({} if u is None else u.blocks)
         for name, tensor in blocks.items():
             if name not in kinds or tuple(tensor.shape) != tuple(kinds[name].size):
@@ -209,7 +289,7 @@ def _load_paper(files: _Files, optimizer: PaperLLQR, told: dict[str, Any]) -> No
     own = State.from_dict({**told, "preconditioner": None})
     if u is not None:
         u.history = told["history"]
-    optimizer._resume(own, u, division)
+    optimizer._resume(own, u, owners)
 
 
 # --- the default ---
@@ -255,7 +335,7 @@ def _named(blocks: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
 def _group(optimizer: LLQR | PaperLLQR) -> dist.ProcessGroup | None:
     if isinstance(optimizer, LLQR):
         return optimizer._processes.group
-    return None if optimizer._team is None else optimizer._team.ranks.group
+    return optimizer.ranks.group
 
 
 def _leads(group: dist.ProcessGroup | None) -> bool:

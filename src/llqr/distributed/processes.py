@@ -12,21 +12,79 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from llqr.base_step import Turned, turn
-from llqr.distributed.groups import team_of
-from llqr.errors import RankError
+from llqr.errors import LLQRError, RankError
 from llqr.linear_maps import LinearMap
-from llqr.loop.schedule import Schedule, often_at_first
+from llqr.settings import Schedule, often_at_first
 from llqr.statistics import COLUMNS, ROWS, Block, Moments, Sums, block_from_state, merged
 from llqr.structures.base import Structure
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from llqr.distributed.paper_ranks import TrainingRanks
     from llqr.distributed.ranks import Ranks
-    from llqr.distributed.team import Team
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """What DistributedDataParallel wraps: a refit names parameters as it does, and calls it by itself."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def training_ranks_of(model: nn.Module, process_group: Any, shard: bool | None) -> TrainingRanks | None:
+    """The ranks that train this model: those of the group that is given, of its wrapper, or else of the default group.
+
+    None where there is one process only; but what `fully_shard` has sharded has a team, if only of one.
+    """
+    if shard not in (None, True, False):
+        raise LLQRError(f"shard is True (each rank holds its own blocks of U), False (all of U) or None; not {shard!r}")
+    if not dist.is_available() or not dist.is_initialized():
+        if process_group is not None:
+            raise LLQRError("there is a process_group, and torch.distributed isn't initialised")
+        return None
+    from llqr.distributed import fsdp  # torch's DTensor takes a second to import, and most have no use for it
+    from llqr.distributed.paper_ranks import TrainingRanks
+    from llqr.distributed.ranks import Ranks
+
+    fsdp.reshard(model)
+    fsdp.check(model)
+    group = process_group
+    if group is None and isinstance(model, DistributedDataParallel):
+        group = model.process_group
+    if group is None:
+        group = fsdp.group_of(model) or dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):  # a group that this rank isn't in is none either
+        raise LLQRError(
+            "process_group is a group of torch.distributed that this rank is a member of, or None for that of the model's "
+            f"wrapper or else the default one; not {group!r}"
+        )
+    if dist.get_world_size(group) == 1 and not fsdp.is_sharded(model):
+        return None
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    return TrainingRanks(Ranks(group, device), model, shard)
+
+
+def standing(parameters: Iterable[Tensor]) -> tuple[bool, bool]:
+    """Whether processes have met, and whether the parameters are sharded: a team is for one such state of things."""
+    if not dist.is_available() or not dist.is_initialized():
+        return False, False
+    from torch.distributed.tensor import DTensor
+
+    return True, any(isinstance(parameter, DTensor) for parameter in parameters)
+
+
+def holds_gradients(model: nn.Module) -> bool:
+    """Whether a sharded model has gradients that aren't in `.grad` yet."""
+    if not dist.is_available() or not dist.is_initialized():
+        return False
+    from llqr.distributed import fsdp
+
+    return fsdp.holds_gradients(model)
+
 
 Found = Mapping[LinearMap, Sums]
 Blocks = dict[str, Block]
@@ -118,9 +176,9 @@ class Replicas(Process):
 
     several = True
 
-    def __init__(self, team: Team) -> None:
-        self._team, self._ranks = team, team.ranks
-        self.rank, self.size, self.group = team.ranks.rank, team.ranks.size, team.ranks.group
+    def __init__(self, training: TrainingRanks) -> None:
+        self._training, self._ranks = training, training.ranks
+        self.rank, self.size, self.group = self._ranks.rank, self._ranks.size, self._ranks.group
 
     def together(self) -> AbstractContextManager[None]:
         return self._ranks.together()
@@ -133,7 +191,7 @@ class Replicas(Process):
     @contextmanager
     def refitting(self, settings: object, parameters: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
         """What one rank raises in there, all do."""
-        with self._team.refitting():
+        with self._training.refitting():
             self._ranks.agree("settings of LLQR", settings)
             _agree_on_names(self._ranks, [name for name, p in parameters.items() if p.requires_grad])
             yield parameters
@@ -171,7 +229,7 @@ class Replicas(Process):
 
     def invert(self, blocks: Mapping[str, Block]) -> None:
         """Each rank its own, divided by cost; then all have all."""
-        from llqr.distributed.division import deal
+        from llqr.distributed.block_owners import deal
 
         owners = deal({key: cost(block.moments) for key, block in blocks.items()}, self._ranks.size)
         own = {key: block for key, block in blocks.items() if owners[key] == self.rank}
@@ -190,14 +248,14 @@ class Replicas(Process):
 
 def processes_of(model: nn.Module, group: Any) -> Process:
     """Those that train a model, in its wrapper if it has one."""
-    team = team_of(model, group, None)
-    if team is None:
+    ranks = training_ranks_of(model, group, None)
+    if ranks is None:
         return Process()
-    if not team.shard:
-        return Replicas(team)
+    if not ranks.shard:
+        return Replicas(ranks)
     from llqr.distributed.shards import Shards  # with torch's DTensor, which takes a second to import
 
-    return Shards(team, model)
+    return Shards(ranks, model)
 
 
 def spread(ranks: Ranks, own: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Moments]:

@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import TypeVar
 
@@ -19,8 +20,48 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llqr.distributed.buckets import Bucket, buckets
 from llqr.errors import NonFiniteError, RankError
+from llqr.solvers.problem import Totals
+
+LIMIT = 2**26
+"""Bytes of a bucket, unless one tensor alone is larger."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors of one dtype and device, and a copy of their numbers in one piece."""
+
+    tensors: list[Tensor]
+    flat: Tensor
+
+    def parts(self) -> list[Tensor]:
+        """What the bucket now has for each tensor."""
+        pieces = torch.split(self.flat, [tensor.numel() for tensor in self.tensors])
+        return [piece.view(tensor.shape) for tensor, piece in zip(self.tensors, pieces, strict=True)]
+
+
+def buckets(tensors: Sequence[Tensor]) -> Iterator[Bucket]:
+    """The tensors in buckets, in an order that depends on their dtypes and sizes alone."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for kind in kinds.values():
+        held: list[Tensor] = []
+        size = 0
+        for tensor in kind:
+            length = tensor.numel() * tensor.element_size()
+            if held and size + length > LIMIT:
+                yield _bucket(held)
+                held, size = [], 0
+            held.append(tensor)
+            size += length
+        yield _bucket(held)
+
+
+def _bucket(tensors: list[Tensor]) -> Bucket:
+    return Bucket(tensors, torch.cat([tensor.detach().reshape(-1) for tensor in tensors]))
+
 
 Sent = TypeVar("Sent")
 WELL, NOT_FINITE, FAILED = 0.0, 1.0, 2.0**20
@@ -31,8 +72,8 @@ UNDER_WAY = 8
 """Buckets that are sent at a time, which bounds the memory that they take."""
 
 
-class Ranks:
-    """The ranks of a process group. As `Totals`, it takes totals over the blocks that the ranks hold."""
+class Ranks(Totals):
+    """The ranks of a process group, with totals over the blocks that they hold."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device

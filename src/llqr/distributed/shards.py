@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 
 from llqr.base_step import Turned, turn
 from llqr.distributed import fsdp
-from llqr.distributed.division import deal
+from llqr.distributed.block_owners import deal
+from llqr.distributed.paper_ranks import TrainingRanks
 from llqr.distributed.processes import Blocks, Found, Process, Replicas, cost, spread
 from llqr.distributed.ranks import Ranks
-from llqr.distributed.team import Team
 from llqr.errors import LLQRError
 from llqr.statistics import Block, Sums, block_from_state, map_from_state
 from llqr.structures.base import Structure
@@ -32,8 +32,8 @@ class Shards(Replicas):
 
     sharded = True
 
-    def __init__(self, team: Team, model: nn.Module) -> None:
-        super().__init__(team)
+    def __init__(self, training: TrainingRanks, model: nn.Module) -> None:
+        super().__init__(training)
         self._model = model
         self._owners: dict[str, int] = {}
         """Of all maps of a weight, by its name."""

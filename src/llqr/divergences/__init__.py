@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from llqr.checks import Loss
 from llqr.divergences.base import BasePoint, Divergence, Reduction, Sum
+from llqr.divergences.families import Bernoulli, Categorical, Gaussian
 from llqr.divergences.output import KL, Distributional, GaussNewton, Newton, OutputTerm, Renyi, ReverseKL
 from llqr.divergences.places import L2, ActivationTerm, Intermediate, Layerwise, LayerwiseLoss
 from llqr.errors import LLQRError, unknown
-from llqr.families import Bernoulli, Categorical, Gaussian
 
 __all__ = [
     "KL",

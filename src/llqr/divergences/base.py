@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from llqr.described import Described
+from llqr.checks import ShownWithOptions
+from llqr.divergences.families import standard_normal
 from llqr.errors import LLQRError, NotTwiceDifferentiableError, unknown
-from llqr.families import standard_normal
 
 if TYPE_CHECKING:
     from llqr.divergences import Term
@@ -38,7 +38,7 @@ class BasePoint:
     unpack: Callable[[Tensor], Any] | None = None
 
 
-class Divergence(Described, ABC):
+class Divergence(ShownWithOptions, ABC):
     """A weighted sum of terms, each at one place of the network.
 
     `flat` says whether ∇D vanishes at θ_k through every activation: then p_i = 0, and only Q blocks remain.
@@ -91,7 +91,7 @@ class Sum(Divergence):
         )
 
 
-class Psi(Described, ABC):
+class Psi(ShownWithOptions, ABC):
     """One ψ: a function of one tensor, expanded around what that tensor is at θ_k."""
 
     flat: bool = True

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from llqr.divergences.base import BasePoint, Divergence, Psi, Reduction, check_reduction, hessian_product
+from llqr.divergences.families import Categorical, Family, resolve_family
 from llqr.divergences.places import L2
 from llqr.errors import LLQRError
-from llqr.families import Categorical, Family, resolve_family
 
 if TYPE_CHECKING:
     from llqr.divergences import Term

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from llqr.checks import Loss, check_callable, check_finite, check_flag
 from llqr.divergences.base import BasePoint, Divergence, Psi, Reduction, check_reduction, hessian_product
+from llqr.divergences.families import standard_normal
 from llqr.errors import LLQRError
-from llqr.families import standard_normal
 
 if TYPE_CHECKING:
     from llqr.divergences import Term

@@ -21,17 +21,16 @@ import torch
 from torch import Tensor
 
 from llqr.checks import Inputs, Loss, batch_size_of, check_finite, frozen_rng, loss_gradient
+from llqr.curvature.locations import Location, PerLayer, Terms, catching, per_parameter
 from llqr.divergences import L2, ActivationTerm, BasePoint, Divergence, LayerwiseLoss, OutputTerm, layerwise
 from llqr.divergences.base import slope as slope_of
 from llqr.errors import ChainError, LLQRError, NotTwiceDifferentiableError, unknown
 from llqr.exact.blockdiagonal import BlockDiagonal, materialise_transposed
 from llqr.exact.chain import Chain
 from llqr.exact.derivatives import jacobian, puller, refuse_once_differentiable, refuse_wrong_formulas
-from llqr.naming import PerLayer, per_parameter
-from llqr.sites import Place, Terms, catching
 
 _AtState = tuple[float, OutputTerm | ActivationTerm]
-_Inside = tuple[float, ActivationTerm, Place]
+_Inside = tuple[float, ActivationTerm, Location]
 
 
 @dataclass
@@ -214,15 +213,15 @@ def _sort(chain: Chain, terms: Terms) -> tuple[list[list[_AtState]], list[list[_
     return between, inside
 
 
-def _find(chain: Chain, term: ActivationTerm) -> tuple[int, Place]:
+def _find(chain: Chain, term: ActivationTerm) -> tuple[int, Location]:
     """The stage that a term sits on, and the module in it ("" for the stage itself)."""
     place = term.place
     if isinstance(place, int) and 0 <= place < len(chain):
-        return place, Place("", term.joint)
+        return place, Location("", term.joint)
     for index, (name, module) in enumerate(zip(chain.names, chain.modules, strict=True)):
         for path, _ in module.named_modules(remove_duplicate=False):
             if place == (f"{name}.{path}" if path else name):
-                return index, Place(path, term.joint)
+                return index, Location(path, term.joint)
     raise unknown(f"stage in {'Layerwise' if term.joint else 'Intermediate'}", place, chain.names)
 
 

@@ -17,10 +17,10 @@ from llqr.checks import (
     refuse_wrapped,
     tensors_in,
 )
+from llqr.curvature.locations import Layout
+from llqr.curvature.rules import twice_rules
+from llqr.curvature.rules.replacements import constants
 from llqr.errors import ChainError, LLQRError
-from llqr.packing import Layout
-from llqr.rules import twice_rules
-from llqr.rules.embeddings import constants
 
 
 class Chain:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from llqr import sites
 from llqr.checks import (
     Inputs,
     Loss,
@@ -27,6 +26,10 @@ from llqr.checks import (
     loss_gradient,
     refuse_wrapped,
 )
+from llqr.curvature import locations
+from llqr.curvature.locations import PerLayer
+from llqr.curvature.rules import twice_rules
+from llqr.curvature.rules.replacements import constants
 from llqr.divergences import ActivationTerm, BasePoint, Divergence, LayerwiseLoss, OutputTerm, layerwise
 from llqr.errors import ChainError, NotTwiceDifferentiableError, unknown
 from llqr.exact.chain import named_stages
@@ -34,9 +37,6 @@ from llqr.exact.conjugate import conjugate_gradients
 from llqr.exact.definite import cholesky, least_norm
 from llqr.exact.derivatives import apply_to_each, refuse_once_differentiable, refuse_wrong_formulas
 from llqr.exact.step import Degenerate
-from llqr.naming import PerLayer
-from llqr.rules import twice_rules
-from llqr.rules.embeddings import constants
 
 Parameters = dict[str, Tensor]
 
@@ -113,9 +113,9 @@ class _Problem:
         refuse_wrapped(self.model)
         check_inputs(inputs, self.model)
         self.inputs, self.batch_size = inputs, batch_size_of(inputs)
-        self.parameters = {name: p.clone().requires_grad_() for name, p in sites.trainable(self.model).items()}
-        self.places = sites.places_of(self.model, [*self.terms, *loss_terms])
-        weights = sites.diagonal(self.model, self.parameters, self.terms, damping)
+        self.parameters = {name: p.clone().requires_grad_() for name, p in locations.trainable(self.model).items()}
+        self.places = locations.locations_of(self.model, [*self.terms, *loss_terms])
+        weights = locations.diagonal(self.model, self.parameters, self.terms, damping)
         self.diagonal = _flat([torch.full_like(p, weights[n], requires_grad=False) for n, p in self.parameters.items()])
         with torch.enable_grad(), frozen_rng():
             output, activations = self._run()
@@ -144,10 +144,10 @@ class _Problem:
         parts = torch.split(flat, [p.numel() for p in self.parameters.values()])
         return {n: part.reshape(p.shape) for (n, p), part in zip(self.parameters.items(), parts, strict=True)}
 
-    def _run(self) -> tuple[Tensor, dict[sites.Place, Tensor]]:
+    def _run(self) -> tuple[Tensor, dict[locations.Location, Tensor]]:
         """The output, and what the network has at the places of the terms."""
         before = torch.get_rng_state()
-        catching = sites.catching(self.model, list(self.places.values()))
+        catching = locations.catching(self.model, list(self.places.values()))
         with (
             catching as caught,
             twice_rules(),
@@ -163,7 +163,7 @@ class _Problem:
             raise ChainError("the model draws random numbers (dropout?): call .eval() on it first")
         return output, caught
 
-    def _divergence(self, output: Tensor, activations: dict[sites.Place, Tensor], base: BasePoint) -> Tensor:
+    def _divergence(self, output: Tensor, activations: dict[locations.Location, Tensor], base: BasePoint) -> Tensor:
         """D(θ_k, θ), but for the terms on θ itself, which are diagonal and kept with the damping."""
         total = self._inside(self.terms, activations)
         for weight, term in self.terms:
@@ -172,7 +172,7 @@ class _Problem:
                 total = total + weight * term.psi(output, base)
         return total
 
-    def _inside(self, terms: sites.Terms, activations: dict[sites.Place, Tensor]) -> Tensor:
+    def _inside(self, terms: locations.Terms, activations: dict[locations.Location, Tensor]) -> Tensor:
         """The sum of the terms at places inside the network."""
         total = self.diagonal.new_zeros(())
         for weight, term in terms:

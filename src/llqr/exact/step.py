@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from llqr.checks import Inputs, Loss
+from llqr.curvature.locations import PerLayer
 from llqr.divergences import Divergence, LayerwiseLoss
 from llqr.errors import DegenerateProblemError, unknown
 from llqr.exact.blocks import LQR, build
 from llqr.exact.chain import Chain
 from llqr.exact.definite import least_norm
 from llqr.exact.riccati import Riccati
-from llqr.naming import PerLayer
 
 Degenerate = Literal["error", "least-norm"]
 

@@ -1,10 +1,9 @@
 """Inner solvers: how U is found that minimises J(U). One a file; each is a set of options without state."""
 
-from llqr.solvers.adam import Adam
 from llqr.solvers.base import Solver
 from llqr.solvers.conjugate_gradient import ConjugateGradient
-from llqr.solvers.problem import Problem, Quadratic, bend
+from llqr.solvers.first_order import SGDM, Adam
+from llqr.solvers.problem import Problem, Quadratic, curvature_along
 from llqr.solvers.scale_free import ScaleFree
-from llqr.solvers.sgdm import SGDM
 
-__all__ = ["SGDM", "Adam", "ConjugateGradient", "Problem", "Quadratic", "ScaleFree", "Solver", "bend"]
+__all__ = ["SGDM", "Adam", "ConjugateGradient", "Problem", "Quadratic", "ScaleFree", "Solver", "curvature_along"]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 
-from llqr.described import Described
-from llqr.errors import LLQRError
+from llqr.checks import ShownWithOptions, checked_number
 from llqr.preconditioner import Preconditioner
 from llqr.solvers.problem import Problem
 
@@ -14,7 +13,7 @@ NOTHING_TO_GAIN = 1e-6
 """A line search that lowers J by less than this, relative to J, is the last."""
 
 
-class Solver(Described, ABC):
+class Solver(ShownWithOptions, ABC):
     """Minimises J(U). A solver is a set of options and holds no state."""
 
     @abstractmethod
@@ -26,12 +25,8 @@ class Solver(Described, ABC):
 
 
 def positive(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise LLQRError(f"{name} is a positive number, not {value!r}")
-    return float(value)
+    return checked_number(name, value, lambda number: 0 < number < math.inf, "a positive number")
 
 
 def fraction(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
-        raise LLQRError(f"{name} is at least 0 and below 1, not {value!r}")
-    return float(value)
+    return checked_number(name, value, lambda number: 0 <= number < 1, "at least 0 and below 1")

@@ -9,8 +9,7 @@ import torch
 
 from llqr.preconditioner import Change, Preconditioner
 from llqr.solvers.base import NOTHING_TO_GAIN, Solver
-from llqr.solvers.changes import combine, negative
-from llqr.solvers.problem import Problem, add
+from llqr.solvers.problem import Problem, add, combine, negative
 
 LONGEST = 10.0
 """The longest step, relative to the norm of U at the start."""
@@ -49,9 +48,9 @@ class ConjugateGradient(Solver):
 
             first = point.derivative(direction)
             first_product = problem.curvature(first)
-            decline, bend = problem.dots((slope, first), (first, first_product))
+            decline, curved = problem.dots((slope, first), (first, first_product))
             limit = longest / problem.norm(direction)
-            length = min(-decline / abs(bend), limit) if bend else limit
+            length = min(-decline / abs(curved), limit) if curved else limit
             new_product = add(product, first_product, length)
             if degree > 1:
                 trial = problem.at(u.moved(direction, length)).step
@@ -62,7 +61,7 @@ class ConjugateGradient(Solver):
                 square, cubic, quartic = problem.dots(
                     (slope, second), (first, second_product), (second, second_product)
                 )
-                coefficients = [decline, bend / 2 + square, cubic, quartic / 2]
+                coefficients = [decline, curved / 2 + square, cubic, quartic / 2]
                 length = _minimum(coefficients, length, limit)
                 new_product = add(add(product, first_product, length), second_product, length * length)
             new = problem.at(u.moved(direction, length))

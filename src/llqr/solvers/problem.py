@@ -16,8 +16,79 @@ import torch
 from torch import Tensor
 
 from llqr.preconditioner import Change, Preconditioner
-from llqr.solvers import changes
-from llqr.solvers.totals import totals_of
+
+
+class Totals:
+    """Numbers of the blocks that are here, made into those of all blocks: the same, unless ranks hold some each."""
+
+    def sums(self, values: list[float]) -> list[float]:
+        """Each summed up."""
+        return values
+
+    def norms(self, values: list[float]) -> list[float]:
+        """From norms of the part that is here to those of all."""
+        return values
+
+    def least(self, value: float) -> float:
+        return value
+
+    def most(self, value: float) -> float:
+        return value
+
+
+ALONE = Totals()
+
+
+def totals_of(model: object) -> Totals:
+    """How a quadratic model takes totals: one that holds a part of the parameters says so by its `totals`."""
+    totals: Totals = getattr(model, "totals", ALONE)
+    return totals
+
+
+def inner(left: Change, right: Change) -> float:
+    """⟨left, right⟩ over all tensors."""
+    parts = [torch.sum(a[name] * b[name]) for a, b in zip(left, right, strict=True) for name in a]
+    return float(torch.stack(parts).sum()) if parts else 0.0
+
+
+def change_norm(change: Change) -> float:
+    """√⟨change, change⟩; not finite where one of the numbers isn't."""
+    return math.hypot(*(float(torch.linalg.vector_norm(tensor)) for part in change for tensor in part.values()))
+
+
+def combine(left: Change, right: Change, factor: float) -> Change:
+    """left + factor · right."""
+    return [{n: torch.add(a[n], b[n], alpha=factor) for n in a} for a, b in zip(left, right, strict=True)]
+
+
+def negative(change: Change) -> Change:
+    return [{name: -tensor for name, tensor in part.items()} for part in change]
+
+
+def block_norms(stack: Tensor) -> Tensor:
+    """The norm of each block's own tensor in a stack."""
+    norms: Tensor = torch.linalg.vector_norm(stack.reshape(stack.shape[0], -1), dim=1)
+    return norms
+
+
+def per_block(factors: Tensor, stack: Tensor) -> Tensor:
+    """Each block's tensor times its own factor."""
+    return factors.reshape(-1, *(1 for _ in stack.shape[1:])) * stack
+
+
+def clipped(change: Change, norm: float) -> Change:
+    """Each block's tensors scaled to a norm of at most `norm`."""
+    return [
+        {name: per_block(norm / block_norms(stack).clamp_min(norm), stack) for name, stack in part.items()}
+        for part in change
+    ]
+
+
+def accumulate(change: Change, other: Change, factor: float) -> None:
+    """change ← change + factor · other, in place."""
+    for new, old in zip(change, other, strict=True):
+        for name, tensor in new.items():
+            tensor.add_(old[name], alpha=factor)
 
 
 class Quadratic(Protocol):
@@ -30,10 +101,10 @@ class Quadratic(Protocol):
 
 
 @runtime_checkable
-class Bending(Protocol):
+class KnowsCurvatureAlong(Protocol):
     """One that knows v·Hv for less than Hv."""
 
-    def bend(self, direction: dict[str, Tensor]) -> float: ...
+    def curvature_along(self, direction: dict[str, Tensor]) -> float: ...
 
 
 Stacks = list[Tensor]
@@ -73,12 +144,12 @@ class Problem:
 
     def value(self, step: Stacks, product: Stacks, scale: float = 1.0) -> float:
         """J at scale · δ, given δ and Hδ."""
-        along, bend = self.dots((self.gradient, step), (step, product))
-        return scale * along + 0.5 * scale**2 * bend
+        along, curved = self.dots((self.gradient, step), (step, product))
+        return scale * along + 0.5 * scale**2 * curved
 
     def value_at(self, step: Stacks) -> float:
         """J at δ, where Hδ itself isn't wanted."""
-        along, curved = self._totals.sums([_dot(self.gradient, step), bend(self.model, self._named(step))])
+        along, curved = self._totals.sums([_dot(self.gradient, step), curvature_along(self.model, self._named(step))])
         return along + 0.5 * curved
 
     def slope(self, product: Stacks, scale: float = 1.0) -> Stacks:
@@ -104,14 +175,14 @@ class Problem:
 
     def inners(self, *pairs: tuple[Change, Change]) -> list[float]:
         """The inner products of pairs of changes."""
-        return self._totals.sums([changes.inner(left, right) for left, right in pairs])
+        return self._totals.sums([inner(left, right) for left, right in pairs])
 
     def inner(self, left: Change, right: Change) -> float:
         return self.inners((left, right))[0]
 
     def norm(self, change: Change) -> float:
         """√⟨change, change⟩; not finite where one of the numbers isn't."""
-        return self._totals.norms([changes.norm(change)])[0]
+        return self._totals.norms([change_norm(change)])[0]
 
     def least(self, value: float) -> float:
         """The least of what the holders of blocks have found."""
@@ -149,18 +220,18 @@ class Point:
             linear.pull_onto(part, sum_, decay)
 
 
-def bend(model: Quadratic, direction: dict[str, Tensor]) -> float:
+def curvature_along(model: Quadratic, direction: dict[str, Tensor]) -> float:
     """v·Hv, the part of it that is here: half a product for a model that knows it without Hv."""
-    if isinstance(model, Bending):
-        return model.bend(direction)
+    if isinstance(model, KnowsCurvatureAlong):
+        return model.curvature_along(direction)
     product = model.curvature(direction)
     return _dot(list(direction.values()), [product[name] for name in direction])
 
 
 def _without_rounding(part: Tensor) -> Tensor:
     """A stack of g/‖g‖, with zeros for the blocks that are nothing but rounding."""
-    rounded = changes.block_norms(part) <= ROUNDING * torch.finfo(part.dtype).eps
-    return changes.per_block((~rounded).to(part.dtype), part) if bool(rounded.any()) else part
+    rounded = block_norms(part) <= ROUNDING * torch.finfo(part.dtype).eps
+    return per_block((~rounded).to(part.dtype), part) if bool(rounded.any()) else part
 
 
 def _dot(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:

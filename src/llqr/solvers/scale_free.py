@@ -10,8 +10,7 @@ from torch import Tensor
 
 from llqr.preconditioner import Change, Preconditioner
 from llqr.solvers.base import NOTHING_TO_GAIN, Solver, positive
-from llqr.solvers.changes import block_norms, combine, negative, per_block
-from llqr.solvers.problem import Point, Problem, Stacks, add
+from llqr.solvers.problem import Point, Problem, Stacks, add, block_norms, combine, negative, per_block
 
 LONGEST_TRIAL = 1.0
 """The most that a tensor moves to a trial point, relative to its norm."""
@@ -88,23 +87,23 @@ class _State:
     step: Stacks
     product: Stacks
     along: float
-    bend: float
+    curved: float
     chord: tuple[float, float] | None = None
 
     @classmethod
     def of(cls, problem: Problem, scale: float, point: Point, step: Stacks, product: Stacks) -> _State:
-        along, bend = problem.dots((problem.gradient, step), (step, product))
-        return cls(scale, point, step, product, along, bend)
+        along, curved = problem.dots((problem.gradient, step), (step, product))
+        return cls(scale, point, step, product, along, curved)
 
     @property
     def value(self) -> float:
         """J."""
-        return self.scale * self.along + 0.5 * self.scale**2 * self.bend
+        return self.scale * self.along + 0.5 * self.scale**2 * self.curved
 
     def merit(self) -> float:
         """J with the curvature's absolute value: what steps are compared by, because J itself has no bottom where H is
         negative, and the longest step would win. The same as J where H is positive."""
-        return self.value + self.scale**2 * max(0.0, -self.bend)
+        return self.value + self.scale**2 * max(0.0, -self.curved)
 
     def slope(self, problem: Problem) -> Stacks:
         return problem.slope(self.product, self.scale)
@@ -153,7 +152,7 @@ class _Bounds:
         |δ·Hδ| counts as ‖δ‖ ‖Hδ‖ / reach at least, so that a curvature that nearly cancels doesn't send c far away.
         """
         least = math.prod(problem.sizes(state.step, state.product)) / self._reach
-        scale = _ratio(-state.along, max(abs(state.bend), least))
+        scale = _ratio(-state.along, max(abs(state.curved), least))
         return scale if 0 < scale < math.inf else state.scale
 
     def free(self, u: Preconditioner) -> list[Tensor]:
@@ -185,8 +184,8 @@ def _along_tangent(problem: Problem, state: _State, directions: _Directions, bou
     tangent = state.point.derivative(direction)
     product = problem.curvature(tangent)
     longest = bounds.length(problem, state.point.u, direction)
-    decline, bend = problem.dots((slope, tangent), (tangent, product))
-    length = min(_ratio(-decline, state.scale * abs(bend)), longest)
+    decline, curved = problem.dots((slope, tangent), (tangent, product))
+    length = min(_ratio(-decline, state.scale * abs(curved)), longest)
     if not 0 < length < math.inf:
         return None
     moved = problem.at(state.point.u.moved(direction, length))
@@ -222,7 +221,7 @@ def _predicted(problem: Problem, state: _State, slope: Stacks, direction: Change
     """a₀ if H is along d as it was along the last chord; the geometric mean of that and of the last length."""
     tangent = state.point.derivative(direction)
     decline, square, own = problem.dots((slope, tangent), (tangent, tangent), (state.step, state.step))
-    quotient = state.chord[0] if state.chord else _ratio(state.bend, own)
+    quotient = state.chord[0] if state.chord else _ratio(state.curved, own)
     length = _ratio(-decline, state.scale * abs(quotient) * square)
     return math.sqrt(length * state.chord[1]) if state.chord and length > 0 else length
 
@@ -230,7 +229,7 @@ def _predicted(problem: Problem, state: _State, slope: Stacks, direction: Change
 def _multiple(state: _State, g_chord: float, step_chord: float, chord_chord: float) -> float:
     """r of the (c, r) that minimise J(c (δ + r v)) for a chord v, given g·v, v·Hδ and v·Hv; with c as it is where no such
     pair is positive."""
-    g_step, step_step = state.along, state.bend
+    g_step, step_step = state.along, state.curved
     determinant = step_step * chord_chord - step_chord**2
     if step_step > 0 and chord_chord > 0 and determinant > 1e-12 * step_step * chord_chord:
         scale = (step_chord * g_chord - chord_chord * g_step) / determinant

@@ -1,11 +1,9 @@
 """Block structures of U: one a file, each with its identity, its action, and the derivatives of its action."""
 
 from llqr.structures.base import Linearization, LinearStructure, Structure
-from llqr.structures.dense import Dense
-from llqr.structures.diagonal import Diagonal
 from llqr.structures.eigen_kronecker import EigenKronecker
 from llqr.structures.kronecker import Kronecker
-from llqr.structures.scalar import Scalar
+from llqr.structures.linear import Dense, Diagonal, Scalar
 
 __all__ = [
     "Dense",

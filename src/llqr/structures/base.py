@@ -15,9 +15,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from llqr.described import Described
+from llqr.checks import ShownWithOptions
+from llqr.curvature.precision import at_least_single
 from llqr.errors import LLQRError, NonFiniteError, unknown
-from llqr.precision import at_least_single
 
 Tensors = Mapping[str, Tensor]
 Per = Literal["parameter", "layer"]
@@ -47,7 +47,7 @@ class Linearization(ABC):
             total[name].mul_(decay).add_(gradient)
 
 
-class Structure(Described, ABC):
+class Structure(ShownWithOptions, ABC):
     """How the blocks of U are stored and how they act.
 
     One of your own says how it begins (`identity`), how it acts (`apply`), and two things about that (`degree`, `scaled`); the
@@ -63,8 +63,6 @@ class Structure(Described, ABC):
     def sizes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
         """The name and shape of each tensor of a block for a parameter of this shape: as `identity` makes them."""
         made = self.identity(shape, torch.empty(0, device="meta"))
-        if not isinstance(made, dict) or not all(isinstance(tensor, Tensor) for tensor in made.values()):
-            raise LLQRError(f"identity() of {self!r} returns a dict of tensors by name, not a {type(made).__name__}")
         return {name: tuple(tensor.shape[1:]) for name, tensor in made.items()}
 
     @abstractmethod
@@ -78,10 +76,6 @@ class Structure(Described, ABC):
     def linearize(self, tensors: Tensors, x: Tensor) -> Linearization:
         """U x with its derivatives by the tensors: by differentiating `apply`, unless there is something cheaper."""
         return Differentiated(self, tensors, x)
-
-    def linearize_identity(self, tensors: Tensors, x: Tensor) -> Linearization:
-        """The same where the tensors are those of `identity`, as at the start of a fit."""
-        return self.linearize(tensors, x)
 
     @abstractmethod
     def degree(self, shape: Sequence[int]) -> int:
@@ -265,10 +259,3 @@ POWERS = 2
 def check_per(per: Per) -> None:
     if per not in ("parameter", "layer"):
         raise unknown("extent of a block", per, ("parameter", "layer"))
-
-
-def check_factors(max_dim: int, modes: Modes) -> None:
-    if isinstance(max_dim, bool) or not isinstance(max_dim, int) or max_dim < 1:
-        raise LLQRError(f"max_dim is a positive integer, the longest side that gets a full factor; not {max_dim!r}")
-    if modes not in ("matrix", "all"):
-        raise unknown("modes", modes, ("matrix", "all"))

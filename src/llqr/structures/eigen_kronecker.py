@@ -8,51 +8,34 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llqr.structures.base import Damping, Linearization, Modes, Structure, Tensors, check_factors, ones
-from llqr.structures.diagonal import Diagonal
-from llqr.structures.modes import (
+from llqr.structures.base import Damping, Linearization, Tensors, ones
+from llqr.structures.mode_products import (
+    VECTOR,
     AllButOne,
-    Factor,
-    factor_size,
+    SideStructure,
     identity_factor,
     longest,
     multiply,
     multiply_all,
     outer,
     shortest,
-    side_moments,
-    sides,
     transpose,
 )
 
 BASES = ("Q_L", "Q_R", "Q_K")
 SCALE = "s"
-VECTOR = Diagonal()
 
 
 @dataclass(frozen=True)
-class EigenKronecker(Structure):
+class EigenKronecker(SideStructure):
     """U X = Q_L (s ∘ (Q_Lᵀ X Q_R)) Q_Rᵀ, for X the parameter (m, ...) seen as m × n; a vector is diagonal.
 
     Q_L, Q_R and s are all free: nothing keeps the bases orthogonal. `max_dim` and `modes` are as for `Kronecker`: a side longer
     than `max_dim` has a diagonal in place of a basis, and with `modes="all"` a convolution has a third basis Q_K over k².
     """
 
-    max_dim: int = 8192
-    modes: Modes = "matrix"
-
-    def __post_init__(self) -> None:
-        check_factors(self.max_dim, self.modes)
-
-    def sizes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        if len(shape) < 2:
-            return VECTOR.sizes(shape)
-        folded = sides(shape, self.modes)
-        bases = {name: factor_size(side, self.max_dim) for name, side in zip(BASES, folded, strict=False)}
-        return {**bases, SCALE: folded}
-
-    def multiplier(self, shape: Sequence[int]) -> str | None:
-        return VECTOR.multiplier(shape) if len(shape) < 2 else None
+    def factors(self, sides: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        return {**{name: self.factor_size(side) for name, side in zip(BASES, sides, strict=False)}, SCALE: sides}
 
     def identity(self, shape: Sequence[int], like: Tensor, count: int = 1) -> dict[str, Tensor]:
         if len(shape) < 2:
@@ -62,20 +45,9 @@ class EigenKronecker(Structure):
             for name, size in self.sizes(shape).items()
         }
 
-    def apply(self, tensors: Tensors, x: Tensor) -> Tensor:
-        if x.dim() < 3:
-            return VECTOR.apply(tensors, x)
+    def act(self, tensors: Tensors, x: Tensor) -> Tensor:
         bases = _bases(tensors)
-        hat = multiply_all(self._folded(x), [transpose(basis) for basis in bases])
-        return multiply_all(tensors[SCALE] * hat, bases).reshape(x.shape)
-
-    by_sides = True
-
-    def second_moments(self, rows: Tensor, columns: Tensor, kernel: int) -> dict[str, Tensor]:
-        return side_moments(rows, columns, kernel, self.modes, self.max_dim)
-
-    def joins_bias(self, kernel: int) -> bool:
-        return self.modes == "matrix" or kernel == 1
+        return multiply_all(tensors[SCALE] * multiply_all(x, [transpose(basis) for basis in bases]), bases)
 
     def closed_form(self, moments: Tensors, damping: Damping) -> dict[str, Tensor]:
         """(A ⊗ G + λ)⁻¹, exactly: in the eigenbases of A and G it divides by their eigenvalues' products plus λ."""
@@ -91,17 +63,8 @@ class EigenKronecker(Structure):
         basis = tensors[BASES[side]]
         return {**tensors, BASES[side]: basis * (scale if basis.dim() == 2 else scale[..., None])}
 
-    def linearize(self, tensors: Tensors, x: Tensor) -> Linearization:
-        return self._linearized(tensors, x, _bases(tensors))
-
-    def linearize_identity(self, tensors: Tensors, x: Tensor) -> Linearization:
-        """Nothing is multiplied with I: of eleven products with bases four are left."""
-        return self._linearized(tensors, x, [None] * len(_bases(tensors)))
-
-    def _linearized(self, tensors: Tensors, x: Tensor, bases: Sequence[Factor]) -> Linearization:
-        if x.dim() < 3:
-            return VECTOR.linearize(tensors, x)
-        return _Linearization(tensors, bases, self._folded(x), x.shape)
+    def linearize_sides(self, tensors: Tensors, x: Tensor, shape: Sequence[int]) -> Linearization:
+        return _Linearization(tensors, x, shape)
 
     def degree(self, shape: Sequence[int]) -> int:
         return 2 * len(self.sizes(shape)) - 1
@@ -109,9 +72,6 @@ class EigenKronecker(Structure):
     def scaled(self, tensors: Tensors, factor: float) -> dict[str, Tensor]:
         """The bases stay; s (d of a vector) takes it all."""
         return {name: tensor if name in BASES else tensor * factor for name, tensor in tensors.items()}
-
-    def _folded(self, x: Tensor) -> Tensor:
-        return x.reshape(x.shape[0], *sides(x.shape[1:], self.modes))
 
 
 class _Linearization(Linearization):
@@ -125,9 +85,9 @@ class _Linearization(Linearization):
     what Y (for the longer side) and P̂ (for the others) need anyway, so that five products involve the longer side, not seven.
     """
 
-    def __init__(self, tensors: Tensors, bases: Sequence[Factor], x: Tensor, shape: Sequence[int]) -> None:
-        self._shape, self._scale, self._bases = shape, tensors[SCALE], bases
-        self._stored = {name: tensors[name] for name in BASES[: len(bases)]}
+    def __init__(self, tensors: Tensors, x: Tensor, shape: Sequence[int]) -> None:
+        self._shape, self._scale, self._bases = shape, tensors[SCALE], _bases(tensors)
+        self._stored = {name: tensors[name] for name in BASES if name in tensors}
         self._transposed = [transpose(basis) for basis in self._bases]
         self._long, self._short = longest(x.shape), shortest(x.shape)
         self._inner = AllButOne(x, self._transposed)

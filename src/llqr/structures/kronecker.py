@@ -7,40 +7,26 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from llqr.structures.base import (
-    LONG_SIDE,
-    Damping,
-    Linearization,
-    Modes,
-    Structure,
-    Tensors,
-    check_factors,
-    damped_inverse,
-    thin_inverse,
-)
-from llqr.structures.diagonal import Diagonal
-from llqr.structures.modes import (
+from llqr.structures.base import LONG_SIDE, Damping, Linearization, Tensors, damped_inverse, thin_inverse
+from llqr.structures.mode_products import (
+    VECTOR,
     AllButOne,
-    Factor,
+    SideStructure,
     Thin,
-    factor_size,
     identity_factor,
     multiply,
     multiply_all,
     outer,
     shortest,
-    side_moments,
-    sides,
 )
 
 FACTORS = ("C", "D", "E")
 DIAGONALS = {name: f"diagonal of {name}" for name in FACTORS}
 """Of thin factors."""
-VECTOR = Diagonal()
 
 
 @dataclass(frozen=True)
-class Kronecker(Structure):
+class Kronecker(SideStructure):
     """U X = C X Dᵀ, vec(U X) = (D ⊗ C) vec(X), for X the parameter (m, ...) seen as m × n; a vector is diagonal.
 
     `max_dim`: a side longer than that has a diagonal factor (a vector), so that an embedding of 50,000 words doesn't ask for
@@ -48,44 +34,21 @@ class Kronecker(Structure):
     E over k², in place of two.
     """
 
-    max_dim: int = 8192
-    modes: Modes = "matrix"
-
-    def __post_init__(self) -> None:
-        check_factors(self.max_dim, self.modes)
-
-    def sizes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        if len(shape) < 2:
-            return VECTOR.sizes(shape)
-        return {
-            name: factor_size(side, self.max_dim) for name, side in zip(FACTORS, sides(shape, self.modes), strict=False)
-        }
-
-    def multiplier(self, shape: Sequence[int]) -> str | None:
-        return VECTOR.multiplier(shape) if len(shape) < 2 else None
+    def factors(self, sides: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        return {name: self.factor_size(side) for name, side in zip(FACTORS, sides, strict=False)}
 
     def identity(self, shape: Sequence[int], like: Tensor, count: int = 1) -> dict[str, Tensor]:
         if len(shape) < 2:
             return VECTOR.identity(shape, like, count)
         return {name: identity_factor(size, like, count) for name, size in self.sizes(shape).items()}
 
-    def apply(self, tensors: Tensors, x: Tensor) -> Tensor:
-        if x.dim() < 3:
-            return VECTOR.apply(tensors, x)
+    def act(self, tensors: Tensors, x: Tensor) -> Tensor:
         factors = [
             Thin(tensors[DIAGONALS[name]], tensors[name]) if DIAGONALS[name] in tensors else tensors[name]
             for name in FACTORS
             if name in tensors
         ]
-        return multiply_all(self._folded(x), factors).reshape(x.shape)
-
-    by_sides = True
-
-    def second_moments(self, rows: Tensor, columns: Tensor, kernel: int) -> dict[str, Tensor]:
-        return side_moments(rows, columns, kernel, self.modes, self.max_dim)
-
-    def joins_bias(self, kernel: int) -> bool:
-        return self.modes == "matrix" or kernel == 1
+        return multiply_all(x, factors)
 
     def closed_form(self, moments: Tensors, damping: Damping) -> dict[str, Tensor]:
         """C = (G + √λ ḡ)⁻¹ and D = (A + √λ ā)⁻¹, with ḡ and ā the means of their diagonals: the damping is split, so that each
@@ -110,17 +73,8 @@ class Kronecker(Structure):
             scaled[name] = scale[..., None] * scaled[name] * scale[:, None]
         return scaled
 
-    def linearize(self, tensors: Tensors, x: Tensor) -> Linearization:
-        return self._linearized(tensors, x, list(tensors.values()))
-
-    def linearize_identity(self, tensors: Tensors, x: Tensor) -> Linearization:
-        """Nothing is multiplied with I: of five products with factors two are left."""
-        return self._linearized(tensors, x, [None] * len(tensors))
-
-    def _linearized(self, tensors: Tensors, x: Tensor, factors: Sequence[Factor]) -> Linearization:
-        if x.dim() < 3:
-            return VECTOR.linearize(tensors, x)
-        return _Linearization(tensors, factors, self._folded(x), x.shape)
+    def linearize_sides(self, tensors: Tensors, x: Tensor, shape: Sequence[int]) -> Linearization:
+        return _Linearization(tensors, x, shape)
 
     def degree(self, shape: Sequence[int]) -> int:
         return len(self.sizes(shape))
@@ -129,9 +83,6 @@ class Kronecker(Structure):
         """Each factor takes an equal share."""
         return {name: tensor * factor ** (1 / len(tensors)) for name, tensor in tensors.items()}
 
-    def _folded(self, x: Tensor) -> Tensor:
-        return x.reshape(x.shape[0], *sides(x.shape[1:], self.modes))
-
 
 class _Linearization(Linearization):
     """d(C X Dᵀ) = dC (X Dᵀ) + (C X) dDᵀ; the pullback of P is P (X Dᵀ)ᵀ for C and Pᵀ (C X) for D.
@@ -139,9 +90,9 @@ class _Linearization(Linearization):
     Both X Dᵀ and C X are there for the pullback, so the value is one product more: with the factor of the shorter side.
     """
 
-    def __init__(self, tensors: Tensors, factors: Sequence[Factor], x: Tensor, shape: Sequence[int]) -> None:
-        self._tensors, self._factors, self._shape, self._sides = tensors, factors, shape, x.shape
-        self._rest = AllButOne(x, factors)
+    def __init__(self, tensors: Tensors, x: Tensor, shape: Sequence[int]) -> None:
+        self._tensors, self._factors, self._shape, self._sides = tensors, list(tensors.values()), shape, x.shape
+        self._rest = AllButOne(x, self._factors)
 
     def value(self) -> Tensor:
         last = shortest(self._sides)

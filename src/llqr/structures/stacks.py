@@ -1,18 +1,87 @@
-"""Blocks of one structure and one shape, kept as a stack so that they act in one batched product."""
+"""Which parameter gets which structure; and blocks of one structure and shape as a stack, which acts in one batched product."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from llqr.errors import LLQRError
-from llqr.precision import at_least_single
-from llqr.structures.assign import StructureSpec, assign, owner
+from llqr.curvature.precision import at_least_single
+from llqr.errors import LLQRError, unknown
 from llqr.structures.base import Linearization, Structure
+from llqr.structures.eigen_kronecker import EigenKronecker
+from llqr.structures.kronecker import Kronecker
+from llqr.structures.linear import Dense, Diagonal, Scalar
+
+NAMES: dict[str, Callable[[], Structure]] = {
+    "scalar": Scalar,
+    "diagonal": Diagonal,
+    "kfac": Kronecker,
+    "ekfac": EigenKronecker,
+    "dense": Dense,
+}
+
+WILD = frozenset("*?[")
+
+StructureSpec = str | Structure | Mapping[str, str | Structure]
+
+
+def resolve(structure: str | Structure) -> Structure:
+    """The structure that a name stands for; a structure stands for itself."""
+    if isinstance(structure, Structure):
+        return structure
+    if isinstance(structure, type) and issubclass(structure, Structure):
+        raise LLQRError(f"the structure is a class; write {structure.__name__}() to make one")
+    if not isinstance(structure, str) or structure not in NAMES:
+        raise unknown("structure", structure, NAMES)
+    return NAMES[structure]()
+
+
+def assign(structure: StructureSpec, names: Collection[str]) -> dict[str, Structure]:
+    """The structure of each parameter.
+
+    In a mapping, a key is a parameter's name, a module's name (all it holds), or a pattern with * and ? for either. The first
+    that matches wins, each has to match something, and nothing may be left over: a last "*" takes the rest.
+    """
+    if not isinstance(structure, Mapping):
+        return dict.fromkeys(names, resolve(structure))
+    answering = {name: [name, *_holders(name)] for name in names}
+    known = dict.fromkeys(answer for answers in answering.values() for answer in answers)
+    resolved = {pattern: resolve(entry) for pattern, entry in structure.items()}
+    wild = [pattern for pattern in structure if isinstance(pattern, str) and not WILD.isdisjoint(pattern)]
+    for pattern in structure:
+        if not isinstance(pattern, str):
+            raise LLQRError(f"a mapping of structures has name patterns for keys; {pattern!r} is not a string")
+        if not (any(fnmatchcase(answer, pattern) for answer in known) if pattern in wild else pattern in known):
+            raise unknown("parameter or module in the mapping of structures", pattern, list(known))
+    order = {pattern: place for place, pattern in enumerate(resolved)}
+    assigned: dict[str, Structure] = {}
+    for name, answers in answering.items():
+        # names are looked up, so that a model with many parameters, each by its name, isn't matched pattern by pattern
+        matching = [answer for answer in answers if answer in order and answer not in wild]
+        matching += [pattern for pattern in wild if any(fnmatchcase(answer, pattern) for answer in answers)][:1]
+        if matching:
+            assigned[name] = resolved[min(matching, key=order.__getitem__)]
+    missing = [name for name in names if name not in assigned]
+    if missing:
+        listed = ", ".join(repr(name) for name in missing[:10]) + (", …" if len(missing) > 10 else "")
+        raise LLQRError(f'no pattern of the structures matches {listed}: add a last "*" that says what the rest gets')
+    return assigned
+
+
+def owner(name: str) -> str:
+    """The module that owns a parameter: the name up to the last dot."""
+    return name.rpartition(".")[0]
+
+
+def _holders(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:depth]) for depth in range(1, len(parts))]
+
 
 STACK_LIMIT = 2**16
 """Parameters with more numbers than this are not stacked: their products fill a processor alone, and stacking copies them."""
@@ -30,9 +99,6 @@ class Group:
     members: tuple[tuple[str, ...], ...]
     shapes: tuple[torch.Size, ...]
     tensors: dict[str, Tensor]
-    identity: tuple[tuple[int, int], ...] = ()
-    """The tensors and their versions when they were made as the identity: as long as these are the same, they are it. (What is
-    written to `.data` or to an array that shares the memory changes no version.)"""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -86,7 +152,7 @@ class Group:
 
     def holding(self, tensors: dict[str, Tensor]) -> Group:
         """The same blocks with other tensors."""
-        return replace(self, tensors=tensors, identity=())
+        return replace(self, tensors=tensors)
 
     def zeros_beside(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Zeros for the members that have no value in blocks where others have one."""
@@ -101,8 +167,8 @@ class Group:
             if name not in values
         }
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "identity": ()}  # the versions of a copy's tensors begin anew
+    def has_dtype_of(self, values: Mapping[str, Tensor]) -> bool:
+        return all(values[name].dtype == self.dtype for names in self.members for name in names)
 
     def layout(self) -> Group:
         """The group without its numbers: enough to gather and scatter."""
@@ -117,19 +183,12 @@ class Group:
                     _check_value(name, values[name], shape, device)
 
     def linearize(self, stack: Tensor) -> Linearization:
-        at_identity = bool(self.identity) and self.identity == _versions(self.tensors)
-        linearize = self.structure.linearize_identity if at_identity else self.structure.linearize
-        return linearize(self.tensors, stack)
+        return self.structure.linearize(self.tensors, stack)
 
     def _block(self, values: Sequence[Tensor]) -> Tensor:
         if self.structure.per == "parameter":
             return values[0].to(self.dtype)
         return torch.cat([value.reshape(-1).to(self.dtype) for value in values])
-
-
-def _versions(tensors: Mapping[str, Tensor]) -> tuple[tuple[int, int], ...]:
-    """None at all in inference mode, where tensors don't have one."""
-    return tuple((id(tensor), tensor._version) for tensor in tensors.values() if not tensor.is_inference())
 
 
 def _check_value(name: str, value: object, shape: torch.Size, device: torch.device) -> None:
@@ -158,9 +217,7 @@ def identity_groups(parameters: Mapping[str, Tensor], structure: StructureSpec) 
     groups = []
     for kind, entries in stacks.items():
         keys, covered = (tuple(column) for column in zip(*entries, strict=True))
-        tensors = kind.identity(len(keys))
-        identity = _versions(tensors) if _is_ours(kind.structure) else ()
-        groups.append(Group(kind.structure, keys, covered, kind.shapes, tensors, identity))
+        groups.append(Group(kind.structure, keys, covered, kind.shapes, kind.identity(len(keys))))
     return groups
 
 
@@ -195,69 +252,7 @@ class _Kind(NamedTuple):
 
     def identity(self, count: int) -> dict[str, Tensor]:
         like = torch.empty(0, dtype=self.dtype, device=self.device)
-        shape = _seen(self.structure, self.shapes)
-        tensors = self.structure.identity(shape, like, count)
-        if not _is_ours(self.structure):
-            _check_own(self.structure, tensors, like.new_empty(count, *shape))
-        return tensors
-
-
-def _is_ours(structure: Structure) -> bool:
-    """Of the library, and not a class of the user's own, which may be derived from one of ours and act otherwise."""
-    return type(structure).__module__.startswith("llqr.structures.")
-
-
-def _check_own(structure: Structure, tensors: dict[str, Tensor], x: Tensor) -> None:
-    """Raise for a structure of the user's own whose tensors aren't stacks, or whose identity isn't one."""
-    count, shape = len(x), tuple(x.shape[1:])
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    wanted = {name: (count, *size) for name, size in structure.sizes(shape).items()}
-    if found != wanted:
-        raise LLQRError(
-            f"identity() of {structure!r} makes tensors {found} for {count} blocks of shape {shape}, where {wanted} is wanted: "
-            "each has a leading dimension, the number of blocks (`count`)"
-        )
-    for name, tensor in tensors.items():
-        if (tensor.dtype, tensor.device) != (x.dtype, x.device):
-            raise LLQRError(
-                f"identity() of {structure!r} makes {name!r} of {tensor.dtype} on {tensor.device}, not of {x.dtype} on "
-                f"{x.device}: make it from `like`, as in like.new_ones(count, *shape)"
-            )
-    if not x.is_meta:
-        x = torch.arange(1, x.numel() + 1, dtype=x.dtype, device=x.device).sin().reshape(x.shape)
-    with torch.no_grad():
-        y = structure.apply(tensors, x)
-    if y.shape != x.shape:
-        raise LLQRError(
-            f"apply() of {structure!r} makes shape {tuple(y.shape)} of {tuple(x.shape)}: U x has the shape of x"
-        )
-    pulled = structure.linearize(tensors, x).pullback(x)
-    if not isinstance(pulled, dict) or {name: tuple(part.shape) for name, part in pulled.items()} != wanted:
-        raise LLQRError(f"pullback() of {structure!r} returns a dict with a gradient for each of {wanted}")
-    if not x.is_meta and not _pulls_back(structure, tensors, x, pulled):
-        raise LLQRError(
-            f"pullback() of {structure!r} isn't the gradient of ⟨cotangent, apply(tensors, x)⟩ by the tensors, for shape "
-            f"{shape}: leave it out, and it is found by differentiating apply()"
-        )
-    if not x.is_meta and not torch.allclose(y, x, rtol=1e-3, atol=1e-3):
-        raise LLQRError(
-            f"apply() of {structure!r} with the tensors of identity() doesn't give x back for shape {shape}"
-        )
-
-
-def _pulls_back(structure: Structure, tensors: dict[str, Tensor], x: Tensor, pulled: Mapping[str, Tensor]) -> bool:
-    """Whether what was pulled back from x is what autograd finds."""
-    free = {name: tensor.detach().clone().requires_grad_() for name, tensor in tensors.items()}
-    with torch.enable_grad():
-        value = torch.sum(x * structure.apply(free, x))
-    if not value.requires_grad:
-        return True
-    found = torch.autograd.grad(value, list(free.values()), allow_unused=True)
-    expected = [torch.zeros_like(t) if part is None else part for t, part in zip(free.values(), found, strict=True)]
-    return all(
-        torch.allclose(pulled[name], part, rtol=1e-2, atol=1e-3 * (1 + float(part.abs().max())))
-        for name, part in zip(free, expected, strict=True)
-    )
+        return self.structure.identity(_seen(self.structure, self.shapes), like, count)
 
 
 def _seen(structure: Structure, shapes: Sequence[torch.Size]) -> tuple[int, ...]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from llqr.curvature.quadratic import QuadraticModel
 from llqr.divergences import KL, Divergence, Newton
-from llqr.quadratic import QuadraticModel
 from llqr.relaxation import fit
 from llqr.solvers import SGDM, ScaleFree, Solver
 from llqr_lab.models import named

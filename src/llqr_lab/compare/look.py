@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from llqr import QuadraticModel, fit
-from llqr.diagnostics import Coupling, Inverse, Reference, Verdict, coupling, diagonal, kfac_inverse, reference
-from llqr.diagnostics.vectors import flat, named, norm
+from llqr.diagnostics import Reference, Verdict, reference
+from llqr.diagnostics.comparison import flat, named, norm
 from llqr.errors import LLQRError
 from llqr.exact.conjugate import conjugate_gradients
 from llqr.paper import PaperLLQR
 from llqr.solvers import SGDM, Quadratic, Solver
+from llqr_lab.compare.approximations import Inverse, diagonal, kfac_inverse
+from llqr_lab.compare.coupling import Coupling, coupling
 from llqr_lab.compare.shadows import Shadow
 from llqr_lab.compare.subjects import Batch, Subject
 

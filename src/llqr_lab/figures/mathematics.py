@@ -44,7 +44,7 @@ def _one_step(axes: Axes) -> None:
     model, inputs, targets = _two_layers(START)
     q = QuadraticModel.build(model, inputs, targets, _half_square, MEASURE)
     gradient, exact = _flat(q.gradient), _flat(exact_step(model, inputs, targets, _half_square, MEASURE))
-    single = -gradient * float(gradient @ gradient) / q.bend(q.gradient)
+    single = -gradient * float(gradient @ gradient) / q.curvature_along(q.gradient)
     learned = -_flat(fit(q, Diagonal(), steps=INNER).apply(q.gradient))
     _levels(axes)
     hessian = torch.stack([_flat(q.curvature(_named(q.gradient, unit))) for unit in torch.eye(2).double()])

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from llqr.curvature.quadratic import QuadraticModel
 from llqr.divergences import Newton
-from llqr.quadratic import QuadraticModel
 from llqr.relaxation import fit
 from llqr.solvers import SGDM, ScaleFree, Solver
 from llqr.structures import Scalar

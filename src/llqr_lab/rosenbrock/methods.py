@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from llqr.curvature.quadratic import QuadraticModel
 from llqr.divergences import Newton
 from llqr.exact import exact_step
 from llqr.preconditioner import Preconditioner
-from llqr.quadratic import QuadraticModel
 from llqr.relaxation import fit
 from llqr.solvers import Solver
 from llqr.structures import Dense, Scalar

@@ -1,0 +1,266 @@
+"""The engine: a network's forward pass recorded once, and then products with its Jacobian and with Hessians.
+
+One forward pass x = F(θ) is recorded by autograd, and one backward pass u ↦ Jᵀu with a cotangent u that is itself a variable.
+After that
+
+    pull(c) = Jᵀc    is a backward pass through the first graph,
+    push(v) = Jv     is a backward pass through the second: Jᵀu is linear in u, and the transpose of Jᵀ is J,
+    a Hessian product is a backward pass through the graph of a gradient,
+
+and nothing is run forward, traced or compiled again, however many products follow. A training step is three matrix products
+a layer; push and pull are two each. Operations whose second derivatives torch computes slowly are recorded by rules.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+from llqr.checks import Inputs
+from llqr.curvature.handwritten import check_handwritten, handwritten
+from llqr.curvature.recorder import Parameters, Recorder
+from llqr.curvature.rules import BeyondRulesError, ChangedError, hessian_rules, linear_rules, plain_rules, twice_rules
+from llqr.curvature.rules.segments import in_segments, refuse_leaks
+from llqr.errors import LLQRError, NotTwiceDifferentiableError, callers_level
+from llqr.exact.derivatives import refuse_once_differentiable, refuse_wrong_formulas
+
+
+class Recording:
+    """One forward pass at θ, recorded: its values, and Jᵀc by a backward pass."""
+
+    _second = False
+    """Whether second derivatives are asked for."""
+
+    def __init__(self, recorder: Recorder, parameters: Parameters, inputs: Inputs, rules: TorchFunctionMode) -> None:
+        self._recorder, self._inputs = recorder, inputs
+        self._names = list(parameters)
+        self._leaves = [p.detach().requires_grad_() for p in parameters.values()]
+        self._record(rules)
+
+    def _record(self, rules: TorchFunctionMode) -> None:
+        try:
+            with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), rules, self._segments(type(rules)) as self._within:
+                self._outputs = self._recorder.run(dict(zip(self._names, self._leaves, strict=True)), self._inputs)
+        except BeyondRulesError:  # as gradient penalties, physics-informed networks and hooks do
+            self._record(plain_rules())
+            return
+        refuse_leaks(self._outputs if self._recorder.segments else ())
+        self.values = [output.detach() for output in self._outputs]
+        if not all(output.requires_grad for output in self._outputs):
+            raise LLQRError("the output doesn't depend on the parameters by anything differentiable (was it detached?)")
+
+    def _segments(self, rules: type[TorchFunctionMode]) -> AbstractContextManager[list[str]]:
+        return in_segments(self._recorder.segments, rules, self._second, self._recorder.rerun)
+
+    def pull(self, cotangents: Sequence[Tensor]) -> list[Tensor]:
+        """Jᵀc: one gradient a parameter, from one cotangent an output."""
+        try:
+            return self._pull(cotangents)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise _not_once(error) from error
+
+    def _pull(self, cotangents: Sequence[Tensor]) -> list[Tensor]:
+        return list(
+            torch.autograd.grad(self._outputs, self._leaves, cotangents, retain_graph=True, materialize_grads=True)
+        )
+
+
+class JacobianProducts(Recording):
+    """F at one θ, for products with its Jacobian."""
+
+    def __init__(self, recorder: Recorder, parameters: Parameters, inputs: Inputs, forward_mode: bool = False) -> None:
+        super().__init__(recorder, parameters, inputs, linear_rules())
+        self._cotangents: list[Tensor] | None = None
+        self._transposed: list[GradientEdge | None] = []
+        self.forward_mode, self._plain = forward_mode, False
+
+    def pull_first(self, cotangents: Sequence[Tensor]) -> list[Tensor]:
+        """Jᵀc, recorded on the way: u ↦ Jᵀu is linear, so its graph at u = c serves every later push."""
+        variables = [cotangent.detach().clone().requires_grad_() for cotangent in cotangents]
+        try:
+            with torch.enable_grad():
+                rows = torch.autograd.grad(
+                    self._outputs, self._leaves, variables, create_graph=True, materialize_grads=True
+                )
+            refuse_once_differentiable(rows)
+        except ChangedError as error:
+            if self._plain and not self._recorder.lower(error):  # nor that autocast was off, and parameters converted
+                raise
+            self._plain = True
+            self._record(plain_rules())
+            return self.pull_first(cotangents)
+        except RuntimeError as error:
+            try:
+                pulled = self._pull(cotangents)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as once:  # not even once differentiable: a formula for the model's own precision
+                if not self._recorder.lower(error):
+                    raise _not_once(once) from once
+                self._record(plain_rules())
+                return self.pull_first(cotangents)
+            self.use_forward_mode(str(error))
+            return pulled
+        self._cotangents, self._transposed = variables, _edges(rows)
+        return [row.detach() for row in rows]
+
+    def examine(self, rounding: float) -> None:
+        """Go over to forward mode where push isn't the transpose of pull: a backward formula in the model hides a part of
+        itself from the next derivative.
+
+        Whatever products are asked for, ⟨c, Jv⟩ is held against ⟨Jᵀc, v⟩ for v along Jᵀc, scaled so that every parameter has
+        the same part in it, 1, but for those whose part may be nothing but rounding.
+        """
+        generator = torch.Generator().manual_seed(0)
+        drawn = [torch.randn(value.shape, generator=generator).to(value) for value in self.values]
+        rows = self.pull_first(drawn) if self._cotangents is None and not self.forward_mode else self.pull(drawn)
+        sizes = [float(torch.linalg.vector_norm(row, dtype=torch.float64)) for row in rows]
+        floor = rounding**0.5 * max(sizes) or 1.0
+        scales = [max(size, floor) for size in sizes]
+        tangents = [row / scale / scale for row, scale in zip(rows, scales, strict=True)]
+        expected = sum((size / scale) ** 2 for size, scale in zip(sizes, scales, strict=True))
+
+        def transposed() -> bool:
+            pairs = zip(drawn, self.push(tangents), strict=True)
+            found = sum(float((c * v).sum()) for c, v in pairs)
+            return not abs(found - expected) > rounding**0.4 * expected**0.5  # also where it isn't finite
+
+        right = transposed()
+        if not right and not self.forward_mode:
+            self.use_forward_mode("a backward formula in it can't be differentiated, though nothing says so")
+            right = transposed()
+        if not right:
+            raise LLQRError(
+                "the gradients of the model aren't its derivatives, as found by running it forward (does a hook change them, "
+                "or does it take gradients itself?), and an operation in it can't be differentiated twice: replace one of them"
+            )
+
+    def use_forward_mode(self, reason: str) -> None:
+        """Push by running the model forward from now on, and say why."""
+        self.forward_mode = True
+        warnings.warn(
+            f"products with the Jacobian will run the model forward each time: {reason}", stacklevel=callers_level()
+        )
+
+    def push(self, tangents: Sequence[Tensor]) -> list[Tensor]:
+        """Jv: the tangents of the outputs, from one tangent a parameter."""
+        if self._cotangents is None and not self.forward_mode:
+            self.pull_first([torch.zeros_like(value) for value in self.values])
+        if self.forward_mode:
+            return self._push_forward(tangents)
+        assert self._cotangents is not None
+        pairs = [(row, v) for row, v in zip(self._transposed, tangents, strict=True) if row is not None]
+        if not pairs:
+            return [torch.zeros_like(value) for value in self.values]
+        rows, directions = zip(*pairs, strict=True)
+        try:
+            return list(
+                torch.autograd.grad(rows, self._cotangents, directions, retain_graph=True, materialize_grads=True)
+            )
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # a backward of torch's that has no derivative
+            self.use_forward_mode(str(error))
+            return self._push_forward(tangents)
+
+    def _push_forward(self, tangents: Sequence[Tensor]) -> list[Tensor]:
+        with sdpa_kernel(SDPBackend.MATH), twice_rules(), dual_level():  # torch.func.jvp draws other dropout masks
+            points = [make_dual(p.detach(), v) for p, v in zip(self._leaves, tangents, strict=True)]  # type: ignore[no-untyped-call]
+            try:
+                outputs = self._recorder.run(dict(zip(self._names, points, strict=True)), self._inputs)
+            except RuntimeError as error:
+                raise NotTwiceDifferentiableError(
+                    "the model has an operation that can be differentiated neither twice nor in forward mode, so there are no "
+                    f"products with its Jacobian: replace the operation ({error})"
+                ) from error
+            pairs = [unpack_dual(output) for output in outputs]  # type: ignore[no-untyped-call]
+        self._check_again([primal for primal, _ in pairs])
+        return [torch.zeros_like(primal) if tangent is None else tangent for primal, tangent in pairs]
+
+    def _check_again(self, values: Sequence[Tensor]) -> None:
+        """Raise where the model, run forward, isn't the one that was recorded."""
+        for value, before in zip(values, self.values, strict=True):
+            rounding = max(torch.finfo(dtype).eps for dtype in {value.dtype, *self._recorder.coarse})
+            if (value - before).norm() > rounding**0.5 * before.norm():
+                raise LLQRError(
+                    "products with the model's Jacobian run it forward each time, and its output is another one then: does it "
+                    "draw from a random generator of its own? Give training=False, or replace the operation that can't be "
+                    "differentiated twice"
+                )
+
+
+class HessianProducts(Recording):
+    """The Hessian of a scalar function of what a model returns, as products; say which function with `of` first."""
+
+    _second = True
+
+    def __init__(self, recorder: Recorder, parameters: Parameters, inputs: Inputs) -> None:
+        super().__init__(recorder, parameters, inputs, hessian_rules())
+        self._slopes: Sequence[GradientEdge | None] = ()
+
+    def of(self, scalar: Callable[[list[Tensor]], Tensor]) -> list[Tensor]:
+        """Record the gradient of scalar([x_N, activations …]), and return it."""
+        try:
+            refuse_wrong_formulas(self._outputs)
+            with torch.enable_grad():
+                value = scalar(self._outputs)
+                slopes = torch.autograd.grad(value, self._leaves, create_graph=True, materialize_grads=True)
+            refuse_once_differentiable(slopes)
+        except RuntimeError as error:
+            if self._recorder.lower(error):
+                self._record(plain_rules())
+                return self.of(scalar)
+            raise _not_twice(error) from error
+        self._slopes = _edges(slopes)
+        return [slope.detach() for slope in slopes]
+
+    def examine(self) -> None:
+        """Raise where products would be wrong."""
+        names = sorted({*handwritten(self._outputs[:1]), *self._within})
+
+        def run() -> None:
+            with sdpa_kernel(SDPBackend.MATH), plain_rules():
+                self._recorder.run(dict(zip(self._names, self._leaves, strict=True)), self._inputs)
+
+        check_handwritten(names, run, "the model, which Newton asks for,", "use GaussNewton or KL")
+
+    def product(self, tangents: Sequence[Tensor]) -> list[Tensor]:
+        """Hv."""
+        pairs = [(slope, v) for slope, v in zip(self._slopes, tangents, strict=True) if slope is not None]
+        if not pairs:
+            return [torch.zeros_like(leaf) for leaf in self._leaves]
+        slopes, directions = zip(*pairs, strict=True)
+        try:
+            return list(
+                torch.autograd.grad(slopes, self._leaves, directions, retain_graph=True, materialize_grads=True)
+            )
+        except RuntimeError as error:
+            raise _not_twice(error) from error
+
+
+def _edges(tensors: Sequence[Tensor]) -> list[GradientEdge | None]:
+    """Where a backward pass from them begins, without their values, which are as large as the parameters and of no use."""
+    return [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in tensors]
+
+
+def _not_once(error: Exception) -> LLQRError:
+    return LLQRError(
+        f"the model can't be differentiated ({error}): loss.backward() has to work with it, also without checkpointed blocks"
+    )
+
+
+def _not_twice(error: Exception) -> NotTwiceDifferentiableError:
+    return NotTwiceDifferentiableError(
+        f"the model or its loss can't be differentiated twice, as Newton asks ({error}): replace the operation, or use KL if "
+        "it is in the loss, or LLQR(base, model) without a divergence, which asks for no second derivative"
+    )

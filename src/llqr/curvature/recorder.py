@@ -1,0 +1,343 @@
+"""How a model is run as a function of its parameters, so that all of its graph can be read, and left as it was."""
+
+from __future__ import annotations
+
+import random
+import sys
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import checkpoint
+
+from llqr.checks import Inputs, call, tensors_in
+from llqr.curvature.locations import Location, catching
+from llqr.curvature.precision import LOWEST, AutocastOff, at_least_single, is_low, raised
+from llqr.curvature.rules.replacements import constants, renormalised
+from llqr.errors import LLQRError, LLQRWarning, callers_level
+
+Stream = tuple[Callable[[], Any], Callable[[Any], Any]]
+"""How its state is read and set."""
+
+
+class Streams:
+    """The streams of a model, to be drawn from again and again as they are now."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._streams = list(_streams(model))
+        self._begun = self._states()
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """What is drawn in there is the same each time, and afterwards the streams are where they were."""
+        before = self._states()
+        self._set(self._begun)
+        try:
+            yield
+        finally:
+            self._set(before)
+
+    def drawn(self) -> bool:
+        """Whether something was drawn since `again` began."""
+        return not _same(self._states(), self._begun)
+
+    def _states(self) -> list[Any]:
+        return [read() for read, _ in self._streams]
+
+    def _set(self, states: list[Any]) -> None:
+        for (_, put), state in zip(self._streams, states, strict=True):
+            put(state)
+
+
+def _streams(model: nn.Module) -> Iterator[Stream]:
+    yield torch.get_rng_state, torch.set_rng_state
+    yield random.getstate, random.setstate
+    for device in accelerators(model):
+        yield _of_device(device)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        yield numpy.random.get_state, numpy.random.set_state
+    held = {id(one): one for module in model.modules() for value in vars(module).values() for one in _within(value)}
+    for value in held.values():
+        if isinstance(value, torch.Generator):
+            yield value.get_state, value.set_state
+        elif isinstance(value, random.Random):
+            yield value.getstate, value.setstate
+        elif numpy is not None and isinstance(value, numpy.random.RandomState):
+            yield value.get_state, value.set_state
+        elif numpy is not None and isinstance(value, numpy.random.Generator):
+            yield partial(getattr, value.bit_generator, "state"), partial(setattr, value.bit_generator, "state")
+
+
+SHORT = 100
+"""Longer lists are data."""
+
+
+def _within(value: Any) -> Collection[Any]:
+    """An attribute, or what is in it where it is a short list, a tuple or a dictionary."""
+    if not isinstance(value, (dict, list, tuple)) or len(value) > SHORT:
+        return (value,)
+    return value.values() if isinstance(value, dict) else value
+
+
+def _of_device(device: torch.device) -> Stream:
+    module, where = torch.get_device_module(device), () if device.type == "mps" else (device,)
+    return lambda: module.get_rng_state(*where), lambda state: module.set_rng_state(state, *where)
+
+
+def accelerators(model: nn.Module) -> set[torch.device]:
+    """The devices, other than processors, that a model is on."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, Tensor):
+        return torch.equal(left, right)
+    if isinstance(left, dict):
+        return _same(list(left.values()), list(right.values()))
+    if isinstance(left, (tuple, list)):
+        return len(left) == len(right) and all(map(_same, left, right))
+    equal = left == right
+    return equal if isinstance(equal, bool) else bool(equal.all())  # an array's
+
+
+class _Plainly:
+    """What a reentrant checkpoint calls, without one: its own backward pass works with loss.backward() alone."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        return function(*args)
+
+
+def _no_hook(frame: Any) -> AbstractContextManager[None]:
+    """What another one keeps the saved tensors by."""
+    return nullcontext()
+
+
+@contextmanager
+def without_checkpoints() -> Iterator[None]:
+    """Checkpointed blocks keep what they save. To run them again in the backward pass they would need all that the model was
+    run with: its parameters, buffers, modes and precision, and the rules that recorded it."""
+    before = checkpoint.CheckpointFunction, checkpoint._checkpoint_hook
+    checkpoint.CheckpointFunction = _Plainly  # type: ignore[misc, assignment]
+    checkpoint._checkpoint_hook = _no_hook  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        checkpoint.CheckpointFunction, checkpoint._checkpoint_hook = before  # type: ignore[misc]
+
+
+class CheckpointedError(Exception):
+    """A tensor was asked for that a checkpointed block would have to be run again for."""
+
+
+@contextmanager
+def refusing_checkpoints() -> Iterator[None]:
+    """No block is run again in there."""
+    before = checkpoint._recomputation_hook
+    checkpoint._recomputation_hook = _refuse  # type: ignore[misc, assignment]
+    try:
+        yield
+    finally:
+        checkpoint._recomputation_hook = before  # type: ignore[misc]
+
+
+def _refuse(frame: Any, graph: Any) -> AbstractContextManager[None]:
+    raise CheckpointedError
+
+
+@contextmanager
+def unfused(model: nn.Module) -> Iterator[None]:
+    """Recurrent layers step by step: back ends run them as one node, and cuDNN's has no derivative in eval mode."""
+    if not any(isinstance(module, nn.RNNBase) for module in model.modules()):
+        yield
+        return
+    before = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    torch._C._set_cudnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before[0])
+        torch._C._set_cudnn_enabled(before[1])
+
+
+@contextmanager
+def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Another function that a call of a module runs, between its hooks."""
+    before = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if before is not None:
+            module.forward = before
+
+
+Parameters = dict[str, Tensor]
+Selector = Callable[[Any], Tensor]
+
+EVALUATED = "evaluate the modules (training=False; LLQR.paper does that where it knows the loss: give step() a closure)"
+"""What to do about a network that can't be cut in parts while it trains."""
+
+
+class Recorder:
+    """How to run a model as a function of its parameters, leaving everything that it holds as it was.
+
+    What the network has at `locations` is returned beside its output; `training` overrides the modules' modes for the
+    time of a run (None: as they are now). Modes and buffers are those of now in every run, and so are random
+    streams, unless others are given. `whole=False`
+    refuses random models, which would draw otherwise for a part of the batch. `call` is run in location of the model itself.
+
+    `segments` are modules of which a recording keeps the inputs alone; they are run again for every product.
+
+    Checkpointed blocks and fused recurrent layers are run plainly, unless the model is run as it is, in its `own_precision`.
+
+    A model that has half-precision numbers or enters autocast runs in float32 all the same, unless it can't, or its frozen
+    parameters are of half precision (twice the memory of a large model that only adapters are trained of). Then it runs in its
+    `own_precision`, with the parameters converted in the graph, so that derivatives by them are float32 still.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        locations: Sequence[Location] = (),
+        select: Selector | None = None,
+        training: bool | None = None,
+        whole: bool = True,
+        call: Callable[[], Tensor] | None = None,
+        own_precision: bool = False,
+        streams: Streams | None = None,
+        segments: Mapping[str, nn.Module] | None = None,
+    ) -> None:
+        self._call, self.segments = call, segments or {}
+        self.model, self.locations, self.select, self._whole = model, list(locations), select, whole
+        self._modes = [(module, module.training if training is None else training) for module in model.modules()]
+        self._constants, self._renormalised = constants(model), renormalised(model)
+        named = dict(model.named_parameters())
+        self._own = {name: p.dtype for name, p in named.items()}
+        self._autocast = AutocastOff(next((p.device.type for p in named.values()), "cpu"))
+        self._full = not own_precision and not any(is_low(p) and not p.requires_grad for p in named.values())
+        self._low = any(map(is_low, [*named.values(), *self._constants.values()]))
+        self._settled, self._plainly = own_precision, not own_precision
+        self._streams = streams or Streams(model)  # every run of one recorder draws the same dropout masks
+
+    @property
+    def coarse(self) -> set[torch.dtype]:
+        """The dtypes that numbers are rounded to on their way to the outputs."""
+        own = {at_least_single(dtype) for dtype in self._own.values()}
+        return own if self._full else own | {LOWEST}
+
+    def run(self, parameters: Parameters, inputs: Inputs) -> list[Tensor]:
+        """[x_N, activations at the locations …], in float32 at least."""
+        if self._full:
+            self._low |= any(map(is_low, tensors_in(inputs)))
+            try:
+                with self._autocast:
+                    fixed = {**self._others(parameters), **self._constants}
+                    return self._run(parameters, raised(inputs), raised(fixed))
+            except RuntimeError as error:
+                if not self.lower(error):
+                    raise
+        own = {name: tensor.to(self._own[name]) for name, tensor in parameters.items()}
+        try:
+            return self._run(own, inputs, self._constants)
+        except RuntimeError as error:
+            if not self._raise(error):
+                raise
+        return self.run(parameters, inputs)
+
+    def lower(self, why: Exception) -> bool:
+        """Go over to the model's own precision, if that is another one."""
+        if not self._full or self._settled or not (self._low or self._autocast.met):
+            return False
+        self._full, self._settled = False, True
+        self._tell("the model can't be linearised in float32, and U is fitted to it in its own precision", why)
+        return True
+
+    def _raise(self, why: Exception) -> bool:
+        """Go over to float32, where layers of several precisions fit together under the loop's autocast alone."""
+        if self._settled:
+            return False
+        self._full = self._settled = True
+        self._tell(
+            "the model doesn't run in its own precision without autocast, and frozen layers are copied to float32", why
+        )
+        return True
+
+    def _tell(self, what: str, why: Exception) -> None:
+        warnings.warn(f"{what}: {why}", LLQRWarning, stacklevel=callers_level())
+
+    def _others(self, parameters: Parameters) -> Parameters:
+        """Parameters that are held fixed and have another precision than the run."""
+        named = self.model.named_parameters()
+        return {name: p.detach() for name, p in named if name not in parameters and is_low(p)}
+
+    def _run(self, parameters: Parameters, inputs: Inputs, constants: Parameters) -> list[Tensor]:
+        fixed = {name: tensor.clone() for name, tensor in constants.items()}
+        copies = {name: parameters[name].clone() for name in self._renormalised if name in parameters}
+        with catching(self.model, self.locations) as caught, self._around(self._streams):
+            output = call(self.model, {**fixed, **parameters, **copies}, inputs, self._call)
+            if not self._whole and self._streams.drawn():
+                raise LLQRError(
+                    "the model draws random numbers (dropout?), other ones in chunks than in the whole batch: give the batch "
+                    f"whole, or {EVALUATED}"
+                )
+        return [*map(raised, self.chosen(output)), *(raised(caught[location]) for location in self.locations)]
+
+    def rerun(self) -> Callable[[], AbstractContextManager[Any]]:
+        """How to run a part of the model later as it runs now."""
+        full, streams = self._full, Streams(self.model)
+        return lambda: self._around(streams, self._autocast if full else nullcontext())
+
+    def _around(self, streams: Streams, *more: AbstractContextManager[Any]) -> ExitStack:
+        with ExitStack() as stack:
+            plain = (unfused(self.model), without_checkpoints()) if self._plainly else ()
+            for context in (in_modes(self._modes), streams.again(), _eager(), *plain, *more):
+                stack.enter_context(context)
+            return stack.pop_all()
+
+    def chosen(self, output: Any) -> list[Tensor]:
+        """What is recorded of what the model returns."""
+        return [self.selected(output)]
+
+    def selected(self, output: Any) -> Tensor:
+        if self.select is not None:
+            output = self.select(output)
+        elif not isinstance(output, Tensor):
+            output = output.get("logits", output) if isinstance(output, Mapping) else getattr(output, "logits", output)
+        if not isinstance(output, Tensor):
+            raise LLQRError(
+                f"the model returned a {type(output).__name__}: say which tensor in it is meant, as in "
+                "output=lambda out: out[0] or out['logits']"
+            )
+        if not output.is_floating_point():
+            raise LLQRError(f"the output is {output.dtype}, which has no derivatives")
+        return output
+
+
+@contextmanager
+def in_modes(modes: list[tuple[nn.Module, bool]]) -> Iterator[None]:
+    """Modules in given modes for a while."""
+    before = [(module, module.training) for module, _ in modes]
+    try:
+        for module, training in modes:
+            module.training = training
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+def _eager() -> AbstractContextManager[Any]:
+    """Compiled models run uncompiled: their graphs can't be differentiated twice, and don't know our rules."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance

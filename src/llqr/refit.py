@@ -1,0 +1,363 @@
+"""Refit, of LLQR.paper: from a model, a batch and gradients to a fitted U, block by block."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from glob import escape
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from llqr.checks import Inputs, Loss, as_arguments, check_callable, checked_number, tensors_in
+from llqr.curvature import locations
+from llqr.curvature.chunks import Examples, check_chunk_size, total
+from llqr.curvature.locations import PerLayer
+from llqr.curvature.precision import is_low, raised
+from llqr.curvature.quadratic import QuadraticModel
+from llqr.curvature.recorded_chunk import Portion
+from llqr.curvature.recorder import Selector, Streams, in_modes
+from llqr.distributed.block_owners import BlockOwners, JoinedModel, OneProcess
+from llqr.divergences import L2, Divergence, Newton, OutputTerm
+from llqr.divergences.families import Categorical
+from llqr.divergences.family_of_loss import check_family, summed
+from llqr.errors import LLQRError, unknown
+from llqr.preconditioner import Preconditioner
+from llqr.relaxation import checked_solver, fit
+from llqr.solvers import Quadratic, Solver
+from llqr.solvers.problem import totals_of
+from llqr.structures.base import Structure
+from llqr.structures.stacks import Group, StructureSpec, assign, identity_groups
+from llqr.training_loop import Called, Closure, loss_of_output, loss_of_rows, tensor_alone, whole_loss
+from llqr.wrapper import check_parameters
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """U's blocks, by a structure for all parameters or by patterns of their names."""
+
+    structure: StructureSpec
+
+    def structures(self, parameters: Mapping[str, Tensor], only: Collection[str]) -> dict[str, Structure]:
+        """By name; a pattern for frozen parameters alone is no mistake, so the patterns are held against all of them."""
+        assigned = assign(self.structure, parameters)
+        return {escape(name): assigned[name] for name in only}
+
+    def identity(self, parameters: Mapping[str, Tensor], only: Collection[str]) -> Preconditioner:
+        """U = I for some of the parameters."""
+        return Preconditioner.identity({name: parameters[name] for name in only}, self.structures(parameters, only))
+
+    def layout(self, parameters: Mapping[str, Tensor], only: Collection[str]) -> list[Group]:
+        """The blocks for some of the parameters, without numbers."""
+        shapes = {name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in parameters.items()}
+        return identity_groups({name: shapes[name] for name in only}, self.structures(parameters, only))
+
+    def current(
+        self, parameters: Mapping[str, Tensor], only: Collection[str], u: Preconditioner | None
+    ) -> Preconditioner:
+        """U for some of the parameters: the one that is there, the identity for what it doesn't know.
+
+        It doesn't know a layer's block either that covers other parameters now, since some were added or frozen.
+        """
+        new = self.identity(parameters, only)
+        if u is not None:
+            known, wanted = _shapes(u), _shapes(new)
+            new.take(u.restricted([key for key in wanted if known.get(key) == wanted[key]]))
+        return new
+
+    def blank(
+        self, parameters: Mapping[str, Tensor], keys: Collection[str], ranks: OneProcess
+    ) -> tuple[Preconditioner, BlockOwners | None]:
+        """U = I for the blocks of these names, to be filled: those that this rank is to hold."""
+        covered = [name for name, p in parameters.items() if p.requires_grad or name in keys]
+        layout = self.layout(parameters, covered)
+        known = [key for group in layout for key in group.keys]
+        for key in keys:
+            if key not in known:
+                raise unknown("block in the state", key, known)
+        groups = [group.only(keys) for group in layout]
+        owners = ranks.owners_of([group for group in groups if group is not None])
+        if owners is None:
+            return self.identity(parameters, covered).restricted(keys), None
+        return self.identity(parameters, owners.held()), owners
+
+
+def _shapes(u: Preconditioner) -> dict[str, Any]:
+    return {key: (group.structure, group.shapes) for group in u.groups for key in group.keys}
+
+
+WHOLE = "num_items_in_batch"
+"""Where transformers' models are told how many tokens to divide their loss by: all those of an accumulated batch, of which the
+model has seen a part. Without it they return the mean over what they see."""
+
+Batch = tuple[Inputs, Any]
+"""Inputs and targets."""
+
+
+def trainable(parameters: Mapping[str, Tensor]) -> list[str]:
+    return [name for name, parameter in parameters.items() if parameter.requires_grad]
+
+
+@dataclass(frozen=True)
+class Source:
+    """What there is to fit U on: a batch of its own, or else what the step has evaluated."""
+
+    gradients: Mapping[str, Tensor]
+    seen: Inputs | None = None
+    closure: Closure | None = None
+    batch: Batch | None = None
+    loss_fn: Loss | None = None
+    called: Called | None = None
+    """How the model was when it was called with what was seen."""
+    streams: Streams | None = None
+    """What the closure drew from, as it was then."""
+    evaluated: bool = False
+    """The network is the evaluated one (running BatchNorm statistics, no dropout), for g and H alike; else as it is now."""
+    owners: BlockOwners | None = None
+    """Among the ranks that fit it together, each on its own batch."""
+
+
+class Fitted(NamedTuple):
+    """A fitted U, and why it isn't to be taken, if it isn't."""
+
+    u: Preconditioner
+    fault: str | None
+
+
+@dataclass
+class Refit:
+    """How U is fitted; called with what there is to fit it on."""
+
+    model: nn.Module
+    called: nn.Module
+    """What the loop calls: the model, or a wrapper of torch.compile around it."""
+    divergence: Divergence
+    blocks: Blocks
+    solver: Solver | None
+    steps: int
+    damping: PerLayer
+    chunk_size: int | None
+    loss_fn: Loss | None
+    output: Selector | None
+    weights: Callable[[Inputs], Tensor] | None
+    shared: Collection[str | int]
+    sample: float = 1.0
+    segments: Collection[str] = ()
+
+    def __post_init__(self) -> None:
+        self.solver = checked_solver(self.solver, self.steps)
+        check_chunk_size(self.chunk_size)
+        for name in ("loss_fn", "output", "weights"):
+            check_callable(name, getattr(self, name))
+        terms = [term for _, term in self.divergence.terms()]
+        self._needs_loss = any(isinstance(term, OutputTerm) and term.needs_loss for term in terms)
+        self._loss_alone = all(isinstance(term, (Newton, L2)) for term in terms)
+        self.sample = checked_sample(self.sample)
+        if self.sample < 1 and self._needs_loss:
+            raise LLQRError(
+                f"sample={self.sample:g} is for divergences that need no loss, and {self.divergence!r} needs it: give a "
+                "refit_batch that returns fewer examples"
+            )
+        if self.sample < 1 and any(getattr(term, "reduction", "mean") == "sum" for term in terms):
+            raise LLQRError(
+                f"sample={self.sample:g} is for curvatures that are means over examples, and {self.divergence!r} is a sum: "
+                'take reduction="mean"'
+            )
+
+    def check(self, parameters: Mapping[str, Tensor]) -> None:
+        """Raise now for what a refit would raise for: structures, metrics and dampings that fit no part of the model."""
+        check_parameters(parameters)
+        terms = list(self.divergence.terms())
+        self.blocks.layout(parameters, parameters)
+        locations.diagonal(self.model, parameters, terms, self.damping)
+        places = locations.locations_of(self.model, terms)
+        locations.segment_modules(self.model, self.segments, [place.module for place in places.values()])
+
+    def check_family(self, slopes: Sequence[tuple[Tensor, Tensor]]) -> int:
+        """Raise where the divergence's family isn't the loss's. `slopes`: outputs, with what the loss has sent back to them.
+
+        Returns how many variables the loss adds up, if it is known not to be their mean.
+        """
+        if len(slopes) != 1:  # which of them is the divergence about?
+            return 0
+        terms = [term for _, term in self.divergence.terms() if isinstance(term, OutputTerm)]
+        has_classes = any(isinstance(getattr(term, "family", None), Categorical) for term in terms)
+        for output, slope in slopes:
+            for term in terms:
+                check_family(term, slope, output, has_classes)
+        return max((summed(term, slope, output) for output, slope in slopes for term in terms), default=0)
+
+    def settings(self) -> tuple[object, ...]:
+        """What decides what a refit does, in words; ranks that fit together have to have the same."""
+        solver = self.solver if is_dataclass(self.solver) else type(self.solver).__name__
+        terms = [
+            (weight, term if is_dataclass(term) else type(term).__name__) for weight, term in self.divergence.terms()
+        ]
+        return self.steps, solver, self.damping, self.sample, terms
+
+    def described(self) -> list[str]:
+        """Its settings, as one would write them."""
+        return [
+            f"divergence={self.divergence!r}",
+            f"structure={self.blocks.structure!r}",
+            f"steps={self.steps}, solver={self.solver!r}, damping={self.damping!r}",
+            f"chunk_size={self.chunk_size}, segments={list(self.segments)!r}, sample={self.sample:g}",
+        ]
+
+    def __call__(self, parameters: Mapping[str, Tensor], source: Source, start: Preconditioner | None = None) -> Fitted:
+        """U of the parameters that require a gradient, fitted from the identity or from `start`."""
+        q = self.objective(parameters, source)
+        u = fit(q, self.blocks.structures(parameters, list(q.gradient)), self.solver, self.steps, start)
+        return Fitted(u, _fault(q, u))
+
+    def objective(self, parameters: Mapping[str, Tensor], source: Source) -> Quadratic:
+        """The quadratic model that J is of."""
+        only = trainable(parameters)
+        if source.batch is not None:
+            inputs, targets = source.batch
+            loss_fn = source.loss_fn or self.loss_fn
+            if loss_fn is not None:
+                return self._build(only, source, inputs, targets, loss_fn)
+        else:
+            inputs = source.seen if source.seen is not None else ()
+        if not source.gradients:
+            raise LLQRError(
+                "no parameter has a gradient: call loss.backward() before optimizer.step(), or give refit() targets and a "
+                "loss_fn"
+            )
+        gradient = {name: source.gradients[name] for name in only if name in source.gradients}
+        closure = source.closure if source.batch is None else None
+        if self._loss_alone and self._needs_loss and (closure is None or self.chunk_size is None):
+            whole = whole_loss(closure or self._own_loss(inputs), self.model)
+            return self._build(only, source, inputs, gradient=gradient, closure=whole)
+        if inputs == ():
+            raise LLQRError(
+                "there are no inputs to refit on: the model wasn't called (by model(...), with gradients on) since the last "
+                "step. Call it before optimizer.step(), or give LLQR.paper a refit_batch. If your loop calls "
+                "torch.compile(model), give it that one"
+            )
+        if source.batch is None and not tensors_in(inputs):
+            raise LLQRError(
+                f"the model was called with a {type(next(iter(inputs))).__name__} and no tensor: call it with tensors, or with "
+                "keywords, as in model(**batch)"
+            )
+        if not self._needs_loss:
+            if source.batch is not None or self.sample == 1:
+                return self._build(only, source, inputs, gradient=gradient)
+            batch, rows = self._sampled(inputs)
+            return self._build(only, source, batch.rows(rows), gradient=gradient, sampled_from=(inputs, rows))
+        if closure is None:
+            raise LLQRError(self._loss_wanted())
+        if self.output is not None:
+            raise LLQRError(
+                "output picks a part of what the model returns, and the closure is about the whole: give LLQR.paper a loss_fn, "
+                "which is given that part, and a refit_batch"
+            )
+        loss, rows_of_loss = loss_of_output(self.called, closure), None
+        if self.chunk_size is not None:
+            count = Examples(inputs, self.shared).count
+            loss, rows_of_loss = loss_of_rows(loss, count), torch.arange(count)
+        return self._build(only, source, inputs, rows_of_loss, loss, gradient, output=tensor_alone)
+
+    def _sampled(self, inputs: Inputs) -> tuple[Examples, list[int]]:
+        """The examples whose curvature is looked at, taken evenly from the batch: it may be sorted."""
+        batch = Examples(inputs, self.shared)
+        count = math.ceil(round(batch.count * self.sample, 6))
+        return batch, [int(place / self.sample) for place in range(count)]
+
+    def _build(
+        self,
+        only: list[str],
+        source: Source,
+        inputs: Inputs,
+        targets: Any = None,
+        loss_fn: Loss | None = None,
+        gradient: dict[str, Tensor] | None = None,
+        closure: Callable[[], Tensor] | None = None,
+        output: Selector | None = None,
+        sampled_from: tuple[Inputs, list[int]] | None = None,
+    ) -> Quadratic:
+        weights = None if self.weights is None or closure is not None else self.weights(inputs)
+        by_closure, owners, called = closure is not None or output is not None, source.owners, source.called
+        with in_modes(called.modes if called is not None else []):
+            q = QuadraticModel.build(
+                self.model,
+                inputs,
+                targets,
+                loss_fn,
+                self.divergence,
+                self.damping,
+                self.chunk_size,
+                output=output or self.output,
+                weights=weights,
+                training=False if source.evaluated else None,
+                streams=source.streams if closure is not None else called and called.streams,
+                gradient=gradient,
+                only=only,
+                closure=closure,
+                shared=self.shared,
+                segments=self.segments,
+                sampled_from=sampled_from,
+                portion=None if owners is None else self._portion(owners, None if by_closure else inputs, weights),
+            )
+        return q if owners is None else JoinedModel(q, owners, joined=gradient is not None)
+
+    def _portion(self, owners: BlockOwners, inputs: Inputs | None, weights: Tensor | None) -> Portion:
+        """How much this rank's batch counts among all of them: by its examples, and by the weights of its variables.
+
+        The losses of closures count alike, as they do in the gradients that DistributedDataParallel averages.
+        """
+        count = 1 if inputs is None else Examples(inputs, self.shared).count
+        variables = float(count) if weights is None else total(weights)
+        all_variables, examples = owners.ranks.sums([variables, count])
+        return Portion(variables / all_variables, count / examples)
+
+    def _own_loss(self, inputs: Inputs) -> Closure:
+        """The loss that the model's output carries, as transformers' models do when they are given labels."""
+
+        def evaluate() -> Any:
+            own = any(map(is_low, self.model.parameters()))  # those of now: a refit may have put others in their place
+            args, kwargs = as_arguments(inputs if own else raised(inputs))
+            kwargs.pop(WHOLE, None)
+            output = None if inputs == () else self.model(*args, **kwargs)
+            loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+            if loss is None:
+                raise LLQRError(self._loss_wanted())
+            return loss
+
+        return evaluate
+
+    def _loss_wanted(self) -> str:
+        return (
+            f"{self.divergence!r} needs the loss: call optimizer.step(closure) with a closure that evaluates it, takes it "
+            "backward and returns it; or give LLQR.paper a loss_fn and a refit_batch that returns (inputs, targets)"
+        )
+
+
+def checked_sample(sample: float) -> float:
+    meaning = "the share of a batch's examples, above 0 and at most 1 (0.25: every fourth)"
+    return checked_number("sample", sample, lambda share: 0 < share <= 1, meaning)
+
+
+def checked_ema(ema: float) -> float:
+    return checked_number("ema", ema, lambda share: 0 <= share < 1, "at least 0 (U is the last fit) and below 1")
+
+
+def checked_batch(batch: Any) -> Batch:
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise LLQRError(
+            "refit_batch returns a pair (inputs, targets), with None for targets where the divergence needs none; got "
+            f"{type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, Collection) else "")
+        )
+    return batch[0], batch[1]
+
+
+def _fault(q: Quadratic, u: Preconditioner) -> str | None:
+    """Every fit that is finite is taken, as in Algorithm 1."""
+    if not u.history or not math.isfinite(u.history[0]):
+        return "J isn't finite at the start of the fit, or the solver returned a U without a history of J"
+    if not math.isfinite(u.history[-1]) or any(totals_of(q).sums([float(not u.is_finite())])):
+        return "the fit didn't stay finite: a smaller inner learning rate, or clip, may help"
+    return None
