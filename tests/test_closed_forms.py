@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn import functional
 
-from llqr import LLQR, QuadraticModel, linear_maps
+from llqr import LLQR, QuadraticModel, statistics
 from llqr.divergences import KL
 from llqr.errors import LLQRError
-from llqr.linear_maps import LinearMap, find_uses
-from llqr.settings import often_at_first
-from llqr.statistics import DAMPING, MEMORY, Block, Stack, Sums, damping_after
+from llqr.linear_maps import find_uses
+from llqr.statistics import DAMPING, MEMORY, Block, LinearMap, Stack, Sums, damping_after
 from llqr.structures import Dense, Diagonal, EigenKronecker, Kronecker, Scalar
 from llqr.structures.base import LONG_SIDE, Structure, damped_inverse, gram, leading_rank, thin_inverse
+from llqr.wrapper import often_at_first
 from loops import STRUCTURES, backward, batch, network, sgd, train
 from networks import relative
 
@@ -66,7 +66,7 @@ def kronecker(moments: Mapping[str, Tensor], group: int = 0) -> Tensor:
 @pytest.mark.parametrize("key", ["0.weight", "2.weight"])
 def test_one_example(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With one example, H's block is a aᵀ ⊗ E[b bᵀ]: in any layer, for a categorical output."""
-    monkeypatch.setattr(linear_maps, "PLACES", 10**6)
+    monkeypatch.setattr(statistics, "PLACES", 10**6)
     model, x = network(), batch(size=1)[0]
     p = model(x)[0].detach().softmax(0)
     values, basis = torch.linalg.eigh(p.diag() - p[:, None] * p)

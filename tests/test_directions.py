@@ -17,11 +17,10 @@ from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAd
 
 from llqr import LLQR
 from llqr.base_step import STEEPNESS, turn
-from llqr.linear_maps import LinearMap
-from llqr.settings import LONGEST, often_at_first
-from llqr.statistics import Block, Stack, Sums, damping_after
+from llqr.statistics import Block, LinearMap, Stack, Sums, damping_after
 from llqr.structures import Dense, EigenKronecker, Kronecker
 from llqr.structures.base import Structure
+from llqr.wrapper import LONGEST, often_at_first
 from loops import STRUCTURES, assert_same, backward, batch, network, never, parameters_of, train
 
 Parameters = Iterable[Tensor] | list[dict[str, Any]]

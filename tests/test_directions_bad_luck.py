@@ -474,7 +474,7 @@ def test_families_that_fit(dtype: torch.dtype) -> None:
     assert optimizer.stats.refits == 1
 
 
-class Turned(nn.Module):
+class TurnedSteps(nn.Module):
     """Classes along dimension 1 of three."""
 
     def __init__(self) -> None:
@@ -495,7 +495,7 @@ def test_a_family_without_classes_for_a_cross_entropy(family: str, dtype: torch.
         (network(dtype=dtype), y, {}, "'categorical'"),
         (network(dtype=dtype), y, {"label_smoothing": 0.1, "reduction": "sum"}, "'categorical'"),
         (network(dtype=dtype), y.masked_fill(y == 0, -100), {}, "'categorical'"),
-        (Turned().to(dtype), y.unflatten(0, (2, -1)), {}, "Categorical(dim=1)"),
+        (TurnedSteps().to(dtype), y.unflatten(0, (2, -1)), {}, "Categorical(dim=1)"),
     ]
     for model, targets, options, right in cases:
         optimizer = LLQR(sgd(model), model, KL(family))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from llqr import LLQR, QuadraticModel, linear_maps
+from llqr import LLQR, QuadraticModel, statistics
 from llqr.divergences import (
     KL,
     L2,
@@ -149,7 +149,7 @@ def block_of_hessian(quadratic: QuadraticModel, optimizer: LLQR, key: str) -> Te
 @pytest.mark.parametrize("case", DIVERGENCES)
 def test_blocks_of_the_hessian(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Σ_n v_n v_nᵀ of a batch with many copies of each example is near H's own blocks; Newton's are Gauss–Newton's."""
-    monkeypatch.setattr(linear_maps, "PLACES", 10**9)
+    monkeypatch.setattr(statistics, "PLACES", 10**9)
     divergence = DIVERGENCES[case]
     model = network()
     x, y = batch(size=4)
@@ -181,7 +181,7 @@ def test_names(name: str) -> None:
 
 def test_ignored_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens that the loss doesn't look at (ignore_index) don't count: H is that of the others alone."""
-    monkeypatch.setattr(linear_maps, "PLACES", 10**9)
+    monkeypatch.setattr(statistics, "PLACES", 10**9)
     model = nn.Linear(2, 3).double()
     x = torch.randn(2, 3, 2).double()
     counts = torch.tensor([[True, True, False], [True, False, False]])

@@ -12,10 +12,10 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from llqr import linear_maps
+from llqr import statistics
 from llqr.curvature.recorder import unfused
-from llqr.linear_maps import Found, LinearMap, Sides, find_uses, some_places
-from llqr.statistics import Sums, merged
+from llqr.linear_maps import Found, find_uses
+from llqr.statistics import LinearMap, Sides, Sums, merged, some_places
 from llqr.structures import Dense, Kronecker
 
 BATCH = 3
@@ -154,7 +154,7 @@ BY_THE_BASE = {
 
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look at every place where a map acts."""
-    monkeypatch.setattr(linear_maps, "PLACES", 10**6)
+    monkeypatch.setattr(statistics, "PLACES", 10**6)
 
 
 def uses_of(model: nn.Module, output: Tensor, slope: Tensor) -> tuple[Found, list[tuple[LinearMap, Sides]]]:
@@ -198,7 +198,7 @@ def test_sums_of_outer_products_are_gradients(case: str, monkeypatch: pytest.Mon
         if map_.bias is not None:
             sums[map_.bias] += bias[0]
     by_the_base = BY_THE_BASE.get(case, set())
-    assert by_the_base <= set(found.others)
+    assert by_the_base <= set(found.other_uses)
     assert {name for map_, _ in uses for name in map_.members} == set(parameters) - by_the_base
     truth = torch.autograd.grad(output, list(parameters.values()), slope)
     for (name, total), gradient in zip(sums.items(), truth, strict=True):
@@ -371,7 +371,7 @@ def test_tied_with_an_embedding() -> None:
     model = Tied().double()
     output = model(torch.randint(7, (BATCH, 5)))
     found, uses = uses_of(model, output, torch.randn_like(output))
-    assert found.others == {"embedding.weight": "EmbeddingBackward0", "head.bias": "EmbeddingBackward0"}
+    assert found.other_uses == {"embedding.weight": "EmbeddingBackward0", "head.bias": "EmbeddingBackward0"}
     assert [map_.weight for map_, _ in uses] == ["inner.weight"]
 
 
@@ -386,7 +386,7 @@ def test_frozen(frozen: str) -> None:
     layer = frozen.partition(".")[0]
     left = {f"{layer}.bias"} if frozen.endswith("weight") else set()
     assert members == {name for name, _ in model.named_parameters()} - {frozen} - left
-    assert set(found.others) == left
+    assert set(found.other_uses) == left
 
 
 def test_a_parameter_in_something_else_too() -> None:
@@ -394,7 +394,7 @@ def test_a_parameter_in_something_else_too() -> None:
     model = Own(lambda m, x: functional.linear(x, m.w, m.b) + m.w.square().sum(), w=(3, 4), b=(3,)).double()
     found, uses = uses_of(model, output := model(vectors().double()), torch.randn_like(output))
     assert uses == []
-    assert "w" in found.others
+    assert "w" in found.other_uses
 
 
 def test_a_bias_in_something_else_too() -> None:
@@ -402,7 +402,7 @@ def test_a_bias_in_something_else_too() -> None:
     model = Own(lambda m, x: functional.linear(x, m.w, m.b) * m.b, w=(3, 4), b=(3,)).double()
     found, [(map_, _)] = uses_of(model, output := model(vectors().double()), torch.randn_like(output))
     assert map_.members == ("w",)
-    assert set(found.others) == {"b"}
+    assert set(found.other_uses) == {"b"}
 
 
 def test_with_a_bias_and_without() -> None:
@@ -439,7 +439,7 @@ def test_what_cannot_be_looked_into() -> None:
 def test_some_places(count: int) -> None:
     """No place twice, as many as are looked at, and no long stretch that is left out."""
     places = some_places(count, torch.device("cpu"))
-    assert len(places) == min(count, linear_maps.PLACES) == len(set(places.tolist()))
+    assert len(places) == min(count, statistics.PLACES) == len(set(places.tolist()))
     assert places.min() >= 0
     assert places.max() < count
     gaps = torch.diff(torch.cat((places.sort().values, places.min()[None] + count)))
@@ -539,7 +539,7 @@ def test_a_bias_that_is_added_by_itself(case: str, bias: str | None) -> None:
     model = make()
     found = find_uses([model(inputs())], {id(p): name for name, p in model.named_parameters()})
     assert [use.map.bias for use in found.uses] == [bias]
-    assert found.others == ({} if bias else {"b": "AddBackward0"})
+    assert found.other_uses == ({} if bias else {"b": "AddBackward0"})
 
 
 @pytest.mark.parametrize(("zeros", "sparse"), [(0.85, False), (0.95, True)])
@@ -550,5 +550,5 @@ def test_data_that_are_mostly_zeros(zeros: float, sparse: bool) -> None:
     x = torch.randn(50, 40) * (torch.arange(2000).reshape(50, 40) % 100 >= 100 * zeros)
     found = find_uses([model(x)], {id(p): name for name, p in model.named_parameters()})
     left = {"0.weight": "SparseData", "0.bias": "SparseData"} if sparse else {}
-    assert found.others == left
+    assert found.other_uses == left
     assert [use.map.weight for use in found.uses] == ["2.weight", "0.weight"][: 1 if sparse else 2]

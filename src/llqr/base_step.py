@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from llqr.errors import LLQRError
-from llqr.linear_maps import LinearMap
-from llqr.statistics import Block, Stack, stacked
+from llqr.statistics import Block, LinearMap, Stack, stacked
+from llqr.wrapper import gradients_of
+
+if TYPE_CHECKING:
+    from llqr.distributed.processes import Process
 
 OWN_MOMENTUM = 0.9
 """Of the average that is kept around a base whose momentum isn't known."""
@@ -29,6 +32,56 @@ COUPLED: tuple[type[Optimizer], ...] = (SGD, Adam, NAdam, RAdam, Adamax, RMSprop
 """Bases whose weight decay is a part of the gradient, and so of the momentum, unless they are told otherwise."""
 
 Group = Mapping[str, Any]
+
+
+class BaseStep:
+    """The step of LLQR: the base takes its own, and what is stepped along U m is turned there."""
+
+    def __init__(self, base: Optimizer) -> None:
+        self._base, self.momentum = base, Momentum(base)
+        self._taken_back = TakenBack(base)
+        self._before: dict[str, Tensor] = {}
+
+    def take(self, parameters: Mapping[str, Tensor], blocks: Sequence[Block], processes: Process) -> list[str]:
+        """-‖Δθ‖ U m / ‖U m‖ in the place of the base's step Δθ. All in shards, where the parameters are.
+
+        Returns the maps whose step the base took as it would have alone, because something wasn't finite.
+        """
+        names = list(dict.fromkeys(name for block in blocks for name in block.map.members))
+        groups = groups_of(self._base, parameters)
+        self.momentum.gather(gradients_of(parameters), parameters, groups)
+        if not names:
+            self._base.step()
+            return []
+        with processes.stepping():
+            local = {name: processes.local(parameters[name]) for name in names}
+            before = self._remembered(local)
+            self._base.step()
+            momenta = {}
+            for name in names:
+                was = processes.shard_like(parameters[name], before[name])
+                momentum = self.momentum.of(name, parameters[name], was, groups[name])
+                if momentum is not None:
+                    momenta[name] = processes.local(momentum)
+            factors = {name: decay(self._base, groups[name]) for name in names}
+            for factor in {*factors.values()} - {1.0}:
+                torch._foreach_mul_([before[name] for name in names if factors[name] == factor], factor)
+            own = dict(zip(names, torch._foreach_sub(list(local.values()), list(before.values())), strict=True))
+            turned = processes.turn(blocks, momenta, own, parameters)
+            self._taken_back.look(own, turned.steps)
+            for name, step in turned.steps.items():
+                torch.add(before[name], step.to(before[name].dtype), out=local[name])
+        return turned.left
+
+    def _remembered(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """θ before the base steps, in memory that is kept from step to step."""
+        held = self._before
+        if held.keys() != parameters.keys() or any(
+            held[n].shape != p.shape or held[n].dtype != p.dtype for n, p in parameters.items()
+        ):
+            self._before = held = {name: torch.empty_like(p, requires_grad=False) for name, p in parameters.items()}
+        torch._foreach_copy_(list(held.values()), list(parameters.values()))
+        return held
 
 
 class Momentum:
@@ -95,7 +148,7 @@ def groups_of(base: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Gr
     return {name: by_id[id(p)] for name, p in parameters.items()}
 
 
-class Undoing:
+class TakenBack:
     """Whether the base takes back what is put in the place of its steps: one that steps from weights of its own, as float32
     masters, does. Looked at in the first steps around a base that isn't torch's.
 
@@ -144,19 +197,19 @@ STEEPNESS = 0.15
 isn't known well, or U is out of date, U m can be almost level, and such steps only wander."""
 
 
-class Turned(NamedTuple):
+class TurnedSteps(NamedTuple):
     """The steps that take the place of the base's, and the maps that leave it as it is."""
 
     steps: dict[str, Tensor]
     left: list[str]
 
 
-def turn(blocks: Iterable[Block], momenta: Mapping[str, Tensor], steps: Mapping[str, Tensor]) -> Turned:
+def turn(blocks: Iterable[Block], momenta: Mapping[str, Tensor], steps: Mapping[str, Tensor]) -> TurnedSteps:
     """-‖Δθ‖ d / ‖d‖, tensor by tensor, with d = U m, or d = U m + μ m where that is needed for a cosine of `STEEPNESS` with m.
 
     Where something isn't finite, or there is no momentum, the base's step Δθ stays.
     """
-    result = Turned({}, [])
+    result = TurnedSteps({}, [])
     usable = [b for b in blocks if all(name in momenta and name in steps for name in b.map.members)]
     parts = [part for stack in stacked(usable) for part in _parts(stack, momenta)]
     if not parts:

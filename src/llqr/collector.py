@@ -22,11 +22,11 @@ from llqr.checks import tensors_in
 from llqr.curvature.precision import no_autocast
 from llqr.curvature.recorder import CheckpointedError, Streams, refusing_checkpoints
 from llqr.distributed.processes import holds_gradients
-from llqr.linear_maps import Found, LinearMap, Sides, Use, find_uses
-from llqr.settings import Schedule
-from llqr.statistics import Sums
+from llqr.linear_maps import Found, Use, find_uses
+from llqr.statistics import LinearMap, Sides, Sums
 from llqr.structures.base import Structure
 from llqr.training_loop import copied, is_own_call
+from llqr.wrapper import Schedule
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Call:
     """By the output's place among the tensors that were returned."""
 
 
-class _Awaited:
+class _AwaitedGradient:
     """A use of a map in the loop's graph, until its step is over. Not the node, whose hook holds this."""
 
     def __init__(self, use: Use) -> None:
@@ -64,15 +64,15 @@ class Collector:
         self.names: Mapping[int, str] = {}
         self.structures: Mapping[str, Structure] = {}
         self.sums: dict[LinearMap, Sums] = {}
-        self.others: Mapping[str, str] = {}
+        self.other_uses: Mapping[str, str] = {}
         """Parameters that aren't in linear maps alone, by what else uses them."""
         self.calls: list[Call] = []
         """Those that a gradient came back to, as of micro-batches."""
         self._step, self._mark = 0, object()
         self._streams: Streams | None = None
-        self.heard = False
+        self.was_called = False
         """Whether the model was called with gradients on, for this step."""
-        self._awaited: weakref.WeakSet[_Awaited] = weakref.WeakSet()
+        self._awaited: weakref.WeakSet[_AwaitedGradient] = weakref.WeakSet()
 
     def know(self, parameters: Mapping[str, Tensor], structures: Mapping[str, Structure]) -> None:
         """The parameters that are stepped, by their names, and the structures of their blocks."""
@@ -81,7 +81,7 @@ class Collector:
         self.structures = structures
 
     @contextmanager
-    def silent(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """While LLQR runs the model itself, or evaluates a closure again, nothing is heard."""
         schedule, self._schedule = self._schedule, None
         try:
@@ -104,14 +104,17 @@ class Collector:
             hooks.callback(module.register_forward_hook(listen, with_kwargs=True).remove)
         return hooks.close
 
+    def listens(self) -> bool:
+        """Whether the coming step begins with a refit."""
+        return self._schedule is not None and self._schedule.may_be_due()
+
     def begin(self, module: nn.Module) -> None:
         """The model is about to be called."""
-        wanted = self._schedule is not None and self._schedule.may_be_due()
-        self._streams = Streams(module) if wanted else None
+        self._streams = Streams(module)
 
     def forget(self) -> None:
         """What comes back from now on belongs to another step. Graphs that live on hold no inputs for it."""
-        self.sums, self.calls, self.heard, self._streams = {}, [], False, None
+        self.sums, self.calls, self.was_called, self._streams = {}, [], False, None
         self._step, self._mark = self._step + 1, object()
         for awaited in self._awaited:
             awaited.sides = None
@@ -127,10 +130,10 @@ class Collector:
     ) -> None:
         """The model was called, or a part of it, of which nothing can be run again."""
         outputs = [tensor for tensor in returned(output) if tensor.requires_grad]
-        if not outputs or self._schedule is None or not self._schedule.may_be_due() or (part and self.runs_again):
+        if not outputs or (part and self.runs_again):
             return
-        if not self.heard:
-            self.heard, self.others = True, {}
+        if not self.was_called:
+            self.was_called, self.other_uses = True, {}
         if all(parameter.grad is None for parameter in self.of.values()) and not holds_gradients(module):
             self.sums, self.calls = {}, []  # what has come back was thrown away
         if not any(parameter.requires_grad for parameter in self.of.values()):
@@ -138,13 +141,13 @@ class Collector:
         holds = self.runs_again
         if not self.runs_again:
             found = self._found(outputs)
-            self.others, self.runs_again = {**self.others, **found.others}, found.hidden and not part
+            self.other_uses, self.runs_again = {**self.other_uses, **found.other_uses}, found.hidden and not part
             for use in () if self.runs_again else found.uses:
-                awaited = _Awaited(use)
+                awaited = _AwaitedGradient(use)
                 self._awaited.add(awaited)
                 use.node.register_prehook(partial(self._come_back, awaited))
             # parameters that aren't in it may have been sharded since; a call that goes on from another has none that are new
-            holds = self.runs_again or not (part or found.met or self._awaited)
+            holds = self.runs_again or not (part or found.has_parameters or self._awaited)
         if holds:
             call = Call(copied(args), copied(kwargs), self._streams)
             for place, tensor in enumerate(returned(output)):
@@ -157,14 +160,14 @@ class Collector:
             with refusing_checkpoints():
                 return find_uses(outputs, self.names, self._mark)
         except CheckpointedError:
-            return Found([], {}, hidden=True, met=True)
+            return Found([], {}, hidden=True, has_parameters=True)
 
     def _hold(self, step: int, call: Call, place: int, gradient: Tensor) -> None:
         if step == self._step:
             call.gradients[place] = gradient.detach().clone()
             self.calls = [*(other for other in self.calls if other is not call), call]
 
-    def _come_back(self, awaited: _Awaited, gradients: Sequence[Any]) -> None:
+    def _come_back(self, awaited: _AwaitedGradient, gradients: Sequence[Any]) -> None:
         """A gradient has come back, in a pass that adds to the weight's: not in one that only asks for others."""
         if awaited.sides is None or gradients[0] is None:
             return
@@ -199,7 +202,7 @@ def returned(output: Any) -> list[Tensor]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _begin(collector: Collector, module: nn.Module, args: tuple[Any, ...]) -> None:
-    if torch.is_grad_enabled() and is_own_call(module):
+    if torch.is_grad_enabled() and collector.listens() and is_own_call(module):
         collector.begin(module)
 
 
@@ -217,7 +220,7 @@ def _listen(
     output: Any,
     part: bool = False,
 ) -> None:
-    if torch.is_grad_enabled() and is_own_call(module):
+    if torch.is_grad_enabled() and collector.listens() and is_own_call(module):
         collector.hear(module, args, kwargs, output, part)
 
 

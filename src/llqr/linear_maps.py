@@ -11,15 +11,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-PLACES = 1024
-"""At how many places a use is looked at, at the most; the average over refits sees others."""
+from llqr.statistics import LinearMap, Sides, matching_rows, patches
 
 Edge = tuple[Node | None, int]
 
@@ -56,80 +55,6 @@ TRANSPOSING = frozenset({"TBackward0", "NumpyTBackward0"})
 
 
 @dataclass(frozen=True)
-class LinearMap:
-    """Which numbers of the parameters are the matrix W of a linear map: a stack of g matrices, r × c."""
-
-    weight: str
-    shape: tuple[int, int, int]
-    inputs_on_rows: bool = False
-    """The map is x ↦ xᵀ W in place of x ↦ W x: the columns are its outputs."""
-    kernel: int = 1
-    """Of a convolution: its columns are so many places for each of its channels."""
-    bias: str | None = None
-    """Joined to W as one more column (row), which meets a constant input of 1."""
-    places: Tensor | None = field(default=None, compare=False)
-    """Where the numbers of W are in its parameter, if they aren't all of it in order."""
-    first: int = 0
-    """The least of these places."""
-    reads_data: bool = False
-    """Its inputs are the data, and not what other layers made of them: they may be in any units."""
-
-    @property
-    def key(self) -> str:
-        """Its name: that of the weight, and where in it if it is a part."""
-        return self.weight if self.places is None else f"{self.weight}[{self.first}]"
-
-    @property
-    def members(self) -> tuple[str, ...]:
-        return (self.weight,) if self.bias is None else (self.weight, self.bias)
-
-    @property
-    def joined(self) -> tuple[int, int, int]:
-        """The shape of W with its bias."""
-        g, r, c = self.shape
-        more = self.bias is not None
-        return (g, r + (more and self.inputs_on_rows), c + (more and not self.inputs_on_rows))
-
-    def lies_in(self, parameters: Mapping[str, Tensor]) -> bool:
-        """Whether they have the shapes that this map is of."""
-        count, (g, r, c) = parameters[self.weight].numel(), self.shape
-        outputs = g * (c if self.inputs_on_rows else r)
-        fits = int(self.places.max()) < count if self.places is not None else count == g * r * c
-        return fits and (self.bias is None or parameters[self.bias].numel() == outputs)
-
-    def matrix(self, weight: Tensor) -> Tensor:
-        """What a tensor of the weight's shape has at the places of W."""
-        return weight.reshape(self.shape) if self.places is None else weight.reshape(-1)[self.places.to(weight.device)]
-
-    def read(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """What these tensors (gradients, momenta) have at the places of W and its bias, as one stack of matrices."""
-        matrix = self.matrix(tensors[self.weight])
-        if self.bias is None:
-            return matrix
-        line = tensors[self.bias].reshape(self.shape[0], -1)
-        return torch.cat((matrix, line[:, None]), 1) if self.inputs_on_rows else torch.cat((matrix, line[..., None]), 2)
-
-    def split(self, joined: Tensor) -> list[Tensor]:
-        """The inverse of `read`: the matrix of W, and the vector of the bias if there is one."""
-        _, r, c = self.shape
-        if self.bias is None:
-            return [joined]
-        return [joined[:, :r, :c], (joined[:, -1] if self.inputs_on_rows else joined[..., -1]).reshape(-1)]
-
-    def put(self, matrix: Tensor, weight: Tensor) -> None:
-        """Write a matrix to the places of W in a contiguous tensor of the weight's shape."""
-        if self.places is None:
-            weight.copy_(matrix.reshape(weight.shape))
-        else:
-            weight.view(-1)[self.places.to(weight.device)] = matrix.to(weight.dtype)
-
-
-Sides = tuple[Tensor, Tensor, float]
-"""What meets the rows of W, (g, T, r), and what meets its columns, (g, T, c), at T of the places where it acts; and how many
-times as many of these there are. One of the two is inputs, the other gradients."""
-
-
-@dataclass(frozen=True)
 class Use:
     """A node of the graph in which a linear map acts."""
 
@@ -151,11 +76,11 @@ class Found:
     """What the graph of some outputs tells."""
 
     uses: list[Use]
-    others: dict[str, str]
+    other_uses: dict[str, str]
     """Parameters that something else than a linear map uses, by the name of that node: their curvature isn't known."""
     hidden: bool
     """Some uses are in a node that can't be looked into."""
-    met: bool
+    has_parameters: bool
     """Some of the parameters are in the graph."""
 
 
@@ -166,12 +91,12 @@ def find_uses(outputs: Iterable[Tensor], names: Mapping[int, str], mark: object 
     """
     uses: list[Use] = []
     others: dict[str, str] = {}
-    hidden, met = False, False
+    hidden, has_parameters = False, False
     nodes = list(_nodes(outputs, mark))
     with_bias = _with_added_bias(nodes, names)
     for node in nodes:
         kind = node.name()
-        met = met or id(getattr(node, "variable", None)) in names
+        has_parameters = has_parameters or id(getattr(node, "variable", None)) in names
         hidden = hidden or kind in OPAQUE
         if kind in VIEWS:
             continue
@@ -191,7 +116,9 @@ def find_uses(outputs: Iterable[Tensor], names: Mapping[int, str], mark: object 
     for use in uses:
         if use.map.weight in others and use.map.bias is not None:
             others.setdefault(use.map.bias, others[use.map.weight])
-    return Found([use.without_bias() if use.map.bias in others else use for use in kept], others, hidden, met)
+    return Found(
+        [use.without_bias() if use.map.bias in others else use for use in kept], others, hidden, has_parameters
+    )
 
 
 def _read(node: Any, names: Mapping[int, str]) -> Use | None:
@@ -288,7 +215,7 @@ def _linear(node: Any, names: Mapping[int, str]) -> Use | None:
     x = node._saved_input
 
     def sides(gradient: Tensor) -> Sides:
-        return _matching(gradient.flatten(0, -2)[None], x.detach().flatten(0, -2)[None])
+        return matching_rows(gradient.flatten(0, -2)[None], x.detach().flatten(0, -2)[None])
 
     return Use(node, map_, sides, origin.leaf, _is_sparse(map_, x))
 
@@ -327,7 +254,7 @@ def _product(
         # (batch, T, n), the groups' matrices in turn along the batch
         batch = (x.shape[0] if x.dim() == 3 else 1) // groups
         x, y = (t.reshape(batch, groups, *t.shape[-2:]).transpose(0, 1).flatten(1, 2) for t in (x, y))
-        return _matching(x, y) if inputs_on_rows else _matching(y, x)
+        return matching_rows(x, y) if inputs_on_rows else matching_rows(y, x)
 
     return Use(node, map_, sides, origin.leaf, _is_sparse(map_, saved_inputs))
 
@@ -486,40 +413,9 @@ def _convolution(node: Any, names: Mapping[int, str]) -> Use | None:
     def sides(gradient: Tensor) -> Sides:
         # a transposed convolution is the adjoint: its output is what the kernel is laid over
         under, over = (gradient, x.detach()) if transposed else (x.detach(), gradient)
-        return _patches(under, over, kernel, groups, *settings)
+        return patches(under, over, kernel, groups, *settings)
 
     return Use(node, map_, sides, origin.leaf)
-
-
-def _patches(
-    under: Tensor,
-    over: Tensor,
-    kernel: Sequence[int],
-    groups: int,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-) -> Sides:
-    """At some places of `over` (N, rows, …): its numbers there, and those of `under` (N, channels, …) that the kernel meets."""
-    sizes, laid = over.shape[2:], under.shape[2:]
-    count = len(over) * math.prod(sizes)
-    channels, rows = under.shape[1] // groups, over.shape[1] // groups
-    chosen = some_places(count, over.device)
-    batch = chosen // math.prod(sizes)
-    rest, where, inside = chosen % math.prod(sizes), torch.zeros_like(chosen)[:, None], None
-    for dim in range(len(sizes)):
-        after = math.prod(sizes[dim + 1 :])
-        start = (rest // after) * stride[dim] - padding[dim]
-        rest = rest % after
-        at = start[:, None] + torch.arange(kernel[dim], device=over.device) * dilation[dim]
-        within = (at >= 0) & (at < laid[dim])
-        where = (where[:, :, None] * laid[dim] + at.clamp(0, laid[dim] - 1)[:, None]).flatten(1)
-        inside = within if inside is None else (inside[:, :, None] & within[:, None]).flatten(1)
-    assert inside is not None
-    met = under.flatten(2)[batch[:, None], :, where].masked_fill(~inside[..., None], 0)  # (T, kernel, channels)
-    columns = met.reshape(*met.shape[:2], groups, channels).permute(2, 0, 3, 1).flatten(2)
-    left = over.flatten(2)[batch, :, chosen % math.prod(sizes)].reshape(len(chosen), groups, rows).transpose(0, 1)
-    return left, columns, count / max(len(chosen), 1)
 
 
 READERS: dict[str, Callable[[Any, Mapping[int, str]], Use | None]] = {
@@ -530,20 +426,3 @@ READERS: dict[str, Callable[[Any, Mapping[int, str]], Use | None]] = {
     "LinearBackward0": _linear,
     "ConvolutionBackward0": _convolution,
 }
-
-
-def _matching(left: Tensor, right: Tensor) -> Sides:
-    """The same rows of both, some of them where there are many."""
-    count = left.shape[1]
-    if count <= PLACES:
-        return left, right, 1.0
-    chosen = some_places(count, left.device)
-    return left[:, chosen], right[:, chosen], count / len(chosen)
-
-
-def some_places(count: int, device: torch.device) -> Tensor:
-    """Places spread over all of them: steps of about the golden section, which falls in with no period of the data."""
-    stride = max(1, round(0.6180339887 * count))
-    while math.gcd(stride, count) > 1:
-        stride += 1
-    return torch.arange(min(count, PLACES), device=device) * stride % count

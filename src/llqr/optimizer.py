@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from llqr.assignments import assignments
-from llqr.base_step import Momentum, Turned, Undoing, decay, groups_of
+from llqr.base_step import BaseStep
 from llqr.checks import check_callable, check_count, refuse_scripted
 from llqr.collector import Call, Collector
 from llqr.curvature.locations import uncompiled
@@ -32,13 +32,24 @@ from llqr.distributed.processes import processes_of, standing, unwrapped
 from llqr.divergences import Divergence, resolve
 from llqr.errors import LLQRError, LLQRWarning, NonFiniteError, callers_level
 from llqr.paper import PaperLLQR
-from llqr.saved_state import KEY, Stats, checked_state_dict
+from llqr.saved_state import KEY, Stats, block_state, checked_state_dict
 from llqr.second_run import SecondRun
-from llqr.settings import LONGEST, Every, Schedule, check_base, often_at_first
-from llqr.statistics import Block, Sums, block_state
+from llqr.statistics import Block, Sums
 from llqr.structures.stacks import StructureSpec, assign
 from llqr.training_loop import Closure, checked_loss
-from llqr.wrapper import Stepped, Wrapping, check_parameters, gradients_of, not_finite, stepped_parameters
+from llqr.wrapper import (
+    LONGEST,
+    Every,
+    Schedule,
+    Stepped,
+    Wrapping,
+    check_base,
+    check_parameters,
+    gradients_of,
+    not_finite,
+    often_at_first,
+    stepped_parameters,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -50,6 +61,11 @@ LISTENS = "From the next step on calls of the modules inside count too"
 CALL_IT = (
     "With a divergence, or a sharded model, it has to be; if your loop calls torch.compile(model), give LLQR that one"
 )
+
+UNSAVED = frozenset(
+    {"_collector", "_unhook", "_warned", "_stepped", "_base_step", "_group", "_second_run", "_processes", "step"}
+)
+"""Attributes that are made again."""
 
 
 class LLQR(Wrapping):
@@ -121,9 +137,7 @@ class LLQR(Wrapping):
         self._processes = processes_of(self._wrapped, self._group)
         self._standing = standing(self.model.parameters())
         self._second_run = SecondRun(self.model, self._called, self.divergence, self._output)
-        self._momentum = Momentum(self.base)
-        self._before: dict[str, Tensor] = {}
-        self._undoing = Undoing(self.base)
+        self._base_step = BaseStep(self.base)
         self._stepped = Stepped(self.base, self.model)
         runs_again = self.divergence is not None or self._processes.sharded
         self._collector = Collector(self._schedule, runs_again)
@@ -164,7 +178,7 @@ class LLQR(Wrapping):
                 "torch.distributed was initialised, or the model sharded, after U was made or loaded, so ranks may have a U "
                 "each: call init_process_group() and fully_shard first, and load_state_dict() after them"
             )
-        self._processes, self._standing, self._before = processes, now, {}
+        self._processes, self._standing = processes, now
         self._collector.runs_again |= processes.sharded
 
     def _together(self) -> AbstractContextManager[None]:
@@ -226,14 +240,14 @@ class LLQR(Wrapping):
             self._second_run.check_step(closure)
         if collector.calls and (collector.runs_again or not collector.sums):
             self._run_again(parameters, collector.calls, closure)
-        if not collector.heard:
+        if not collector.was_called:
             if not (self._by_parts or collector.runs_again):
                 self._listen_to_parts()
             raise NonFiniteError(
                 "no gradient has come back through the model: it wasn't called as model(...) with gradients on since the last "
                 "step. " + (LISTENS if self._by_parts and not collector.runs_again else CALL_IT)
             )
-        left = collector.others if self._by_parts else {}  # parts are heard before what else uses their weights
+        left = collector.other_uses if self._by_parts else {}  # parts are heard before what else uses their weights
         sums = {map_: sums for map_, sums in collector.sums.items() if not left.keys() & set(map_.members)}
         return self._processes.sum_moments(sums, of_means=self.divergence is None)
 
@@ -245,11 +259,11 @@ class LLQR(Wrapping):
         share = 1.0 if self.divergence is None else self._processes.share(self._second_run.examples(calls[-1]))
         ranks = self._processes.size
         self._collector.sums = {}  # of a refit that failed
-        with self._collector.silent():
+        with self._collector.paused():
             for call in calls if self.divergence is None else calls[-1:]:
                 for map_, sides in self._second_run(trained, call, closure, generator, share, ranks):
                     self._collector.add(map_, sides)
-        self._collector.others = self._second_run.others
+        self._collector.other_uses = self._second_run.other_uses
 
     def _inverted(self, found: Mapping[str, Sums]) -> dict[str, Block]:
         """New blocks, with what was found averaged in; the ones that are used stay as they are."""
@@ -263,8 +277,9 @@ class LLQR(Wrapping):
         blocks = {}
         for key, sums in seen.items():
             known = self.blocks.get(key)
-            if known is not None and sums.map.bias is None and self._is_frozen(known.map.bias):
-                known = None
+            bias = None if known is None else known.map.bias
+            if bias is not None and sums.map.bias is None and not self._collector.of[bias].requires_grad:
+                known = None  # frozen since
             if known is None or not known.takes(sums.map, moments[key]) or known.structure != sums.structure:
                 known = Block(sums.map, sums.structure)
             diagonal = self._diagonal.get(known.map.weight, 0.0)
@@ -272,9 +287,6 @@ class LLQR(Wrapping):
             blocks[key].take(moments[key])
         self._processes.invert(blocks)
         return blocks
-
-    def _is_frozen(self, name: str | None) -> bool:
-        return name is not None and not self._collector.of[name].requires_grad
 
     def _take(self, blocks: dict[str, Block]) -> None:
         self._processes.settle()
@@ -290,65 +302,16 @@ class LLQR(Wrapping):
             if all(name in parameters and parameters[name].grad is not None for name in block.map.members)
             and block.fits(parameters)
         ]
-        names = list(dict.fromkeys(name for block in blocks for name in block.map.members))
-        groups = groups_of(self.base, parameters)
-        self._momentum.gather(gradients_of(parameters), parameters, groups)
-        if not names:
-            self._count_not_finite(parameters)
-            self.base.step()
-            return
-        with self._processes.stepping():
-            turned = self._turned(parameters, blocks, names, groups)
-        if turned.left:
-            self.stats.nonfinite += len(set(turned.left))
-            self._warn(
-                "nonfinite",
-                f"U m of {turned.left[0]!r} isn't finite or is zero, and the base's own step was taken there",
-            )
-
-    def _count_not_finite(self, parameters: Mapping[str, Tensor]) -> None:
-        """Where there is no U yet, it may be that nothing is finite from the start."""
-        if spoiled := not_finite(gradients_of(parameters)):
+        if not blocks and (
+            spoiled := not_finite(gradients_of(parameters))
+        ):  # it may be from the start that nothing is finite
             self.stats.nonfinite += len(spoiled)
             self._warn("nonfinite", f"the gradient of {spoiled[0]!r} isn't finite, and the base's own step was taken")
-
-    def _turned(
-        self,
-        parameters: Mapping[str, Tensor],
-        blocks: list[Block],
-        names: list[str],
-        groups: Mapping[str, Mapping[str, Any]],
-    ) -> Turned:
-        """Let the base step, and put -‖Δθ‖ U m / ‖U m‖ in the place of Δθ. All in shards, where the parameters are."""
-        processes = self._processes
-        local = {name: processes.local(parameters[name]) for name in names}
-        before = self._remembered(local)
-        self.base.step()
-        momenta = {}
-        for name in names:
-            was = processes.shard_like(parameters[name], before[name])
-            momentum = self._momentum.of(name, parameters[name], was, groups[name])
-            if momentum is not None:
-                momenta[name] = processes.local(momentum)
-        factors = {name: decay(self.base, groups[name]) for name in names}
-        for factor in {*factors.values()} - {1.0}:
-            torch._foreach_mul_([before[name] for name in names if factors[name] == factor], factor)
-        taken = dict(zip(names, torch._foreach_sub(list(local.values()), list(before.values())), strict=True))
-        turned = processes.turn(blocks, momenta, taken, parameters)
-        self._undoing.look(taken, turned.steps)
-        for name, step in turned.steps.items():
-            torch.add(before[name], step.to(before[name].dtype), out=local[name])
-        return turned
-
-    def _remembered(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """θ before the base steps, in memory that is kept from step to step."""
-        held = self._before
-        if held.keys() != parameters.keys() or any(
-            held[n].shape != p.shape or held[n].dtype != p.dtype for n, p in parameters.items()
-        ):
-            self._before = held = {name: torch.empty_like(p, requires_grad=False) for name, p in parameters.items()}
-        torch._foreach_copy_(list(held.values()), list(parameters.values()))
-        return held
+        if left := self._base_step.take(parameters, blocks, self._processes):
+            self.stats.nonfinite += len(set(left))
+            self._warn(
+                "nonfinite", f"U m of {left[0]!r} isn't finite or is zero, and the base's own step was taken there"
+            )
 
     def _reject(self, why: str) -> None:
         self.stats.rejected += 1
@@ -370,7 +333,7 @@ class LLQR(Wrapping):
         own = {
             "step": self._schedule.step,
             "blocks": {key: block_state(block) for key, block in processes.gathered(self.blocks).items()},
-            "averages": {name: processes.whole(average) for name, average in self._momentum.averages.items()},
+            "averages": {name: processes.whole(average) for name, average in self._base_step.momentum.averages.items()},
             "stats": asdict(self.stats),
             "by_parts": self._by_parts,
         }
@@ -405,7 +368,7 @@ class LLQR(Wrapping):
         self._processes.settle()
         if by_parts and not self._by_parts:
             self._listen_to_parts()
-        self.blocks, self.stats, self._momentum.averages = blocks, stats, averages
+        self.blocks, self.stats, self._base_step.momentum.averages = blocks, stats, averages
         self.stats.memory = sum(block.memory for block in blocks.values())
         self._schedule.go_to(step)
         self._collector.forget()
@@ -443,34 +406,23 @@ class LLQR(Wrapping):
             raise LLQRError(
                 "an optimizer of several ranks holds their process group, which can't be copied or pickled: use state_dict()"
             )
-        left_out = {
-            "_collector",
-            "_unhook",
-            "_warned",
-            "_stepped",
-            "_before",
-            "_undoing",
-            "_group",
-            "_second_run",
-            "_processes",
-            "step",
-        }
-        return {
+        kept = {
             name: value
             for name, value in self.__dict__.items()
-            if name not in left_out and not name.startswith("_optimizer_")
+            if name not in UNSAVED and not name.startswith("_optimizer_")
         }
+        return {**kept, "averages": self._base_step.momentum.averages}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        momentum = state.pop("_momentum")
+        averages = state.pop("averages")
         self.__dict__.update({**state, "_group": None})
         self._begin()
-        self._momentum = momentum
+        self._base_step.momentum.averages = averages
 
     def memory_usage(self) -> dict[str, int]:
         """Bytes of the curvature and U, of the base's state, and of both; not of what a step works with."""
         own = sum(block.memory for block in self.blocks.values())
-        own += sum(average.numel() * average.element_size() for average in self._momentum.averages.values())
+        own += sum(average.numel() * average.element_size() for average in self._base_step.momentum.averages.values())
         held = [value for entry in self.state.values() for value in entry.values() if isinstance(value, Tensor)]
         base = sum(tensor.numel() * tensor.element_size() for tensor in held)
         return {"preconditioner": own, "base": base, "total": own + base}
@@ -480,15 +432,14 @@ class LLQR(Wrapping):
         parameters = self._look_up()
         unknown = self._schedule.step == 0 and not self.blocks
         why = "not known before the first step" if unknown else "by the base: in no linear map so far"
-        others = {} if unknown else self._collector.others
+        others = {} if unknown else self._collector.other_uses
         return assignments(parameters, self.blocks.values(), others, dict.fromkeys(parameters, why))
 
     def __repr__(self) -> str:
         how = "the second moments of the loss's own gradients" if self.divergence is None else repr(self.divergence)
         every = f"often at first, then every {LONGEST} steps" if self._every is None else repr(self._every)
         lines = [f"curvature: {how}", f"structure={self.structure!r}, every={every}"]
-        found = self.assignments()
-        lines += [f"{name}: {what}" for name, what in found.items()]
+        lines += [f"{name}: {what}" for name, what in self.assignments().items()]
         lines += [
             f"at step {self._schedule.step}: {self.stats.in_words()}",
             "base=" + repr(self.base).replace("\n", "\n  "),

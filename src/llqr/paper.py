@@ -34,11 +34,20 @@ from llqr.errors import LLQRError, LLQRWarning, NonFiniteError, callers_level
 from llqr.preconditioner import Preconditioner
 from llqr.refit import Batch, Blocks, Refit, Source, checked_batch, checked_ema, trainable
 from llqr.saved_state import KEY, State, Stats, checked_state_dict
-from llqr.settings import Every, Schedule, check_base
 from llqr.solvers import SGDM, Quadratic, Solver
 from llqr.structures.stacks import StructureSpec
 from llqr.training_loop import Closure, InputHook, checked_loss, evaluated, evaluated_gradients
-from llqr.wrapper import Stepped, Wrapping, gradients_of, not_finite, replaced, stepped_parameters
+from llqr.wrapper import (
+    Every,
+    Schedule,
+    Stepped,
+    Wrapping,
+    check_base,
+    gradients_of,
+    not_finite,
+    replaced,
+    stepped_parameters,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -16,8 +16,8 @@ from llqr.curvature.locations import trainable, uncompiled
 from llqr.curvature.recorder import Selector, Streams
 from llqr.errors import LLQRError
 from llqr.optimizer import LLQR
-from llqr.settings import LONGEST, often_at_first
 from llqr.structures.stacks import StructureSpec
+from llqr.wrapper import LONGEST, often_at_first
 
 FIRST = 300
 """Steps from the start that `overhead_at_first` is about: the default schedule refits more often there."""

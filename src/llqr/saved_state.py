@@ -6,9 +6,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from llqr.checks import check_amount, check_count
-from llqr.errors import LLQRError
+import torch
+from torch import Tensor
+
+from llqr.checks import check_amount, check_count, check_tensors
+from llqr.curvature.precision import at_least_single
+from llqr.errors import LLQRError, unknown
 from llqr.preconditioner import Preconditioner
+from llqr.statistics import Block, LinearMap
+from llqr.structures.base import Structure
 
 
 @dataclass
@@ -104,3 +110,90 @@ def checked_state_dict(state: Any) -> dict[str, Any]:
     if not all(isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple)) for group in groups):
         raise LLQRError("the 'param_groups' of the state aren't those of an optimizer: each is a mapping with 'params'")
     return dict(state)
+
+
+# --- blocks of U ---
+
+
+def block_state(block: Block) -> dict[str, Any]:
+    """Tensors and builtins alone. U isn't among them: the curvature gives it again."""
+    map_ = {f.name: getattr(block.map, f.name) for f in fields(block.map)}
+    return {
+        "map": {**map_, "shape": list(block.map.shape)},
+        "refits": block.refits,
+        "moments": dict(block.moments),
+        "diagonal": block.diagonal,
+    }
+
+
+def map_from_state(key: str, state: Any, parameters: Mapping[str, Tensor]) -> LinearMap:
+    """The map of a block's state; an error where anything in it isn't as `block_state` makes it, or not of these parameters."""
+    what = f"the state's block for {key!r}"
+    if not isinstance(state, Mapping) or not {"map", "refits", "moments", "diagonal"} <= state.keys():
+        raise LLQRError(f"{what} has no 'map', 'refits', 'moments' and 'diagonal'")
+    check_count(f"'refits' in {what}", state["refits"], 1)
+    check_amount(f"'diagonal' in {what}", state["diagonal"])
+    check_tensors(f"'moments' in {what}", state["moments"])
+    try:
+        parts = {f.name: state["map"][f.name] for f in fields(LinearMap)}
+        map_ = LinearMap(**{**parts, "shape": tuple(parts["shape"])})
+        whole = _is_map(map_) and map_.key == key
+    except (TypeError, KeyError) as error:
+        raise LLQRError(f"{what} has a 'map' that isn't one: {error}") from error
+    if not whole:
+        raise LLQRError(f"{what} has a 'map' that isn't one")
+    for name in map_.members:
+        if name not in parameters:
+            raise unknown("parameter in the state", name, parameters)
+    if not map_.lies_in(parameters):
+        raise LLQRError(
+            f"the state has a matrix of {map_.shape} for {key!r}, which has shape "
+            f"{tuple(parameters[map_.weight].shape)} here"
+        )
+    return map_
+
+
+def _is_map(map_: LinearMap) -> bool:
+    """Whether each of its fields is of the type and size that it should be."""
+    counts, places = (*map_.shape, map_.kernel, map_.first + 1), map_.places
+    return (
+        all(isinstance(name, str) for name in map_.members)
+        and len(map_.shape) == 3
+        and all(type(count) is int and count > 0 for count in counts)
+        and map_.shape[2] % map_.kernel == 0
+        and type(map_.inputs_on_rows) is type(map_.reads_data) is bool
+        and (map_.first == 0 if places is None else _are_places(places, map_))
+    )
+
+
+def _are_places(places: object, map_: LinearMap) -> bool:
+    return (
+        isinstance(places, Tensor)
+        and places.dtype == torch.int64
+        and tuple(places.shape) == map_.shape
+        and int(places.min()) == map_.first
+        and len(set(places.reshape(-1).tolist())) == places.numel()
+    )
+
+
+def block_from_state(
+    key: str, state: Mapping[str, Any], parameters: Mapping[str, Tensor], structures: Mapping[str, Structure]
+) -> Block:
+    """The block of a state, for the parameters that are here; an error where they don't fit."""
+    map_ = map_from_state(key, state, parameters)
+    weight, structure = parameters[map_.weight], structures[map_.weight]
+    _, r, c = map_.joined
+    like = torch.empty(0, dtype=at_least_single(weight.dtype), device="meta")
+    probe = structure.second_moments(
+        like.new_empty(map_.shape[0], 1, r), like.new_empty(map_.shape[0], 1, c), map_.kernel
+    )
+    wanted = {name: tuple(moment.shape) for name, moment in probe.items()}
+    given = {name: tuple(moment.shape) for name, moment in state["moments"].items()}
+    if wanted != given:
+        raise LLQRError(f"the state has {given} for {key!r}, and {structure!r} has {wanted}: give the same structure")
+    moments = {  # in the order in which the structure has them
+        name: state["moments"][name].to(weight.device, at_least_single(weight.dtype), copy=True) for name in wanted
+    }
+    block = Block(map_, structure, moments, state["refits"], diagonal=float(state["diagonal"]))
+    block.invert()
+    return block

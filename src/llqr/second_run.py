@@ -23,7 +23,8 @@ from llqr.divergences import L2, ActivationTerm, BasePoint, Divergence, OutputTe
 from llqr.divergences.families import Categorical
 from llqr.divergences.family_of_loss import check_family
 from llqr.errors import LLQRError, NonFiniteError
-from llqr.linear_maps import LinearMap, Sides, find_uses
+from llqr.linear_maps import find_uses
+from llqr.statistics import LinearMap, Sides
 from llqr.training_loop import Closure, as_inputs, loss_of_output
 
 
@@ -44,7 +45,7 @@ class SecondRun:
         self._needs_loss = any(needs_loss(term) for _, term in self._terms)
         self._has_classes = any(isinstance(getattr(term, "family", None), Categorical) for _, term in self._terms)
         self.divergence = divergence
-        self.others: Mapping[str, str] = {}
+        self.other_uses: Mapping[str, str] = {}
         """Parameters that aren't in linear maps alone, by what else uses them."""
 
     def check_step(self, closure: Closure | None) -> None:
@@ -72,14 +73,14 @@ class SecondRun:
         leaves = {name: raised(p.detach()).requires_grad_() for name, p in parameters.items()}
         inputs = as_inputs(self._model, call.args, call.kwargs)
         recorder = (
-            Everything(self._model, streams=call.streams)
+            AllOutputs(self._model, streams=call.streams)
             if not self._terms
             else Recorder(self._model, list(self._places.values()), self._output, streams=call.streams)
         )
         with no_autocast(leaves), torch.enable_grad():
             outputs = recorder.run(leaves, inputs)
         found = find_uses(outputs, {id(leaf): name for name, leaf in leaves.items()})
-        uses, self.others = found.uses, found.others
+        uses, self.other_uses = found.uses, found.other_uses
         slopes = self._slopes(outputs, call, closure, batch_size_of(inputs), generator, share, ranks)
         pairs = [(output, slope) for output, slope in zip(outputs, slopes, strict=True) if slope is not None]
         if not uses or not pairs:
@@ -144,7 +145,7 @@ def needs_loss(term: Term) -> bool:
     return isinstance(term, OutputTerm) and term.needs_loss
 
 
-class Everything(Recorder):
+class AllOutputs(Recorder):
     """A recorder of all that the model returns."""
 
     def chosen(self, output: Any) -> list[Tensor]:

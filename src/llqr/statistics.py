@@ -7,18 +7,17 @@ in `llqr.structures`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llqr.checks import check_amount, check_count, check_tensors
 from llqr.curvature.precision import at_least_single, raised
-from llqr.errors import LLQRError, NonFiniteError, unknown
-from llqr.linear_maps import LinearMap, Sides
+from llqr.errors import LLQRError, NonFiniteError
 from llqr.structures.base import Damping, Structure
 
 MEMORY = 0.8
@@ -27,6 +26,9 @@ DAMPING = 0.1
 """λ, as a share of the mean curvature of a map, once there were many refits."""
 FIRST_DAMPING = 1000.0
 """What is added to it at the first refit, when few examples were seen; it falls with the cube of the number of refits."""
+
+PLACES = 1024
+"""At how many places a use is looked at, at the most; the average over refits sees others."""
 
 NEVER_SEEN = 1e-6
 """An input of the data that is smaller than this share of the mean, in squares, has no units that are known."""
@@ -38,6 +40,128 @@ ROWS, COLUMNS, KERNEL = "rows", "columns", "kernel"
 def damping_after(refits: int) -> float:
     """λ after so many refits: 1,000 at the first, 1 at the tenth, 0.14 at the thirtieth."""
     return DAMPING + FIRST_DAMPING / refits**3
+
+
+@dataclass(frozen=True)
+class LinearMap:
+    """Which numbers of the parameters are the matrix W of a linear map: a stack of g matrices, r × c."""
+
+    weight: str
+    shape: tuple[int, int, int]
+    inputs_on_rows: bool = False
+    """The map is x ↦ xᵀ W in place of x ↦ W x: the columns are its outputs."""
+    kernel: int = 1
+    """Of a convolution: its columns are so many places for each of its channels."""
+    bias: str | None = None
+    """Joined to W as one more column (row), which meets a constant input of 1."""
+    places: Tensor | None = field(default=None, compare=False)
+    """Where the numbers of W are in its parameter, if they aren't all of it in order."""
+    first: int = 0
+    """The least of these places."""
+    reads_data: bool = False
+    """Its inputs are the data, and not what other layers made of them: they may be in any units."""
+
+    @property
+    def key(self) -> str:
+        """Its name: that of the weight, and where in it if it is a part."""
+        return self.weight if self.places is None else f"{self.weight}[{self.first}]"
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+    @property
+    def joined(self) -> tuple[int, int, int]:
+        """The shape of W with its bias."""
+        g, r, c = self.shape
+        more = self.bias is not None
+        return (g, r + (more and self.inputs_on_rows), c + (more and not self.inputs_on_rows))
+
+    def lies_in(self, parameters: Mapping[str, Tensor]) -> bool:
+        """Whether they have the shapes that this map is of."""
+        count, (g, r, c) = parameters[self.weight].numel(), self.shape
+        outputs = g * (c if self.inputs_on_rows else r)
+        fits = int(self.places.max()) < count if self.places is not None else count == g * r * c
+        return fits and (self.bias is None or parameters[self.bias].numel() == outputs)
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        """What a tensor of the weight's shape has at the places of W."""
+        return weight.reshape(self.shape) if self.places is None else weight.reshape(-1)[self.places.to(weight.device)]
+
+    def read(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """What these tensors (gradients, momenta) have at the places of W and its bias, as one stack of matrices."""
+        matrix = self.matrix(tensors[self.weight])
+        if self.bias is None:
+            return matrix
+        line = tensors[self.bias].reshape(self.shape[0], -1)
+        return torch.cat((matrix, line[:, None]), 1) if self.inputs_on_rows else torch.cat((matrix, line[..., None]), 2)
+
+    def split(self, joined: Tensor) -> list[Tensor]:
+        """The inverse of `read`: the matrix of W, and the vector of the bias if there is one."""
+        _, r, c = self.shape
+        if self.bias is None:
+            return [joined]
+        return [joined[:, :r, :c], (joined[:, -1] if self.inputs_on_rows else joined[..., -1]).reshape(-1)]
+
+    def put(self, matrix: Tensor, weight: Tensor) -> None:
+        """Write a matrix to the places of W in a contiguous tensor of the weight's shape."""
+        if self.places is None:
+            weight.copy_(matrix.reshape(weight.shape))
+        else:
+            weight.view(-1)[self.places.to(weight.device)] = matrix.to(weight.dtype)
+
+
+Sides = tuple[Tensor, Tensor, float]
+"""What meets the rows of W, (g, T, r), and what meets its columns, (g, T, c), at T of the places where it acts; and how many
+times as many of these there are. One of the two is inputs, the other gradients."""
+
+
+def matching_rows(left: Tensor, right: Tensor) -> Sides:
+    """The same rows of both, some of them where there are many."""
+    count = left.shape[1]
+    if count <= PLACES:
+        return left, right, 1.0
+    chosen = some_places(count, left.device)
+    return left[:, chosen], right[:, chosen], count / len(chosen)
+
+
+def some_places(count: int, device: torch.device) -> Tensor:
+    """Places spread over all of them: steps of about the golden section, which falls in with no period of the data."""
+    stride = max(1, round(0.6180339887 * count))
+    while math.gcd(stride, count) > 1:
+        stride += 1
+    return torch.arange(min(count, PLACES), device=device) * stride % count
+
+
+def patches(
+    under: Tensor,
+    over: Tensor,
+    kernel: Sequence[int],
+    groups: int,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Sides:
+    """At some places of `over` (N, rows, …): its numbers there, and those of `under` (N, channels, …) that the kernel meets."""
+    sizes, laid = over.shape[2:], under.shape[2:]
+    count = len(over) * math.prod(sizes)
+    channels, rows = under.shape[1] // groups, over.shape[1] // groups
+    chosen = some_places(count, over.device)
+    batch = chosen // math.prod(sizes)
+    rest, where, inside = chosen % math.prod(sizes), torch.zeros_like(chosen)[:, None], None
+    for dim in range(len(sizes)):
+        after = math.prod(sizes[dim + 1 :])
+        start = (rest // after) * stride[dim] - padding[dim]
+        rest = rest % after
+        at = start[:, None] + torch.arange(kernel[dim], device=over.device) * dilation[dim]
+        within = (at >= 0) & (at < laid[dim])
+        where = (where[:, :, None] * laid[dim] + at.clamp(0, laid[dim] - 1)[:, None]).flatten(1)
+        inside = within if inside is None else (inside[:, :, None] & within[:, None]).flatten(1)
+    assert inside is not None
+    met = under.flatten(2)[batch[:, None], :, where].masked_fill(~inside[..., None], 0)  # (T, kernel, channels)
+    columns = met.reshape(*met.shape[:2], groups, channels).permute(2, 0, 3, 1).flatten(2)
+    left = over.flatten(2)[batch, :, chosen % math.prod(sizes)].reshape(len(chosen), groups, rows).transpose(0, 1)
+    return left, columns, count / max(len(chosen), 1)
 
 
 @dataclass
@@ -288,87 +412,3 @@ def _kind(block: Block) -> tuple[Any, ...]:
     layout = [(name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in block.inverse.items()]
     how = (map_.shape, map_.bias is None, map_.inputs_on_rows, map_.kernel, KERNEL in block.moments)
     return (block.structure, *how, *layout)
-
-
-def block_state(block: Block) -> dict[str, Any]:
-    """Tensors and builtins alone. U isn't among them: the curvature gives it again."""
-    map_ = {f.name: getattr(block.map, f.name) for f in fields(block.map)}
-    return {
-        "map": {**map_, "shape": list(block.map.shape)},
-        "refits": block.refits,
-        "moments": dict(block.moments),
-        "diagonal": block.diagonal,
-    }
-
-
-def map_from_state(key: str, state: Any, parameters: Mapping[str, Tensor]) -> LinearMap:
-    """The map of a block's state; an error where anything in it isn't as `block_state` makes it, or not of these parameters."""
-    what = f"the state's block for {key!r}"
-    if not isinstance(state, Mapping) or not {"map", "refits", "moments", "diagonal"} <= state.keys():
-        raise LLQRError(f"{what} has no 'map', 'refits', 'moments' and 'diagonal'")
-    check_count(f"'refits' in {what}", state["refits"], 1)
-    check_amount(f"'diagonal' in {what}", state["diagonal"])
-    check_tensors(f"'moments' in {what}", state["moments"])
-    try:
-        parts = {f.name: state["map"][f.name] for f in fields(LinearMap)}
-        map_ = LinearMap(**{**parts, "shape": tuple(parts["shape"])})
-        whole = _is_map(map_) and map_.key == key
-    except (TypeError, KeyError) as error:
-        raise LLQRError(f"{what} has a 'map' that isn't one: {error}") from error
-    if not whole:
-        raise LLQRError(f"{what} has a 'map' that isn't one")
-    for name in map_.members:
-        if name not in parameters:
-            raise unknown("parameter in the state", name, parameters)
-    if not map_.lies_in(parameters):
-        raise LLQRError(
-            f"the state has a matrix of {map_.shape} for {key!r}, which has shape "
-            f"{tuple(parameters[map_.weight].shape)} here"
-        )
-    return map_
-
-
-def _is_map(map_: LinearMap) -> bool:
-    """Whether each of its fields is of the type and size that it should be."""
-    counts, places = (*map_.shape, map_.kernel, map_.first + 1), map_.places
-    return (
-        all(isinstance(name, str) for name in map_.members)
-        and len(map_.shape) == 3
-        and all(type(count) is int and count > 0 for count in counts)
-        and map_.shape[2] % map_.kernel == 0
-        and type(map_.inputs_on_rows) is type(map_.reads_data) is bool
-        and (map_.first == 0 if places is None else _are_places(places, map_))
-    )
-
-
-def _are_places(places: object, map_: LinearMap) -> bool:
-    return (
-        isinstance(places, Tensor)
-        and places.dtype == torch.int64
-        and tuple(places.shape) == map_.shape
-        and int(places.min()) == map_.first
-        and len(set(places.reshape(-1).tolist())) == places.numel()
-    )
-
-
-def block_from_state(
-    key: str, state: Mapping[str, Any], parameters: Mapping[str, Tensor], structures: Mapping[str, Structure]
-) -> Block:
-    """The block of a state, for the parameters that are here; an error where they don't fit."""
-    map_ = map_from_state(key, state, parameters)
-    weight, structure = parameters[map_.weight], structures[map_.weight]
-    _, r, c = map_.joined
-    like = torch.empty(0, dtype=at_least_single(weight.dtype), device="meta")
-    probe = structure.second_moments(
-        like.new_empty(map_.shape[0], 1, r), like.new_empty(map_.shape[0], 1, c), map_.kernel
-    )
-    wanted = {name: tuple(moment.shape) for name, moment in probe.items()}
-    given = {name: tuple(moment.shape) for name, moment in state["moments"].items()}
-    if wanted != given:
-        raise LLQRError(f"the state has {given} for {key!r}, and {structure!r} has {wanted}: give the same structure")
-    moments = {  # in the order in which the structure has them
-        name: state["moments"][name].to(weight.device, at_least_single(weight.dtype), copy=True) for name in wanted
-    }
-    block = Block(map_, structure, moments, state["refits"], diagonal=float(state["diagonal"]))
-    block.invert()
-    return block

@@ -19,8 +19,7 @@ from torch.overrides import TorchFunctionMode
 from llqr.checks import Inputs, mapped, tensors_in
 from llqr.curvature.recorder import Streams, forward_replaced, in_modes, unfused
 from llqr.errors import LLQRError
-from llqr.settings import Schedule
-from llqr.wrapper import gradients_of
+from llqr.wrapper import Schedule, gradients_of
 
 
 class Called(NamedTuple):

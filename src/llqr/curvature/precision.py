@@ -32,8 +32,9 @@ def is_low(tensor: Tensor) -> bool:
 
 def raised(value: Any) -> Any:
     """The same, with every half-precision tensor in it in float32."""
-    value = dict(value.items()) if isinstance(value, Mapping) else value
-    return mapped(value, lambda tensor: tensor.to(at_least_single(tensor.dtype)) if is_low(tensor) else tensor)
+    if isinstance(value, Tensor):
+        return value.to(at_least_single(value.dtype)) if is_low(value) else value
+    return mapped(dict(value.items()) if isinstance(value, Mapping) else value, raised)
 
 
 @contextmanager

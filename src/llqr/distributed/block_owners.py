@@ -15,8 +15,8 @@ from llqr.curvature.quadratic import QuadraticModel
 from llqr.distributed.ranks import Ranks
 from llqr.errors import unknown
 from llqr.preconditioner import Preconditioned, Preconditioner
-from llqr.settings import Schedule
 from llqr.structures.stacks import Group
+from llqr.wrapper import Schedule
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -36,8 +36,7 @@ from torch.utils._pytree import tree_map
 from llqr.errors import LLQRError
 from llqr.optimizer import LLQR
 from llqr.paper import PaperLLQR
-from llqr.saved_state import State
-from llqr.statistics import block_state
+from llqr.saved_state import State, block_state
 from llqr.wrapper import stepped_parameters
 
 METADATA = ".metadata"
@@ -302,7 +301,7 @@ def _of_default(optimizer: LLQR) -> tuple[Tensors, dict[str, Any]]:
     tensors: Tensors = {
         BLOCK: _named({key: block.pop("moments") for key, block in blocks.items()}),
         PLACES: {key: tensor for key, tensor in places.items() if tensor is not None},
-        AVERAGES: dict(optimizer._momentum.averages),
+        AVERAGES: dict(optimizer._base_step.momentum.averages),
     }
     told = {"step": optimizer._schedule.step, "stats": asdict(optimizer.stats), "by_parts": optimizer._by_parts}
     return tensors, {**told, "blocks": blocks}

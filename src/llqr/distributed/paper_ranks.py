@@ -25,8 +25,8 @@ from llqr.distributed.block_owners import BlockOwners, OneProcess
 from llqr.distributed.ranks import Ranks
 from llqr.errors import LLQRError
 from llqr.preconditioner import Preconditioned, Preconditioner
-from llqr.settings import Schedule
 from llqr.structures.stacks import Group
+from llqr.wrapper import Schedule
 
 NO_GRADIENT, STEERED, UNKNOWN = range(3)
 """What an owner says of a parameter: it has no gradient there; here is U g; U doesn't know it. Of a block: whether it isn't

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from llqr.base_step import Turned, turn
+from llqr.base_step import TurnedSteps, turn
 from llqr.errors import LLQRError, RankError
-from llqr.linear_maps import LinearMap
-from llqr.settings import Schedule, often_at_first
-from llqr.statistics import COLUMNS, ROWS, Block, Moments, Sums, block_from_state, merged
+from llqr.saved_state import block_from_state
+from llqr.statistics import COLUMNS, ROWS, Block, LinearMap, Moments, Sums, merged
 from llqr.structures.base import Structure
+from llqr.wrapper import Schedule, often_at_first
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -146,7 +146,7 @@ class Process:
         momenta: Mapping[str, Tensor],
         steps: Mapping[str, Tensor],
         parameters: Mapping[str, Tensor],
-    ) -> Turned:
+    ) -> TurnedSteps:
         """As `llqr.base_step.turn`, of and by what is `local`."""
         return turn(blocks, momenta, steps)
 

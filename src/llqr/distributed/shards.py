@@ -16,14 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from llqr.base_step import Turned, turn
+from llqr.base_step import TurnedSteps, turn
 from llqr.distributed import fsdp
 from llqr.distributed.block_owners import deal
 from llqr.distributed.paper_ranks import TrainingRanks
 from llqr.distributed.processes import Blocks, Found, Process, Replicas, cost, spread
 from llqr.distributed.ranks import Ranks
 from llqr.errors import LLQRError
-from llqr.statistics import Block, Sums, block_from_state, map_from_state
+from llqr.saved_state import block_from_state, map_from_state
+from llqr.statistics import Block, Sums
 from llqr.structures.base import Structure
 
 
@@ -89,14 +90,14 @@ class Shards(Replicas):
         momenta: Mapping[str, Tensor],
         steps: Mapping[str, Tensor],
         parameters: Mapping[str, Tensor],
-    ) -> Turned:
+    ) -> TurnedSteps:
         """By the owners of the blocks."""
         by_owner: dict[int, list[Block]] = {}
         for block in blocks:
             if all(name in momenta and name in steps for name in block.map.members):
                 by_owner.setdefault(self._owners[block.map.weight], []).append(block)
         if not by_owner:
-            return Turned({}, [])
+            return TurnedSteps({}, [])
         exchange = _Exchange(self._ranks, by_owner, [momenta, steps], parameters)
         turned = turn(by_owner.get(self.rank, []), *exchange.to_owners())
         return exchange.from_owners(turned)
@@ -166,7 +167,7 @@ class _Exchange:
             for held, side in zip(wholes, self._sides, strict=True)
         ]
 
-    def from_owners(self, turned: Turned) -> Turned:
+    def from_owners(self, turned: TurnedSteps) -> TurnedSteps:
         """Shards of the new steps. What an owner has turned, and which maps it has left as they were, travels along."""
         me, everyone, steps = self._ranks.rank, range(self._ranks.size), self._sides[1]
         words = {
@@ -189,7 +190,7 @@ class _Exchange:
             ]
         incoming = [[words[owner], *shards[owner].values()] if owner in words else [] for owner in everyone]
         self._ranks.swap(outgoing, incoming)
-        result = Turned({}, [])
+        result = TurnedSteps({}, [])
         for owner, names in self._names.items():
             heard = [word != 0 for word in words[owner].tolist()]
             result.steps.update({n: shards[owner][n] for n, yes in zip(names, heard, strict=False) if yes})

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from llqr.structures.base import Damping, Linearization, Tensors, ones
-from llqr.structures.mode_products import (
+from llqr.structures.kronecker import (
     VECTOR,
     AllButOne,
     SideStructure,
