@@ -62,10 +62,8 @@ CALL_IT = (
     "With a divergence, or a sharded model, it has to be; if your loop calls torch.compile(model), give LLQR that one"
 )
 
-UNSAVED = frozenset(
-    {"_collector", "_unhook", "_warned", "_stepped", "_base_step", "_group", "_second_run", "_processes", "step"}
-)
-"""Attributes that are made again."""
+MADE_AGAIN = frozenset({"_base_step", "_collector", "_second_run", "_processes"})
+"""Attributes that a copy or a pickle leaves out."""
 
 
 class LLQR(Wrapping):
@@ -402,15 +400,7 @@ class LLQR(Wrapping):
         return blocks, own["step"], stats, averages, own["by_parts"]
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._processes.several:
-            raise LLQRError(
-                "an optimizer of several ranks holds their process group, which can't be copied or pickled: use state_dict()"
-            )
-        kept = {
-            name: value
-            for name, value in self.__dict__.items()
-            if name not in UNSAVED and not name.startswith("_optimizer_")
-        }
+        kept = self._pickled(MADE_AGAIN, self._processes.several)
         return {**kept, "averages": self._base_step.momentum.averages}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -423,9 +413,7 @@ class LLQR(Wrapping):
         """Bytes of the curvature and U, of the base's state, and of both; not of what a step works with."""
         own = sum(block.memory for block in self.blocks.values())
         own += sum(average.numel() * average.element_size() for average in self._base_step.momentum.averages.values())
-        held = [value for entry in self.state.values() for value in entry.values() if isinstance(value, Tensor)]
-        base = sum(tensor.numel() * tensor.element_size() for tensor in held)
-        return {"preconditioner": own, "base": base, "total": own + base}
+        return self._memory(own)
 
     def assignments(self) -> dict[str, str]:
         """How each parameter that the base has is stepped, and why."""

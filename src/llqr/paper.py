@@ -424,17 +424,7 @@ class PaperLLQR(Wrapping):
         self._hook.forget()
 
     def __getstate__(self) -> dict[str, Any]:
-        if self.ranks.several:
-            raise LLQRError(
-                "an optimizer of several ranks holds their process group, which can't be copied or pickled: use state_dict()"
-            )
-        left_out = {"_hook", "_unhook", "_warned", "_stepped", "_group"}
-        left_out.add("step")  # where a scheduler has wrapped it
-        return {
-            name: value
-            for name, value in self.__dict__.items()
-            if name not in left_out and not name.startswith("_optimizer_")
-        }
+        return self._pickled(frozenset({"_hook"}), self.ranks.several)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update({**state, "_group": None})
@@ -442,10 +432,7 @@ class PaperLLQR(Wrapping):
 
     def memory_usage(self) -> dict[str, int]:
         """Bytes of U, of the base's state, and of both; not of what a step works with."""
-        u = 0 if self.preconditioner is None else self.preconditioner.memory
-        held = [value for entry in self.state.values() for value in entry.values() if isinstance(value, Tensor)]
-        base = sum(tensor.numel() * tensor.element_size() for tensor in held)
-        return {"preconditioner": u, "base": base, "total": u + base}
+        return self._memory(0 if self.preconditioner is None else self.preconditioner.memory)
 
     def __repr__(self) -> str:
         own = [

@@ -64,6 +64,21 @@ class Wrapping(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.base.zero_grad(set_to_none)
 
+    def _pickled(self, made_again: frozenset[str], several: bool) -> dict[str, Any]:
+        """What a copy or a pickle holds: not what `_begin` makes again, nor a step that a scheduler has wrapped."""
+        if several:
+            raise LLQRError(
+                "an optimizer of several ranks holds their process group, which can't be copied or pickled: use state_dict()"
+            )
+        left_out = made_again | {"_unhook", "_warned", "_stepped", "_group", "step"}
+        return {n: v for n, v in self.__dict__.items() if n not in left_out and not n.startswith("_optimizer_")}
+
+    def _memory(self, own: int) -> dict[str, int]:
+        """Bytes, with those of the base's state."""
+        held = [value for entry in self.state.values() for value in entry.values() if isinstance(value, Tensor)]
+        base = sum(tensor.numel() * tensor.element_size() for tensor in held)
+        return {"preconditioner": own, "base": base, "total": own + base}
+
     def _warn(self, kind: str, message: str) -> None:
         """Once; what comes after is only counted, if it is."""
         if kind not in self._warned:
