@@ -6,6 +6,7 @@ Blocks of one structure and one shape are kept as a stack, a `Group`.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -99,6 +100,11 @@ class Preconditioner:
                     bad.append(key)
             found.update(group.scatter(y, values))
         return Preconditioned({name: found[name] for name in gradients if name in found}, bad)
+
+    @cached_property
+    def _shapes(self) -> dict[str, torch.Size]:
+        """Of each parameter that U knows."""
+        return {n: shape for g in self.groups for names in g.members for n, shape in zip(names, g.shapes, strict=True)}
 
     @property
     def blocks(self) -> dict[str, dict[str, Tensor]]:

@@ -156,8 +156,6 @@ class Group:
 
     def zeros_beside(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Zeros for the members that have no value in blocks where others have one."""
-        if self.structure.per == "parameter":
-            return {}
         like = next(iter(self.tensors.values()))
         return {
             name: like.new_zeros(shape)
