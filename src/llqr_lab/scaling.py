@@ -1,4 +1,4 @@
-"""`llqr scaling`: what U costs on many ranks, counted on paper: memory a rank, bytes of a step and a refit, and their time.
+"""`llqr scaling`: what U costs on many ranks, counted on paper: memory per rank, bytes of a step and a refit, and their time.
 
 The formulas are those of docs/scaling.md, with P the bytes of the parameters, U those of the preconditioner, R ranks, and K
 curvature products a refit; tests compare them with the bytes that ranks really send.
@@ -59,8 +59,9 @@ def count(shapes: Shapes, structure: Structure, ranks: int, way: Way, products: 
     """What goes through a rank; a message that all ranks get, or that sums over all of them, counts once.
 
     A product takes the direction from the owners to all ranks and the sums back: 2P. Replicated, all ranks get U at the end of
-    a refit, and a step needs no message. Sharded under DDP, U g goes from the owners to all: P a step. Under FSDP2 a rank sends
-    its shards of g, P/R, gets the whole gradients of its own blocks, and the same back; a refit gathers the parameters first.
+    a refit, and a step needs no message. Sharded under DDP, U g goes from the owners to all: P per step. Under FSDP2 a rank
+    sends its shards of g, P/R, gets the whole gradients of its own blocks, and the same back; a refit gathers the parameters
+    first.
     """
     sizes = {name: structure.memory(shape, item) for name, shape in shapes.items()}
     parameters = {name: item * prod(shape) for name, shape in shapes.items()}
@@ -117,7 +118,7 @@ def show(ranks: Sequence[int]) -> None:
     console = Console()
     show_table(console, table)
     machine = (
-        f"{BANDWIDTH / 1e9:g} GB/s, {ARITHMETIC / 1e12:g} Tflop/s in training and {SINGLE / 1e12:g} in float32 a rank"
+        f"{BANDWIDTH / 1e9:g} GB/s, {ARITHMETIC / 1e12:g} Tflop/s in training and {SINGLE / 1e12:g} in float32 per rank"
     )
     say(
         console,
