@@ -41,12 +41,12 @@ clean: ## remove the environment, the caches and what was built
 
 stale:
 
-$(STAMP): pyproject.toml constraints.txt $(STALE)
+$(STAMP): pyproject.toml lab/pyproject.toml constraints.txt $(STALE)
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "llqr needs Python 3.11 or newer: '$(PYTHON)' is missing or older." >&2; \
 	  echo "Name another one: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
 	@echo "Setting up $(VENV) (this takes some minutes the first time) ..."
 	@"$(PYTHON)" -m venv --clear $(VENV)
 	@PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt \
-	  $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[lab,frameworks,peers,docs,dev]'
+	  $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[frameworks,docs,dev]' -e './lab[peers]'
 	@"$(PYTHON)" -c '$(ORIGIN)' > $(STAMP)

@@ -1,6 +1,6 @@
 """A convnet on scikit-learn's digits, on several processes, with LLQR around SGD. One line is new, and an entry in checkpoints.
 
-pip install "llqr[lab]"
+pip install llqr scikit-learn
 torchrun --nproc-per-node 2 ddp.py            # and once more with --resume, after it was stopped; with another number, too
 torchrun --nproc-per-node 2 ddp.py --fsdp     # sharded by fully_shard, in place of DDP
 """

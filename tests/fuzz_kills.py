@@ -19,9 +19,8 @@ import torch
 
 from llqr_lab.experiments.config import Config
 from llqr_lab.experiments.folder import RunFolder
-from llqr_lab.experiments.loop import train
+from llqr_lab.experiments.loop import StoppedError, train
 from llqr_lab.experiments.presets import resolve
-from llqr_lab.experiments.stopping import StoppedError
 from ranks import PRELOADED
 
 LONGEST = 240.0
@@ -43,7 +42,7 @@ METHODS = [
     "default",
     "kfac-ngd",
     "ekfac-newton",
-    "diagonal-ngd-scalefree",
+    "diagonal-ngd",
     "ekfac-ngd",
     "kfac-newton",
 ]

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from llqr.errors import LLQRError
-from llqr_lab.data.catalogue import data_set
-from llqr_lab.data.characters import Characters, characters, shakespeare
-from llqr_lab.data.folder import DataError, MissingDataError
+from llqr_lab.data.sequences import Characters, characters, shakespeare
+from llqr_lab.errors import DataError, MissingDataError
 
 TEXT = "".join(chr(ord("a") + number * number % 23) for number in range(990)) + "Ähre\r\n✓end"
 
@@ -78,10 +77,8 @@ def test_what_cannot_be_had_is_told(tmp_path: Path, text: Characters) -> None:
         with pytest.raises(DataError, match=message) as caught:
             shakespeare(tmp_path)
         assert str(place) in str(caught.value)
-        assert data_set("shakespeare").check(tmp_path, thorough=True).state == "broken"
     place.write_bytes(b"to be or not to be")
-    assert data_set("shakespeare").check(tmp_path).state == "found"
-    assert data_set("shakespeare").check(tmp_path, thorough=True).detail == "18 characters, 7 different ones"
+    assert len(shakespeare(tmp_path).vocabulary) == 7
     with pytest.raises(DataError, match="training part"):
         shakespeare(tmp_path).training(1, 16, 0)
     with pytest.raises(DataError, match="test part"):

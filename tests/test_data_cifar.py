@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import tarfile
-import time
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +11,12 @@ import pytest
 import torch
 
 from llqr.errors import LLQRError
-from llqr_lab.data.catalogue import data_set
-from llqr_lab.data.cifar import CIFAR10, CIFAR10_NAMES, CIFARS, Cifar, cifar, local_cifar, tiny_imagenet32
-from llqr_lab.data.folder import DataError, MissingDataError
+from llqr_lab.data.picture_sets import CIFARS, Cifar, cifar, tiny_imagenet32
 from llqr_lab.data.pictures import MemoryPictures, Pictures
+from llqr_lab.errors import DataError, MissingDataError
 
 Arrays = dict[str, np.ndarray]
+CIFAR10 = CIFARS["cifar10"]
 
 
 def arrays(kind: Cifar) -> Arrays:
@@ -40,14 +39,13 @@ def rows(kind: Cifar, images: np.ndarray, labels: np.ndarray) -> bytes:
 
 
 def write_binary(kind: Cifar, folder: Path, parts: Arrays) -> Path:
-    place = folder / kind.binary
+    place = folder / kind.folder
     place.mkdir(parents=True)
     share = len(parts["x_train"]) // len(kind.train)
     for number, name in enumerate(kind.train):
         some = slice(number * share, (number + 1) * share)
         (place / name).write_bytes(rows(kind, parts["x_train"][some], parts["y_train"][some]))
     (place / kind.test).write_bytes(rows(kind, parts["x_test"], parts["y_test"]))
-    (place / kind.names).write_text("\n".join(f"class {number}" for number in range(kind.classes)) + "\n\n")
     return place
 
 
@@ -55,22 +53,8 @@ def write_archive(kind: Cifar, folder: Path, parts: Arrays) -> Path:
     place = write_binary(kind, folder / "unpacked", parts)
     path = folder / kind.archive
     with tarfile.open(path, "w:gz") as archive:
-        archive.add(place, kind.binary)
+        archive.add(place, kind.folder)
     return path
-
-
-def write_parquet(kind: Cifar, folder: Path, parts: Arrays) -> Path:
-    """As the data set on the hub is laid out."""
-    datasets = pytest.importorskip("datasets")
-    place = folder / kind.hub
-    (place / "data").mkdir(parents=True)
-    image, label = kind.columns
-    features = datasets.Features({image: datasets.Image(), label: datasets.Value("int64")})
-    for part in ("train", "test"):
-        content = {image: list(parts[f"x_{part}"]), label: parts[f"y_{part}"].tolist()}
-        made = datasets.Dataset.from_dict(content, features=features)
-        made.to_parquet(place / "data" / f"{part}-00000-of-00001.parquet")
-    return place
 
 
 def memory(data: Pictures) -> tuple[MemoryPictures, MemoryPictures]:
@@ -88,88 +72,34 @@ def assert_holds(data: Pictures, kind: Cifar, parts: Arrays) -> None:
     assert data.classes == kind.classes
 
 
-@pytest.fixture(autouse=True)
-def _no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As HF_HUB_OFFLINE=1 sets it, which is read when huggingface_hub is imported; the caches are the test's own."""
-    monkeypatch.delenv("LLQR_DATA", raising=False)
-    config = pytest.importorskip("datasets").config
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("the network was asked"))
-
-
 @pytest.mark.parametrize("name", CIFARS)
-def test_the_npz_the_binary_folder_and_the_archive_hold_the_same(tmp_path: Path, name: str) -> None:
+def test_the_npz_and_the_archive_hold_the_same(tmp_path: Path, name: str) -> None:
     kind = CIFARS[name]
     parts = arrays(kind)
-    for form in ("npz", "binary", "archive"):
+    for form in ("npz", "archive"):
         folder = tmp_path / form
         folder.mkdir()
         if form == "npz":
-            np.savez(folder / kind.npz, **parts)
+            np.savez(folder / f"{name}.npz", **parts)
         else:
-            {"binary": write_binary, "archive": write_archive}[form](kind, folder, parts)
-        data = cifar(name, folder)
-        assert_holds(data, kind, parts)
-        if form != "npz":
-            assert data.class_names is not None
-            assert data.class_names[3] == "class 3"
-        assert data_set(name).check(folder).state == "found"
-        assert data_set(name).check(folder, thorough=True).detail.startswith("10 + 4 pictures")
-
-
-@pytest.mark.parametrize("name", CIFARS)
-def test_a_copy_of_the_hugging_face_data_set_holds_the_same(tmp_path: Path, name: str) -> None:
-    kind = CIFARS[name]
-    parts = arrays(kind)
-    write_parquet(kind, tmp_path, parts)
-    assert_holds(cifar(name, tmp_path), kind, parts)
-
-
-def test_names_of_classes(tmp_path: Path) -> None:
-    parts = arrays(CIFAR10)
-    np.savez(tmp_path / "cifar10.npz", **parts)
-    assert cifar("cifar10", tmp_path).class_names == CIFAR10_NAMES
-    np.savez(tmp_path / "cifar10.npz", **parts, class_names=np.array([f"my {i}" for i in range(10)]))
-    names = cifar("cifar10", tmp_path).class_names
-    assert names is not None
-    assert names[9] == "my 9"
+            write_archive(kind, folder, parts)
+        assert_holds(cifar(name, folder), kind, parts)
 
 
 def test_tiny_imagenet_goes_by_its_own_name(tmp_path: Path) -> None:
     np.savez(tmp_path / "tiny_imagenet32_100c.npz", **arrays(CIFARS["cifar100"]))
     assert tiny_imagenet32(tmp_path).classes == 100
     with pytest.raises(MissingDataError, match=r"cifar100\.npz"):
-        local_cifar("cifar100", tmp_path)
-    assert data_set("tiny-imagenet32").check(tmp_path).state == "found"
+        cifar("cifar100", tmp_path)
 
 
-def test_what_is_nowhere_is_told_at_once_and_with_what_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun = time.perf_counter()
+def test_what_is_nowhere_is_told_with_where_to_get_it(tmp_path: Path) -> None:
     with pytest.raises(MissingDataError) as caught:
         cifar("cifar10", tmp_path)
-    assert time.perf_counter() - begun < 5
-    for told in ("uoft-cs/cifar10", "cifar10.npz", "cifar-10-batches-bin", str(tmp_path), CIFAR10.url, "hf download"):
+    for told in ("cifar10.npz", "cifar-10-binary.tar.gz", str(tmp_path), CIFAR10.source):
         assert told in str(caught.value)
     with pytest.raises(MissingDataError, match="LLQR_DATA"):
         cifar("cifar10")
-    # With a network that fails, the hub is asked once, and load_dataset with its many retries isn't even called.
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-
-    def unreachable(*_: object, **__: object) -> None:
-        raise ConnectionError("no such host")
-
-    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", unreachable)
-    monkeypatch.setattr("datasets.load_dataset", lambda *_: pytest.fail("it was known to be in vain"))
-    with pytest.raises(MissingDataError, match="no such host"):
-        cifar("cifar10", tmp_path)
-
-
-def test_a_hugging_face_folder_without_data_is_told(tmp_path: Path) -> None:
-    (tmp_path / CIFAR10.hub).mkdir(parents=True)
-    with pytest.raises(DataError, match="holds no data set that can be read"):
-        cifar("cifar10", tmp_path)
 
 
 def test_unknown_names(tmp_path: Path) -> None:
@@ -192,7 +122,6 @@ BAD_ARRAYS: dict[str, tuple[Arrays, str]] = {
     "float labels": (changed(y_test=np.zeros(4)), "not integers"),
     "text labels": (changed(y_test=np.array(["a"] * 4)), "not integers"),
     "column": (changed(y_test=np.zeros((4, 1), int)), "in one row"),
-    "names": (changed(class_names=np.array(["a", "b"])), "2 names for 10 classes"),
     "pickled": (changed(y_test=np.array([0, 1, 2, 3], dtype=object)), "allow_pickle=False"),
 }
 
@@ -205,18 +134,14 @@ def test_bad_arrays_are_refused(tmp_path: Path, case: str) -> None:
     with pytest.raises(DataError, match=message) as caught:
         cifar("cifar10", tmp_path)
     assert str(path) in str(caught.value)
-    assert data_set("cifar10").check(tmp_path, thorough=True).state == "broken"
 
 
-def test_a_half_written_npz_is_told_by_the_cheap_look_already(tmp_path: Path) -> None:
+def test_a_half_written_npz_is_told(tmp_path: Path) -> None:
     path = tmp_path / "cifar10.npz"
     np.savez(path, **arrays(CIFAR10))
     whole = path.read_bytes()
     for content in (b"", b"nonsense", whole[: len(whole) // 2], b"\x80\x04N."):
         path.write_bytes(content)
-        status = data_set("cifar10").check(tmp_path)
-        assert status.state == "broken"
-        assert str(path) in status.detail
         with pytest.raises(DataError, match="get it again"):
             cifar("cifar10", tmp_path)
     path.write_bytes(whole[:5000] + bytes(3000) + whole[8000:])  # the directory is whole and the content isn't
@@ -224,25 +149,16 @@ def test_a_half_written_npz_is_told_by_the_cheap_look_already(tmp_path: Path) ->
         cifar("cifar10", tmp_path)
 
 
-def test_binary_files_that_are_cut_short_or_missing_are_told(tmp_path: Path) -> None:
-    place = write_binary(CIFAR10, tmp_path, arrays(CIFAR10))
-    whole = (place / "data_batch_3.bin").read_bytes()
-    for content in (whole[:-1], b""):
-        (place / "data_batch_3.bin").write_bytes(content)
-        assert data_set("cifar10").check(tmp_path).state == "broken"
-        with pytest.raises(DataError, match="data_batch_3"):
-            cifar("cifar10", tmp_path)
-    (place / "data_batch_3.bin").unlink()
-    assert data_set("cifar10").check(tmp_path).state == "broken"
-    with pytest.raises(DataError, match="data_batch_3"):
-        cifar("cifar10", tmp_path)
+@pytest.mark.parametrize("content", [b"", b"\0" * 3072])
+def test_rows_that_are_cut_short_are_told(content: bytes) -> None:
+    with pytest.raises(DataError, match=r"data_batch_3 has .* bytes, not some rows of 3,073"):
+        CIFAR10.rows("data_batch_3", content)
 
 
-def test_labels_beyond_the_classes_in_a_binary_file_are_told(tmp_path: Path) -> None:
-    place = write_binary(CIFAR10, tmp_path, arrays(CIFAR10))
-    content = bytearray((place / "test_batch.bin").read_bytes())
-    content[0] = 10
-    (place / "test_batch.bin").write_bytes(content)
+def test_labels_beyond_the_classes_are_told(tmp_path: Path) -> None:
+    parts = arrays(CIFAR10)
+    parts["y_test"][0] = 10
+    write_archive(CIFAR10, tmp_path, parts)
     with pytest.raises(DataError, match="of 10 classes"):
         cifar("cifar10", tmp_path)
 

@@ -1,4 +1,4 @@
-"""Promise: folders of pictures are read a batch at a time, archives unpack nowhere else, the catalogue tells what is there."""
+"""Promise: folders of pictures are read a batch at a time, archives unpack nowhere else."""
 
 from __future__ import annotations
 
@@ -13,13 +13,19 @@ import torch
 from PIL import Image
 
 from llqr.errors import LLQRError
-from llqr_lab.data.archives import unpacked
-from llqr_lab.data.augment import Augmentation
 from llqr_lab.data.batches import stream
-from llqr_lab.data.catalogue import CATALOGUE, data_set, rows
-from llqr_lab.data.fashion import fashion_mnist, fashion_pictures
-from llqr_lab.data.folder import DataError, MissingDataError
-from llqr_lab.data.imagefolder import FilePictures, image_folder, imagenet, imagenette, square_picture
+from llqr_lab.data.files import unpacked
+from llqr_lab.data.picture_sets import (
+    FilePictures,
+    fashion,
+    image_folder,
+    imagenet,
+    imagenette,
+    read_idx,
+    square_picture,
+)
+from llqr_lab.data.pictures import Augmentation
+from llqr_lab.errors import DataError, MissingDataError
 
 
 def picture(seed: int, width: int = 40, height: int = 30, mode: str = "RGB") -> Image.Image:
@@ -41,7 +47,7 @@ def test_classes_are_numbered_by_sorted_names_and_files_come_in_order(tmp_path: 
     (tmp_path / "train" / "n01" / "notes.txt").write_text("not a picture")
     (tmp_path / "train" / "n01" / ".hidden.JPEG").write_text("not one either")
     data = image_folder(tmp_path, side=16)
-    assert (data.classes, data.class_names) == (2, ("n01", "n02"))
+    assert data.classes == 2
     assert isinstance(data.train, FilePictures)
     assert data.train.names == tuple(f"n0{c}/p_{i}.JPEG" for c in (1, 2) for i in range(3))
     assert data.train.labels.tolist() == [0, 0, 0, 1, 1, 1]
@@ -81,8 +87,6 @@ def test_imagenet_is_looked_for_in_its_folder(tmp_path: Path) -> None:
         imagenet(tmp_path)
     write_folder(tmp_path / "imagenet")
     assert imagenet(tmp_path).training(1, 0, Augmentation(size=224, flip=True))[0].inputs[0].shape == (1, 3, 224, 224)
-    assert data_set("imagenet").check(tmp_path).detail == "2 classes"
-    assert data_set("imagenet").check(tmp_path, thorough=True).detail == "6 + 4 pictures of 2 classes"
 
 
 def test_pictures_that_cannot_be_read_are_named(tmp_path: Path) -> None:
@@ -92,7 +96,6 @@ def test_pictures_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         (root / "val" / "n01" / "p_1.JPEG").write_bytes(content)
         with pytest.raises(DataError, match=r"n01.p_1\.JPEG"):
             list(image_folder(root, side=8).testing(2))
-        assert "p_1.JPEG" in data_set("imagenet").check(tmp_path, thorough=True).detail
 
 
 def test_folders_that_are_not_right_are_told_before_training(tmp_path: Path) -> None:
@@ -127,8 +130,6 @@ def test_the_imagenette_archive_is_unpacked_into_the_cache_once(tmp_path: Path, 
     with tarfile.open(data / "imagenette_sample.tar", "w") as archive:
         archive.add(write_folder(tmp_path / "made"), "imagenette_sample")
     data.chmod(0o555)
-    assert data_set("imagenette").check(data).detail == "10 pictures"
-    assert not cache.exists()  # a look unpacks nothing
     try:
         first = imagenette(data, side=8)
         assert [len(source.labels) for source in (first.train, first.test)] == [6, 4]
@@ -160,9 +161,6 @@ def link(kind: bytes) -> tarfile.TarInfo:
 HOSTILE = {
     "up": ("top/../../up.JPEG", b"x"),
     "up by four": ("../train/n01/up.JPEG", b"x"),
-    "absolute": ("/train/n01/absolute.JPEG", b"x"),
-    "backslashes": ("top/train/n01/..\\..\\up.JPEG", b"x"),
-    "another depth": ("top/train/a.JPEG", b"x"),
     "symbolic link": link(tarfile.SYMTYPE),
     "hard link": link(tarfile.LNKTYPE),
     "device": link(tarfile.CHRTYPE),
@@ -179,11 +177,14 @@ def test_hostile_archives_leave_nothing_behind(tmp_path: Path, cache: Path, kind
     assert sorted(tmp_path.iterdir()) == [path, cache]
 
 
-def test_archives_that_are_broken_or_hold_a_name_twice_are_told(tmp_path: Path, cache: Path) -> None:
+def test_a_name_that_begins_at_the_root_stays_in_the_folder(tmp_path: Path, cache: Path) -> None:
+    made = unpacked(tar_with(tmp_path / "a.tar", (str(tmp_path / "absolute.JPEG"), b"x")), "somewhere")
+    assert [path.name for path in made.rglob("*.JPEG")] == ["absolute.JPEG"]
+    assert not (tmp_path / "absolute.JPEG").exists()
+
+
+def test_archives_that_are_broken_are_told(tmp_path: Path, cache: Path) -> None:
     good = ("top/train/n01/good.JPEG", bytes(5000))
-    twice = tar_with(tmp_path / "twice.tar", good, good)
-    with pytest.raises(DataError, match="FileExistsError"):
-        unpacked(twice, "somewhere")
     data = tmp_path / "imagenette_sample.tar"
     for content in (
         b"",
@@ -191,7 +192,6 @@ def test_archives_that_are_broken_or_hold_a_name_twice_are_told(tmp_path: Path, 
         tar_with(tmp_path / "whole.tar", good, ("top/val/n01/a.JPEG", bytes(5000))).read_bytes()[:7000],
     ):
         data.write_bytes(content)
-        assert data_set("imagenette").check(tmp_path).state == "broken"
         with pytest.raises(DataError, match="imagenette"):
             imagenette(tmp_path)
     assert list(cache.iterdir()) == []
@@ -210,47 +210,32 @@ def write_idx(path: Path, values: torch.Tensor) -> None:
     path.write_bytes(gzip.compress(b"\0\0\x08" + bytes([values.dim()]) + sides + bytes(values.flatten().tolist())))
 
 
-def test_fashion_mnist_as_bytes_is_what_the_floats_are(tmp_path: Path) -> None:
+def test_fashion_mnist_is_read_from_its_four_files(tmp_path: Path) -> None:
     images = {part: torch.randint(256, (n, 28, 28)) for part, n in (("train", 6), ("t10k", 3))}
     for part, values in images.items():
         write_idx(tmp_path / "fashion_mnist" / f"{part}-images-idx3-ubyte.gz", values)
         write_idx(tmp_path / "fashion_mnist" / f"{part}-labels-idx1-ubyte.gz", torch.arange(len(values)))
-    data, floats = fashion_pictures(tmp_path), fashion_mnist(tmp_path)
-    assert data.class_names is not None
-    assert data.class_names[1] == "Trouser"
-    ((pictures, *_), labels) = next(iter(data.testing(10)))
-    assert labels.tolist() == floats.test_targets.tolist()
-    torch.testing.assert_close(pictures, floats.test_inputs, rtol=1e-3, atol=1e-3)
+    ((pictures, *_), labels) = next(iter(fashion(tmp_path).testing(10)))
+    assert labels.tolist() == [0, 1, 2]
+    train, test = (images[part].float() / 255 for part in ("train", "t10k"))
+    expected = (test - train.mean()) / train.std(correction=0)
+    torch.testing.assert_close(pictures[:, 0], expected, rtol=1e-5, atol=1e-5)
     write_idx(tmp_path / "fashion_mnist" / "train-labels-idx1-ubyte.gz", torch.arange(5))
     with pytest.raises(DataError, match="don't belong together"):
-        fashion_pictures(tmp_path)
+        fashion(tmp_path)
 
 
-def test_the_catalogue_tells_of_every_data_set_whether_it_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("LLQR_DATA", raising=False)
-    for folder in (None, tmp_path):
-        for row in rows(folder):
-            assert row.state == ("found" if row.name in ("digits", "modular") else "missing"), row
-            assert all((row.what, row.size, row.licence, row.get, row.detail)), row
-    assert [row.name for row in rows(None)] == list(CATALOGUE)
-    with pytest.raises(LLQRError, match="did you mean 'multi30k'"):
-        data_set("multi3k")
+BROKEN = {
+    "empty": b"",
+    "not gzip": b"not gzip",
+    "too short": gzip.compress(b"\0\0\x08\1\0\0\0\5abc", mtime=0),
+    "no header": gzip.compress(b"\1\2", mtime=0),
+}
 
 
-def test_pairs_of_sentences_are_counted(tmp_path: Path) -> None:
-    entry = data_set("iwslt14")
-    (tmp_path / "iwslt14_de_en").mkdir()
-    for name in entry.places:
-        (tmp_path / name).write_bytes(gzip.compress("Straße\nund mehr\n".encode()))
-    assert entry.check(tmp_path) == ("found", "6 files")
-    assert entry.check(tmp_path, thorough=True).detail == "2 + 2 + 2 pairs of sentences"
-    (tmp_path / entry.places[1]).write_bytes(gzip.compress(b"one line\n"))
-    assert "2 lines" in entry.check(tmp_path, thorough=True).detail
-    (tmp_path / entry.places[1]).write_bytes(gzip.compress(b"\xff\xfe\n"))
-    assert entry.check(tmp_path, thorough=True).state == "broken"
-    (tmp_path / entry.places[1]).write_bytes(b"plain text")
-    assert entry.check(tmp_path).state == "broken"
-    (tmp_path / entry.places[1]).unlink()
-    assert entry.check(tmp_path).state == "missing"
+@pytest.mark.parametrize("kind", BROKEN)
+def test_broken_files_are_told(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "broken.gz"
+    path.write_bytes(BROKEN[kind])
+    with pytest.raises(DataError, match="get it again"):
+        read_idx(path)

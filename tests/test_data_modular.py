@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from llqr.errors import LLQRError
-from llqr_lab.data.modular import OPERATIONS, equations, modular_arithmetic, vocabulary
-from llqr_lab.data.rows import TensorBatches, tensor_batches_in_order
+from llqr_lab.data.batches import TensorBatches, tensor_batches_in_order
+from llqr_lab.data.sequences import OPERATIONS, equations, modular_arithmetic, vocabulary
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

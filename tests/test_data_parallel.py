@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gzip
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from llqr_lab.data.folder import MissingDataError
-from llqr_lab.data.parallel import parallel_text
+from llqr_lab.data.translation import parallel_text
+from llqr_lab.errors import DataError, MissingDataError
 
 
 def write(folder: Path, **files: list[str]) -> Path:
@@ -48,12 +46,12 @@ def test_empty_lines_go_from_training_and_are_refused_elsewhere(tmp_path: Path) 
     train = parallel_text("multi30k", folder).train
     assert (train.source, train.target, train.dropped) == (["a", "d"], ["x", "z"], 2)
     (folder / "multi30k_de_en" / "val.en.gz").write_bytes(gzip.compress(b"one\n\n"))
-    with pytest.raises(MissingDataError, match=r"line 2 of .*val\.de\.gz' or .*val\.en\.gz' is empty"):
+    with pytest.raises(DataError, match=r"line 2 of .*val\.de\.gz' or .*val\.en\.gz' is empty"):
         parallel_text("multi30k", folder)
 
 
 def test_unequal_sides(tmp_path: Path) -> None:
-    with pytest.raises(MissingDataError, match=r"train\.de\.gz' has 3 lines and '.*train\.en\.gz' has 2"):
+    with pytest.raises(DataError, match=r"train\.de\.gz' has 3 lines and '.*train\.en\.gz' has 2"):
         parallel_text("multi30k", write(tmp_path, train_de=["a", "b", "c"]))
 
 
@@ -62,16 +60,16 @@ def test_unequal_sides(tmp_path: Path) -> None:
     [
         (gzip.compress(b"")[:], "is empty"),
         (gzip.compress(b"\n \n"), "is empty"),
-        (gzip.compress(b"ein hund\n" * 100)[:-12], "can't be read whole"),
-        (b"ein hund\n", "can't be read whole"),
-        (gzip.compress("ein Bär\n".encode("latin-1")), "isn't UTF-8"),
+        (gzip.compress(b"ein hund\n" * 100)[:-12], "can't be read"),
+        (b"ein hund\n", "can't be read"),
+        (gzip.compress("ein Bär\n".encode("latin-1")), "can't be read"),
     ],
     ids=["nothing", "white space", "half of it", "not gzip", "not UTF-8"],  # the bytes hold the time of day
 )
 def test_broken_files(tmp_path: Path, content: bytes, says: str) -> None:
     write(tmp_path)
     (tmp_path / "multi30k_de_en" / "train.de.gz").write_bytes(content)
-    with pytest.raises(MissingDataError, match=rf"train\.de\.gz' {says}.* from github"):
+    with pytest.raises(DataError, match=rf"train\.de\.gz' {says}.* from .*github"):
         parallel_text("multi30k", tmp_path)
 
 
@@ -81,43 +79,20 @@ def test_bytes_in_the_middle_of_a_gzip_file_that_are_wrong(tmp_path: Path) -> No
     whole = bytearray(gzip.compress(b"ein hund und noch ein anderer hund\n" * 3))
     whole[15:20] = b"\xff" * 5
     path.write_bytes(whole)
-    with pytest.raises(MissingDataError, match="can't be read whole"):
+    with pytest.raises(DataError, match="can't be read"):
         parallel_text("multi30k", tmp_path)
 
 
 def test_a_side_that_is_missing(tmp_path: Path) -> None:
     write(tmp_path)
     (tmp_path / "multi30k_de_en" / "val.en.gz").unlink()
-    with pytest.raises(MissingDataError, match=r"there is no val\.en or val\.en\.gz in"):
+    with pytest.raises(DataError, match=r"there is no val\.en or val\.en\.gz in"):
         parallel_text("multi30k", tmp_path)
 
 
-def test_no_such_corpus_and_no_place() -> None:
-    with pytest.raises(ValueError, match="there are multi30k, iwslt14"):
-        parallel_text("wmt14")
-
-
-def test_without_files_and_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LLQR_DATA", raising=False)
-    with pytest.raises(MissingDataError, match=r"LLQR_DATA; wanted there: a folder iwslt14_de_en with train\.de\.gz"):
+    with pytest.raises(MissingDataError, match=r"LLQR_DATA; wanted there: iwslt14_de_en, from fairseq"):
         parallel_text("iwslt14")
-
-    def unreachable(name: str) -> None:
-        raise ConnectionError(f"couldn't reach {name}")
-
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=unreachable))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(MissingDataError, match=r"put one there .*HF_HUB_OFFLINE is set.*load_dataset\('bentrevett"):
+    with pytest.raises(MissingDataError, match=r"there is no multi30k_de_en in"):
         parallel_text("multi30k", tmp_path)
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(MissingDataError, match="import of datasets halted"):
-        parallel_text("multi30k", tmp_path)
-
-
-def test_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    split = {"de": ["Ein Hund.\n", "Zwei."], "en": ["A dog.", "Two."]}
-    found = {"train": {"de": ["a", ""], "en": ["x", "y"]}, "validation": split, "test": split}
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=lambda name: found))
-    text = parallel_text("multi30k", tmp_path)
-    assert (text.train.source, text.train.dropped) == (["a"], 1)
-    assert text.test.source == ["Ein Hund.", "Zwei."]

@@ -7,23 +7,22 @@ import torch
 from torch import Tensor
 
 from llqr.errors import LLQRError
-from llqr_lab.data.augment import (
+from llqr_lab.data.batches import own_randomness, stream
+from llqr_lab.data.picture_sets import IMAGENET_NORMALISATION
+from llqr_lab.data.pictures import (
     NOTHING,
     Augmentation,
-    centred,
-    cut_out,
-    moved,
-)
-from llqr_lab.data.batches import own_randomness, stream
-from llqr_lab.data.folder import DataError
-from llqr_lab.data.pictures import (
-    IMAGENET_NORMALISATION,
     MemoryPictures,
     Normalisation,
     Pictures,
+    PicturesInOrder,
+    centre_crop,
+    crop_and_flip,
+    cut_out,
     imbalanced,
     pictures_in_memory,
 )
+from llqr_lab.errors import DataError
 
 CUTOUT = Augmentation(padding=4, reflect=True, flip=True, cutout=16, cutout_share=0.5)
 
@@ -40,7 +39,7 @@ def small(side: int = 32, channels: int = 3) -> Pictures:
 
 def test_normalised_training_pictures_have_mean_zero_and_deviation_one_in_each_channel() -> None:
     data = small()
-    everything = torch.cat([batch.inputs[0] for batch in data.training_in_order(4)])
+    everything = torch.cat([batch.inputs[0] for batch in PicturesInOrder(data.train, data.normalisation, 4)])
     assert everything.dtype == torch.float32
     torch.testing.assert_close(everything.mean((0, 2, 3)), torch.zeros(3), atol=1e-5, rtol=0)
     torch.testing.assert_close(everything.std((0, 2, 3), correction=0), torch.ones(3), atol=1e-5, rtol=0)
@@ -107,7 +106,7 @@ def test_an_epoch_holds_no_picture_twice() -> None:
 def test_a_flip_is_a_flip_of_half_of_the_pictures() -> None:
     pictures = noise(200, 3, 4, 6).float() / 255
     with own_randomness("a test"):
-        out = moved(pictures, Augmentation(flip=True))
+        out = crop_and_flip(pictures, Augmentation(flip=True))
     flipped = [torch.equal(new, old.flip(-1)) for new, old in zip(out, pictures, strict=True)]
     kept = [torch.equal(new, old) for new, old in zip(out, pictures, strict=True)]
     assert all(a != b for a, b in zip(flipped, kept, strict=True))
@@ -118,7 +117,7 @@ def test_a_flip_is_a_flip_of_half_of_the_pictures() -> None:
 def test_a_padded_crop_is_a_shift_with_zeros_or_with_the_mirrored_picture(reflect: bool) -> None:
     pictures = noise(300, 2, 9, 9).float() / 255 + 0.01
     with own_randomness("a test"):
-        out = moved(pictures, Augmentation(padding=4, reflect=reflect))
+        out = crop_and_flip(pictures, Augmentation(padding=4, reflect=reflect))
     padded = torch.nn.functional.pad(pictures, (4, 4, 4, 4), mode="reflect" if reflect else "constant")
     shifts = [
         next((y, x) for y in range(9) for x in range(9) if torch.equal(new, wide[:, y : y + 9, x : x + 9]))
@@ -189,13 +188,13 @@ def test_black_comes_in_at_the_sides_and_the_mean_into_the_square() -> None:
 def test_imagenet_crops_are_pieces_of_the_picture() -> None:
     pictures = noise(4, 3, 256, 256).float() / 255
     with own_randomness("a test"):
-        crops = moved(pictures, Augmentation(size=224))
-        flipped = moved(pictures, Augmentation(size=224, flip=True))
+        crops = crop_and_flip(pictures, Augmentation(size=224))
+        flipped = crop_and_flip(pictures, Augmentation(size=224, flip=True))
     assert crops.shape == flipped.shape == (4, 3, 224, 224)
     for crop, picture in zip(crops, pictures, strict=True):
         found = (picture[0] == crop[0, 0, 0]).nonzero()
         assert any(torch.equal(picture[:, y : y + 224, x : x + 224], crop) for y, x in found.tolist())
-    assert torch.equal(centred(pictures, 224), pictures[..., 16:240, 16:240])
+    assert torch.equal(centre_crop(pictures, 224), pictures[..., 16:240, 16:240])
 
 
 def test_imagenet_is_normalised_by_its_own_constants() -> None:
@@ -204,14 +203,14 @@ def test_imagenet_is_normalised_by_its_own_constants() -> None:
 
 
 BAD: dict[str, tuple[tuple[Tensor, Tensor], str]] = {
-    "floats": ((torch.rand(4, 3, 8, 8), torch.arange(4)), "bytes with four sides, not float32"),
+    "floats": ((torch.rand(4, 3, 8, 8), torch.arange(4)), "bytes with four sides, not torch.float32"),
     "three sides": ((noise(4, 8, 8), torch.arange(4)), "four sides"),
     "no pictures": ((noise(4, 3, 8, 8)[:0], torch.arange(0)), "no training pictures"),
     "fewer labels": ((noise(4, 3, 8, 8), torch.arange(3)), "4 training pictures and 3 labels"),
     "label too high": ((noise(4, 3, 8, 8), torch.arange(4) + 7), "from 7 to 10; of 10 classes"),
     "label negative": ((noise(4, 3, 8, 8), torch.arange(4) - 1), "from -1 to 2"),
-    "float labels": ((noise(4, 3, 8, 8), torch.rand(4)), "integers in one row, not float32"),
-    "truth as labels": ((noise(4, 3, 8, 8), torch.ones(4, dtype=torch.bool)), "integers in one row, not bool"),
+    "float labels": ((noise(4, 3, 8, 8), torch.rand(4)), "integers in one row, not torch.float32"),
+    "truth as labels": ((noise(4, 3, 8, 8), torch.ones(4, dtype=torch.bool)), "integers in one row, not torch.bool"),
     "labels in a column": ((noise(4, 3, 8, 8), torch.arange(4)[:, None]), "integers in one row"),
     "another size": ((noise(4, 3, 9, 9), torch.arange(4)), "must be alike"),
 }
@@ -239,6 +238,3 @@ def test_settings_that_cannot_be_had_are_refused() -> None:
         Augmentation(reflect=True)
     with pytest.raises(LLQRError, match="negative"):
         Augmentation(padding=-1)
-    part = (noise(4, 1, 2, 2), torch.arange(4))
-    with pytest.raises(DataError, match="names"):
-        pictures_in_memory("here", part, part, 10, ("a", "b"))

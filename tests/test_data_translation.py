@@ -11,18 +11,21 @@ import pytest
 import torch
 
 from llqr_lab.data.batches import Batches, stream
-from llqr_lab.data.parallel import Pairs
-from llqr_lab.data.tokens import PAD, START, STOP
 from llqr_lab.data.translation import (
+    PAD,
+    START,
+    STOP,
+    Pairs,
     Part,
     Translation,
     TranslationBatches,
     all_batches,
     cleaned,
+    parallel_text,
     real_tokens,
-    translation,
 )
-from llqr_lab.scoring import bleu
+from llqr_lab.data.translation import prepared as translated
+from llqr_lab.tasks.translation import bleu
 
 PAIRS = {
     "ein": "a",
@@ -68,7 +71,7 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def prepared(corpus: Path) -> Translation:
-    return translation("multi30k", corpus, merges=40)
+    return translated(parallel_text("multi30k", corpus), merges=40)
 
 
 def test_numbers_and_text_again(prepared: Translation) -> None:
@@ -80,20 +83,21 @@ def test_numbers_and_text_again(prepared: Translation) -> None:
         assert all(sentence[-1] == STOP and max(sentence) < len(prepared.source) for sentence in part.source)
         # References are raw: case and spaces are as they came.
         assert part.references[0][0].isupper() or part.references[0][0] == "."
-        score = bleu([prepared.text(sentence) for sentence in part.target], part.references, prepared.lowercase)
+        score = bleu([prepared.text(sentence) for sentence in part.target], part.references)
         assert score.score > 99.99
         assert "case:lc" in score.signature
-    assert "case:mixed" in bleu(["a"], ["a"], lowercase=False).signature
+    assert "case:lc" in bleu(["a"], ["a"]).signature
     with pytest.raises(ValueError, match="1 translations of 2 sentences"):
-        bleu(["a"], ["a", "b"], lowercase=False)
+        bleu(["a"], ["a", "b"])
 
 
-def test_cleaning() -> None:
+def test_cleaning(monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = Pairs(["a b", "a b", "a", "a b c d"], ["a b c", "a b c d", "", "a b c d"])
-    assert cleaned(pairs, None, 1.5) == Pairs(["a b", "a b c d"], ["a b c", "a b c d"], 2)
-    assert cleaned(pairs, 3, None) == Pairs(["a b"], ["a b c"], 3)
+    assert cleaned(pairs) == Pairs(["a b", "a b c d"], ["a b c", "a b c d"], 2)
+    monkeypatch.setattr("llqr_lab.data.translation.LONGEST", 3)
+    assert cleaned(pairs) == Pairs(["a b"], ["a b c"], 3)
     with pytest.raises(ValueError, match="no training pair"):
-        cleaned(pairs, 1, 1.0)
+        cleaned(Pairs(["a"], [""]))
 
 
 def test_batches_are_padded_pairs(prepared: Translation) -> None:
@@ -158,8 +162,7 @@ def test_a_corpus_that_comes_tokenised(tmp_path: Path, monkeypatch: pytest.Monke
     for part in ("train", "valid", "test"):
         (place / f"{part}.de").write_text("ein hund , er &apos;s da .\n" * 3)
         (place / f"{part}.en").write_text("a dog , he &apos;s here .\n" * 3)
-    data = translation("iwslt14", tmp_path, merges=100, lowercase=False)
+    data = translated(parallel_text("iwslt14", tmp_path), merges=100)
     assert data.test.references == ["a dog, he's here."] * 3
-    assert data.lowercase
     assert data.text(data.test.target[0]) == "a dog, he's here."
     assert "&apos;s " in data.target.pieces  # the entity is one word, not cut at its ends

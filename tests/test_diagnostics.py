@@ -12,12 +12,8 @@ from torch.nn.functional import cross_entropy
 
 from llqr import cg_step
 from llqr.diagnostics import Reference, judge, reference
-from llqr.diagnostics.comparison import dot, norm
-from llqr.divergences import KL, L2, Newton
+from llqr.divergences import KL, Newton
 from llqr.errors import IndefiniteProblemError, LLQRError, NonFiniteError, SingularProblemError
-from llqr_lab.compare import approximations
-from llqr_lab.compare.approximations import diagonal, diagonal_step, kfac_step
-from llqr_lab.compare.coupling import block_step, coupling
 from networks import Dense, relative
 from zoo import cases, pick
 
@@ -226,157 +222,7 @@ def test_small_steps_do_what_is_predicted(made: tuple[Reference, Truth]) -> None
 # --- blocks ---
 
 
-@pytest.mark.parametrize("per", ["layer", "parameter"])
-def test_block_steps_solve_the_blocks(made: tuple[Reference, Truth], per: Any) -> None:
-    """δ_b = -(H_bb + λ)⁻¹ g_b with the dense blocks."""
-    found, truth = made
-    step = block_step(found, per, tolerance=1e-10)
-    names = list(truth.dense.shapes)
-    groups = [names[i : i + 2] for i in range(0, len(names), 2)] if per == "layer" else [[name] for name in names]
-    expected = torch.zeros_like(truth.g)
-    for group in groups:
-        mask = truth.block(group)
-        expected[mask] = -torch.linalg.solve(truth.h[mask][:, mask], truth.g[mask])
-    assert relative(truth.dense.flat(step.step), expected) < 1e-7
-    assert step.residual < 1e-9
-
-
-def test_coupling_tells_what_the_cut_loses(made: tuple[Reference, Truth]) -> None:
-    found, truth = made
-    cut = coupling(found, tolerance=1e-10)
-    layer = truth.dense.flat(block_step(found, "layer", tolerance=1e-10).step)
-    along = (truth.g @ layer) ** 2 / (layer @ truth.h @ layer) / (-2 * truth.m(truth.exact))
-    assert cut.lost["layer"] == pytest.approx(1 - float(along), abs=1e-8)
-    assert 0 < cut.lost["layer"] < 1
-    total = float(truth.exact @ truth.h @ truth.exact)
-    mask_0, mask_4 = truth.block(["0.weight", "0.bias"]), truth.block(["4.weight", "4.bias"])
-    expected = float(truth.exact[mask_0] @ truth.h[mask_0][:, mask_4] @ truth.exact[mask_4]) / total
-    assert cut.energy["0"]["4"] == pytest.approx(expected, rel=1e-6)
-    assert sum(sum(row.values()) for row in cut.energy.values()) == pytest.approx(1, rel=1e-9)
-
-
-def test_one_layer_loses_nothing() -> None:
-    """H of a single layer is its own block."""
-    model, (inputs, targets) = nn.Sequential(nn.Linear(3, 3)).double(), batch()
-    found = reference(model, inputs, targets, cross_entropy, KL(), DAMPING, tolerance=1e-10)
-    assert coupling(found, tolerance=1e-10).lost["layer"] == pytest.approx(0, abs=1e-9)
-    assert coupling(found, tolerance=1e-10).lost["parameter"] > 1e-6
-
-
 # --- the diagonal and K-FAC ---
-
-
-def test_the_diagonal_by_products(made: tuple[Reference, Truth]) -> None:
-    found, truth = made
-    assert relative(truth.dense.flat(diagonal(found)), truth.h.diagonal()) < 1e-10
-    step = truth.dense.flat(diagonal_step(found))
-    assert relative(step, -truth.g / truth.h.diagonal()) < 1e-10
-
-
-def test_the_estimated_diagonal_is_unbiased_and_scatters_as_told(made: tuple[Reference, Truth]) -> None:
-    """E Σ_c (Jᵀ s_c)² = diag(H); the relative error of a coordinate is about √(2/draws)."""
-    found, truth = made
-    bare = truth.dense.flat(diagonal(found, draws=3000, exact=False)) - DAMPING
-    ratio = bare / truth.bare.diagonal()
-    assert bool((bare >= 0).all())
-    assert abs(float(ratio.mean()) - 1) < 0.03
-    assert float((ratio - 1).square().mean().sqrt()) < 2 * math.sqrt(2 / 3000)
-
-
-def test_the_output_root_is_a_root_of_w(made: tuple[Reference, Truth]) -> None:
-    """R Rᵀ = W for every example: diag(p) - p pᵀ, over the batch size."""
-    found, truth = made
-    root, dim = approximations._root(found, truth.dense.output)
-    assert dim == 1
-    assert relative(root @ root.mT, truth.w) < 1e-10
-
-
-def test_kfac_factors_of_the_true_fisher(made: tuple[Reference, Truth]) -> None:
-    """For W₂ of a chain: A = mean a aᵀ, G = Σ_b J_outᵀ W_b J_out, and δ = -(A ⊗ G + λ)⁻¹ g; exact over classes, not sampled."""
-    found, truth = made
-    model, inputs = found.model, found.inputs
-    assert isinstance(model, nn.Sequential)
-    with torch.no_grad():
-        a = model[:2](inputs)
-        a = torch.cat([a, torch.ones(len(a), 1).double()], 1)
-        z = model[:3](inputs)
-    out_jacobian = torch.stack([torch.func.jacrev(model[3:])(row).detach() for row in z])
-    g_factor = torch.einsum("bci,bcd,bdj->ij", out_jacobian, truth.w, out_jacobian)
-    a_factor = a.T @ a / len(a)
-    gradient = torch.cat([found.gradient["2.weight"], found.gradient["2.bias"][:, None]], 1)
-    matrix = torch.kron(g_factor, a_factor) + DAMPING * torch.eye(20).double()
-    expected = -torch.linalg.solve(matrix, gradient.reshape(-1)).reshape(4, 5)
-    step = kfac_step(found)
-    assert relative(torch.cat([step["2.weight"], step["2.bias"][:, None]], 1), expected) < 1e-9
-
-
-def test_kfac_is_exact_for_one_example_of_a_linear_model() -> None:
-    """H = A ⊗ G with a single example and layer, so the K-FAC step is the exact step."""
-    model = nn.Sequential(nn.Linear(3, 3)).double()
-    inputs, targets = batch(1)
-    found = reference(model, inputs, targets, cross_entropy, KL(), DAMPING, tolerance=1e-11)
-    assert judge(kfac_step(found), found).cosine_h == pytest.approx(1, abs=1e-9)
-    assert judge(kfac_step(found), found).fraction == pytest.approx(1, abs=1e-9)
-
-
-def test_kfac_of_a_convolution_is_that_of_a_linear_layer_on_its_patches() -> None:
-    """A kernel as large as the picture sees one patch an example: then Conv2d is a Linear on the pixels."""
-    linear = nn.Sequential(nn.Flatten(), nn.Linear(8, 3)).double()
-    conv = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Flatten()).double()
-    with torch.no_grad():
-        conv[0].weight.copy_(linear[1].weight.reshape(3, 2, 2, 2))  # type: ignore[operator]
-        conv[0].bias.copy_(linear[1].bias)  # type: ignore[operator]
-    inputs, targets = torch.randn(5, 2, 2, 2).double(), torch.randint(3, (5,))
-    one, other = (kfac_step(reference(m, inputs, targets, cross_entropy, KL(), 0.1)) for m in (linear, conv))
-    assert relative(other["0.weight"].reshape(3, 8), one["1.weight"]) < 1e-9
-    assert relative(other["0.bias"], one["1.bias"]) < 1e-9
-
-
-def test_kfac_of_a_strided_padded_convolution() -> None:
-    """A and G over all places of the kernel, written out: A = mean over places, G = sum over places and examples."""
-    model = nn.Sequential(nn.Conv2d(2, 2, 2, 2, 1, bias=False), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3)).double()
-    inputs, targets = torch.randn(3, 2, 3, 3).double(), torch.randint(3, (3,))
-    found = reference(model, inputs, targets, cross_entropy, KL(), 0.1)
-    truth = Truth(model, inputs, targets, 0.1)
-    padded = nn.functional.pad(inputs, (1, 1, 1, 1))
-    rows = [padded[b, :, i : i + 2, j : j + 2].reshape(-1) for b in range(3) for i in (0, 2) for j in (0, 2)]
-    a_factor = torch.stack(rows).T @ torch.stack(rows) / len(rows)
-    z = model[0](inputs).detach()
-    jacobian = torch.stack([torch.func.jacrev(lambda x: model[1:](x[None])[0])(each).detach() for each in z])
-    back = jacobian.reshape(3, 3, 2, 4)  # example, class, channel, place
-    g_factor = torch.einsum("bcip,bcd,bdjp->ij", back, truth.w, back)
-    matrix = torch.kron(g_factor, a_factor) + 0.1 * torch.eye(16).double()
-    expected = -torch.linalg.solve(matrix, found.gradient["0.weight"].reshape(-1)).reshape(2, 2, 2, 2)
-    assert relative(kfac_step(found)["0.weight"], expected) < 1e-9
-
-
-@pytest.mark.parametrize("name", ["tied", "convolution", "batch statistics", "in place"])
-def test_the_references_are_there_for_models_of_all_kinds(name: str) -> None:
-    """Every parameter gets a step, downhill, better than nothing; H's diagonal is that of its products."""
-    model, inputs, targets, loss = cases()[name]
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    found = reference(model, inputs, targets, loss, KL(), 0.1)
-    exact = diagonal(found)
-    estimate = diagonal(found, draws=300, exact=False)
-    pairs = [(estimate[n], exact[n]) for n in exact]
-    assert relative(torch.cat([e.reshape(-1) for e, _ in pairs]), torch.cat([t.reshape(-1) for _, t in pairs])) < 0.25
-    for step in (kfac_step(found), diagonal_step(found), block_step(found).step):
-        assert list(step) == list(found.gradient)
-        assert dot(step, found.gradient) < 0
-        assert judge(step, found, by_layer=False).fraction_along > 0
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-
-
-def test_l2_terms_are_part_of_h_and_damping_is_not(made: tuple[Reference, Truth]) -> None:
-    model, (inputs, targets) = network(), batch()
-    with_l2 = reference(model, inputs, targets, cross_entropy, KL() + L2(0.3))
-    damped = reference(model, inputs, targets, cross_entropy, KL(), 0.3)
-    assert relative(with_l2.step["0.weight"], damped.step["0.weight"]) < 1e-4
-    for step in (kfac_step, diagonal_step):
-        assert relative(step(with_l2)["0.weight"], step(damped)["0.weight"]) < 1e-9
-    square = 0.5 * 0.3 * norm(damped.step) ** 2
-    l2, plain = (judge(damped.step, each, by_layer=False).predicted for each in (with_l2, damped))
-    assert l2 - plain == pytest.approx(square, rel=1e-9)
 
 
 # --- what is refused ---
@@ -415,17 +261,3 @@ def test_batches_and_settings_that_give_no_reference() -> None:
         reference(model, inputs, targets, cross_entropy, Newton(), method="cg")
     with pytest.raises(SingularProblemError):
         reference(model, inputs, targets, cross_entropy, KL(), method="riccati")
-
-
-def test_factors_of_what_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, (inputs, targets) = network(), batch()
-    newton = reference(model, inputs, targets, cross_entropy, Newton(), 5.0)
-    with pytest.raises(LLQRError, match="isn't a curvature of the output alone"):
-        kfac_step(newton)
-    assert len(diagonal_step(newton)) == 6  # by products there is one
-    monkeypatch.setattr(approximations, "EXACT_DIAGONAL", 1)
-    with pytest.raises(LLQRError, match="isn't a curvature of the output alone"):
-        diagonal_step(newton)
-    linear = nn.Sequential(nn.Linear(3, 3)).double()
-    with pytest.raises(SingularProblemError, match="give a damping"):
-        kfac_step(reference(linear, inputs[:2], targets[:2], cross_entropy, KL()))

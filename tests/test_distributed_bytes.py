@@ -14,14 +14,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch import Tensor
 from typer.testing import CliRunner
 
 from llqr.distributed.block_owners import deal
 from llqr.solvers import SGDM, ScaleFree, Solver
 from llqr.structures import Diagonal, EigenKronecker, Kronecker
-from llqr_lab.bench import ranks as bench
 from llqr_lab.cli import app
 from llqr_lab.scaling import STRUCTURES, Way, count, multiplications, seven_billion
 from loops import network
@@ -136,18 +134,6 @@ def test_the_page_has_what_the_command_counts() -> None:
             last_digit = 10.0 ** -len(written.partition(".")[2])
             assert unit == own_unit, row
             assert abs(float(written) - float(value)) <= 0.51 * last_digit, (row, exact)
-
-
-def test_bench_ranks_measures_what_a_rank_holds_and_steps(tmp_path: Path) -> None:
-    rows = bench.rows_of(on_ranks(2, tmp_path, bench.measured, 8, 0, 1))
-    assert [row["structure"] for row in rows] == list(bench.STRUCTURES)
-    for row in rows:
-        held = {way: found["held_bytes"] for way, found in row["ways"].items()}
-        assert held["ddp"] == 2 * held["ddp, shard"] == 2 * held["fsdp"] > 0
-        assert all(found["step"] > 0 for found in row["ways"].values())
-    console = Console(record=True, width=100)
-    bench.report(rows, console)
-    assert "ekfac" in console.export_text()
 
 
 def test_blocks_are_dealt_out_by_size() -> None:

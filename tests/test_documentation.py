@@ -12,8 +12,10 @@ import typer
 from typer.core import TyperGroup
 
 from llqr_lab.cli import app
-from llqr_lab.experiments.cli import configuration, sweep
+from llqr_lab.experiments.command import configuration
 from llqr_lab.experiments.presets import PRESETS, SCALES, known_preset
+from llqr_lab.experiments.sweep import planned_runs
+from llqr_lab.options import name_list, seed_list
 from pages import PAGES, ROOT, blocks, text_of, without_blocks
 
 BLOCKS = [
@@ -98,8 +100,10 @@ def understood(arguments: list[str]) -> None:
         _, command, rest = command.resolve_command(context, list(rest))
     given = command.make_context(command.name, list(rest), parent=context).params
     if command.name == "sweep":
-        chosen = [given[name] for name in ("presets", "scale", "methods", "seeds", "ablation")]
-        sweep(*chosen, given["changes"] or [], None, None, Path("runs"), "cpu", dry=True)
+        presets, scale, methods, seeds, ablation = (
+            given[n] for n in ("presets", "scale", "methods", "seeds", "ablation")
+        )
+        planned_runs(presets, scale, name_list(methods), seed_list(seeds), ablation, given["changes"] or [])
     elif command.name == "train" and given["target"]:
         configuration(given["target"], given["scale"], given["method"], given["seed"], given["changes"] or [])
     elif command.name == "figure":

@@ -10,7 +10,7 @@ import torch
 
 from frameworks import EXAMPLES, example, run
 
-pytest.importorskip("sklearn", reason="scikit-learn isn't installed: pip install llqr[lab]")
+pytest.importorskip("sklearn", reason="scikit-learn isn't installed")
 SHORT = ("image_classifier", "gpt", "translation", "own_divergence", "exact_steps")
 
 

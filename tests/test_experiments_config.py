@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from llqr_lab.experiments.config import Config, ConfigError, Inner, differences, parsed, read
+from llqr_lab.errors import ConfigError
+from llqr_lab.experiments.config import Config, Inner, differences, parsed, read
 from llqr_lab.experiments.paper import PUBLISHED, RESULTS
 from llqr_lab.experiments.presets import PEERS, PRESETS, SCALES, resolve
 
@@ -214,7 +215,7 @@ def test_changes_by_hand_are_part_of_the_method_s_name() -> None:
     ("name", "method", "changes"),
     [
         ("llqr.reduction", "kfac-newton", {"llqr.reduction": "mean"}),
-        ("llqr.solver.clip", "kfac-ngd-scalefree", {"llqr.solver.clip": 1.0}),
+        ("llqr.solver.clip", "kfac-ngd", {"llqr.solver.name": "cg", "llqr.solver.clip": 1.0}),
         ("llqr.solver.lr", "kfac-ngd", {"llqr.solver.name": "cg", "llqr.solver.lr": 0.1}),
         ("llqr.solver.momentum", "kfac-ngd", {"llqr.solver.name": "adam", "llqr.solver.momentum": 0.5}),
         ("base.beta2", "base", {"base.beta2": 0.9}),

@@ -10,9 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from llqr_lab.cli import app
-from llqr_lab.experiments.cli import _values, numbers
+from llqr_lab.errors import ConfigError
 from llqr_lab.experiments.collect import summary
-from llqr_lab.experiments.config import ConfigError, Schedule
+from llqr_lab.experiments.command import parse_values
+from llqr_lab.experiments.config import Schedule
 from llqr_lab.experiments.folder import RunFolder
 from llqr_lab.experiments.optimizers import rate
 from llqr_lab.experiments.paper import PUBLISHED
@@ -20,6 +21,7 @@ from llqr_lab.experiments.presets import resolve
 from llqr_lab.experiments.sweep import Job, _started, configurations
 from llqr_lab.experiments.table import cells, shown, times, verdict
 from llqr_lab.figures.experiments import _point
+from llqr_lab.options import seed_list
 from llqr_lab.tasks.grokking import Grokking
 
 
@@ -134,10 +136,10 @@ def test_steps_to_grokking() -> None:
 
 
 def test_what_a_sweep_is_asked_for() -> None:
-    assert numbers("0-2,7,1") == [0, 1, 2, 7]
-    assert _values("llqr.every=50,100") == ("llqr.every", [50, 100])
-    assert _values("model.blocks=[1,1]") == ("model.blocks", [[1, 1]])
-    assert _values("llqr.solver.name=sgdm,cg") == ("llqr.solver.name", ["sgdm", "cg"])
+    assert seed_list("0-2,7,1") == [0, 1, 2, 7]
+    assert parse_values("llqr.every=50,100") == ("llqr.every", [50, 100])
+    assert parse_values("model.blocks=[1,1]") == ("model.blocks", [[1, 1]])
+    assert parse_values("llqr.solver.name=sgdm,cg") == ("llqr.solver.name", ["sgdm", "cg"])
     found = configurations("grokking-add", "smoke", ("base", "kfac-ngd"), (0, 1), {"llqr.every": [1, 2]})
     assert [(config.label, config.seed) for config, _ in found] == [
         ("base", 0),

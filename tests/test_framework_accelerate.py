@@ -16,7 +16,7 @@ from loops import assert_same, batch, blocks_of, network, never, parameters_of, 
 
 pytest.importorskip("accelerate", reason="accelerate isn't installed: pip install llqr[frameworks]")
 pytest.importorskip("transformers", reason="transformers isn't installed: pip install llqr[frameworks]")
-pytest.importorskip("tensorboard", reason="tensorboard isn't installed: pip install llqr[lab]")
+pytest.importorskip("tensorboard", reason="tensorboard isn't installed: pip install -e '.[dev]'")
 pytestmark = quiet()
 
 

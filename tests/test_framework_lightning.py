@@ -16,7 +16,7 @@ from loops import assert_same, blocks_of, never, parameters_of
 
 pytest.importorskip("lightning", reason="lightning isn't installed: pip install llqr[frameworks]")
 pytest.importorskip("transformers", reason="transformers isn't installed: pip install llqr[frameworks]")
-pytest.importorskip("sklearn", reason="scikit-learn isn't installed: pip install llqr[lab]")
+pytest.importorskip("sklearn", reason="scikit-learn isn't installed")
 pytestmark = quiet(
     "ignore:The 'train_dataloader' does not have many workers",
     "ignore:.*is deprecated",

@@ -23,7 +23,7 @@ from ranks import on_ranks
 
 for module in ("transformers", "accelerate", "lightning"):
     pytest.importorskip(module, reason=f"{module} isn't installed: pip install llqr[frameworks]")
-pytest.importorskip("sklearn", reason="scikit-learn isn't installed: pip install llqr[lab]")
+pytest.importorskip("sklearn", reason="scikit-learn isn't installed")
 
 
 def found(model: torch.nn.Module, optimizer: LLQR) -> dict[str, Any]:

@@ -5,26 +5,20 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Iterator
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch import nn
 from typer.testing import CliRunner
 
 from llqr.divergences import KL, Newton
-from llqr_lab import options
-from llqr_lab.bench import exact, measure, overhead
-from llqr_lab.bench.chains import Size
+from llqr_lab.bench import measure, overhead
 from llqr_lab.cli import app
-from llqr_lab.data.digits import small_digits
+from llqr_lab.data.picture_sets import small_digits
 from llqr_lab.exact_training import command as exact_command
 from llqr_lab.exact_training import loops
-from llqr_lab.figures import exact as exact_figure
-from llqr_lab.models.named import NETWORKS
 from llqr_lab.results import write_json
 
 PNG = b"\x89PNG"
@@ -41,54 +35,6 @@ def invoke(*arguments: str | Path) -> tuple[int, str]:
 def _one_thread() -> Iterator[None]:
     with measure.one_thread():
         yield
-
-
-def test_bench_exact_compares_both_methods_and_says_how(tmp_path: Path) -> None:
-    output, figure = tmp_path / "exact.json", tmp_path / "exact.png"
-    code, printed = invoke("bench", "exact", "--quick", "--repeats", "2", "--output", output, "--figure", figure)
-    assert code == 0, printed
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["exact.json", "exact.png"]
-    assert figure.read_bytes().startswith(PNG)
-    assert "By depth" in printed
-    assert "riccati depth^" in printed
-
-    text = output.read_text()
-    assert "/" not in text
-    assert not platform.node() or platform.node() not in text
-    result = json.loads(text)
-    assert result["command"] == "llqr bench exact --seed 0 --repeats 2 --quick"
-    assert result["seed"] == 0
-    assert result["versions"]["torch"] == torch.__version__
-    assert result["versions"]["python"] == platform.python_version()
-    assert result["cores"] >= 1
-    assert result["memory_bytes"] is None or result["memory_bytes"] > 2**20
-
-    assert {row["sweep"] for row in result["rows"]} == {"depth", "width", "batch"}
-    for row in result["rows"]:
-        assert row["relative_error"] < 1e-8
-        for method in ("riccati", "dense"):
-            assert row["seconds"][method] > 0
-            assert len(row["samples"][method]) == 2
-            assert row["peak_bytes"][method] is None or row["peak_bytes"][method] >= 0
-    assert isinstance(result["growth"]["depth"]["seconds"]["riccati"]["exponent"], float)
-
-
-def test_bench_exact_leaves_out_the_dense_side_where_it_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact, "DENSE_LIMIT", 50)
-    monkeypatch.setattr(exact, "peak_memory", lambda preparations: dict.fromkeys(preparations, 2**20))
-    sizes = [Size(2, 4, 2), Size(4, 4, 2)]
-    result = exact.run({"depth": sizes, "batch": sizes[:1]}, seed=0, repeats=1)
-    small, large, again = result["rows"]
-    assert (small["dense_skipped"], large["dense_skipped"]) == (None, "over 50 parameters")
-    assert large["seconds"]["dense"] is large["peak_bytes"]["dense"] is large["relative_error"] is None
-    assert again["samples"] is small["samples"]
-    found = result["growth"]["depth"]["seconds"]
-    assert found["riccati"]["sizes"] == [2, 4]
-    assert found["dense"] == {"exponent": None, "sizes": [2]}
-    with StringIO() as printed:
-        exact.report(result, Console(file=printed, width=80))
-        assert "left out, over 50 parameters" in printed.getvalue()
-        assert "…" not in printed.getvalue()
 
 
 def test_exact_prints_its_table_and_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,21 +84,19 @@ def test_a_newton_step_without_a_minimum_is_refused(monkeypatch: pytest.MonkeyPa
         (("--repeats", "0"), "--repeats"),
         (("--repeats", "two"), "--repeats"),
         (("--seed", "-1"), "--seed"),
-        (("--output", "missing/exact.json"), "doesn't exist"),
-        (("--output", "file/exact.json"), "is a file"),
+        (("--output", "missing/engine.json"), "doesn't exist"),
+        (("--output", "file/engine.json"), "is a file"),
         (("--output", "."), "is a folder"),
-        (("--figure", "missing/exact.png"), "doesn't exist"),
-        (("--figure", "exact.jpeg"), ".png"),
     ],
 )
-def test_bench_exact_refuses_wrong_input_before_any_work(
+def test_a_bench_refuses_wrong_input_before_any_work(
     arguments: tuple[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
-    monkeypatch.setattr("llqr_lab.bench.exact.main", lambda *_: pytest.fail("work was begun"))
-    given = dict([("--output", "exact.json"), ("--figure", "exact.png"), arguments])
-    code, printed = invoke("bench", "exact", *(part for pair in given.items() for part in pair))
+    monkeypatch.setattr("llqr_lab.bench.engine.main", lambda *_: pytest.fail("work was begun"))
+    given = dict([("--output", "engine.json"), arguments])
+    code, printed = invoke("bench", "engine", *(part for pair in given.items() for part in pair))
     assert code == 2
     assert message in printed
 
@@ -170,30 +114,11 @@ def test_demo_refuses_wrong_input_before_any_work(
     assert arguments[0] in printed
 
 
-def test_rounds_are_interleaved_and_stop_at_the_budget() -> None:
-    calls: list[str] = []
-    jobs = {name: lambda name=name: calls.append(name) for name in "ab"}
-    assert {name: len(times) for name, times in measure.interleaved(jobs, 3).items()} == {"a": 3, "b": 3}
-    assert calls == list("ababab")
-    assert len(measure.interleaved(jobs, 3, budget=0.0)["b"]) == 1
-
-
 def test_growth_exponent_is_the_power() -> None:
     assert measure.growth_exponent([1, 2, 4], [3.0, 12.0, 48.0]) == pytest.approx(2)
     assert measure.growth_exponent([1, 2, 4], [3.0, None, 48.0]) == pytest.approx(2)
     assert measure.growth_exponent([1, 2], [3.0, None]) is None
-
-
-def test_a_side_that_was_left_out_is_drawn_without(tmp_path: Path) -> None:
-    def row(width: int, dense: float | None) -> dict[str, Any]:
-        both = {"riccati": float(width), "dense": dense}
-        size = {"sweep": "width", "depth": 2, "width": width, "batch": 2}
-        skipped = None if dense else "over 9 parameters"
-        return {**size, "seconds": both, "peak_bytes": both, "dense_skipped": skipped}
-
-    path = tmp_path / "figure.png"
-    exact_figure.draw({"rows": [row(4, 2.0), row(8, None)], "growth": {"width": {}}}, path)
-    assert path.read_bytes().startswith(PNG)
+    assert measure.growth_exponent([1, 2, 4], [-3.0, 2.0, 4.0]) == pytest.approx(1)  # memory below zero is left out
 
 
 def test_a_result_that_is_not_a_number_is_not_written(tmp_path: Path) -> None:
@@ -203,30 +128,27 @@ def test_a_result_that_is_not_a_number_is_not_written(tmp_path: Path) -> None:
 
 
 def test_bench_engine_measures_and_writes(tmp_path: Path) -> None:
-    """Products, fits and memory of tiny networks: every ratio is a positive number, and ScaleFree's objective is lower."""
-    output, figure = tmp_path / "engine.json", tmp_path / "engine.png"
-    arguments = ["bench", "engine", "--quick", "--repeats", "1", "--output", str(output), "--figure", str(figure)]
-    result = CliRunner().invoke(app, arguments)
+    """Products and fits of tiny networks: every ratio is a positive number, and ScaleFree's objective is lower."""
+    output = tmp_path / "engine.json"
+    result = CliRunner().invoke(app, ["bench", "engine", "--quick", "--repeats", "1", "--output", str(output)])
     assert result.exit_code == 0, result.output
-    content = json.loads(output.read_text(encoding="utf-8"))
-    assert content["command"].startswith("llqr bench engine") and content["seed"] == 0  # noqa: PT018
+    text = output.read_text(encoding="utf-8")
+    assert "/" not in text
+    assert not platform.node() or platform.node() not in text
+    content = json.loads(text)
+    assert content["command"] == "llqr bench engine --seed 0 --repeats 1 --quick"
+    assert content["seed"] == 0
+    assert content["versions"]["torch"] == torch.__version__
+    assert content["versions"]["python"] == platform.python_version()
+    assert content["cores"] >= 1
     for row in content["products"]:
         assert set(row["ratios"]) == {"kl", "newton", "record kl", "record newton"}
         assert all(value > 0 for value in row["ratios"].values())
     objective = content["fits"]["objective"]
     assert objective["K-FAC, ScaleFree × 5"] < objective["K-FAC, SGDM × 25"]
-    assert all(row["peak_bytes"]["refit"] for row in content["memory"])
-    assert figure.stat().st_size > 0
 
 
-def test_plan_prints_costs_and_parameters() -> None:
-    code, printed = invoke("plan", "convnet", "--batch", "4", "--repeats", "1")
-    assert code == 0, printed
-    for part in ("convnet, batch 4", "a refit takes", "Memory: curvature", "kfac of 32 × 27", "used by a batch norm"):
-        assert part in printed
-
-
-@pytest.mark.parametrize("command", [("plan", "convent"), ("bench", "overhead", "convent")])
+@pytest.mark.parametrize("command", [("bench", "overhead", "convent")])
 def test_a_network_that_is_not_there_is_refused_with_the_nearest(command: tuple[str, ...]) -> None:
     code, printed = invoke(*command)
     assert code in (1, 2)
@@ -269,14 +191,3 @@ def test_bench_memory_has_every_way(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert all(row["seconds"] > 0 for row in network["rows"])
     code, printed = invoke("bench", "memory", "resnet5")
     assert "did you mean resnet50" in printed
-
-
-def test_the_names_that_are_checked_are_the_networks_there_are() -> None:
-    assert set(options.NETWORKS) == set(NETWORKS)
-
-
-def test_memory_below_zero_is_left_out_of_ratios_and_growth() -> None:
-    from llqr_lab.bench.measure import growth_exponent, ratio
-
-    assert growth_exponent([1, 2, 4], [-3.0, 2.0, 4.0]) == pytest.approx(1.0)
-    assert ratio(-3.0, 2.0) is None

@@ -8,10 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from llqr_lab.models.pictures import PaddedShortcut
-from llqr_lab.models.pyramidnet import PyramidBlock, PyramidNet
-from llqr_lab.models.resnet import Bottleneck, ResNet18, ResNet50
-from llqr_lab.models.vgg import VGG16BN
+from llqr_lab.models.convolutional import (
+    VGG16BN,
+    Bottleneck,
+    PaddedShortcut,
+    PyramidBlock,
+    PyramidNet,
+    ResNet18,
+    ResNet50,
+)
 from llqr_lab.models.zoo import MODELS, build
 from small_lab import OPTIONS, batch, small
 
@@ -26,7 +31,6 @@ COUNTS: list[tuple[str, dict[str, Any], int]] = [
     # torchvision's documentation of resnet50
     ("resnet50", {}, 25_557_032),
     # with the stem for small pictures: what CIFAR-10 tables give, 23.52M
-    ("resnet50", {"classes": 10, "large": False}, 23_520_842),
     # 14,710,464 weights and 4,224 biases of convolutions, 8,448 of BatchNorm, 5,130 of the head: 14.7M in CIFAR tables
     ("vgg16-bn", {}, 14_728_266),
     # Zagoruyko & Komodakis 2016: WRN-28-10 with 36.5M
@@ -81,7 +85,6 @@ def test_the_stages_of_full_networks() -> None:
         assert stage_sizes(ResNet18(), 32) == small_pictures
         assert stage_sizes(build("resnet20"), 32) == [(16, 32, 32), (32, 16, 16), (64, 8, 8)]
         assert stage_sizes(ResNet50(), 224) == [(256, 56, 56), (512, 28, 28), (1024, 14, 14), (2048, 7, 7)]
-        assert stage_sizes(ResNet50(large=False), 32) == [(4 * width, side, side) for width, side, _ in small_pictures]
         assert stage_sizes(build("wrn28-10"), 32) == [(160, 32, 32), (320, 16, 16), (640, 8, 8)]
         assert stage_sizes(build("pyramidnet110"), 32) == [(106, 32, 32), (196, 16, 16), (286, 8, 8)]
         assert VGG16BN().features(torch.empty(2, 3, 32, 32)).shape == (2, 512, 1, 1)
@@ -197,22 +200,19 @@ def test_the_head_of_vgg() -> None:
     assert sum(p.numel() for p in model.head.parameters()) == 2 * (512 * 512 + 512) + 512 * 10 + 10
 
 
-def test_resnet50_can_begin_with_closed_blocks() -> None:
-    model = small("resnet50", zero_gains=True)
-    blocks = [module for module in model.modules() if isinstance(module, Bottleneck)]
-    assert all(not block.norm3.weight.any() for block in blocks)
+def test_resnet50_has_its_strides_in_the_middle() -> None:
+    blocks = [module for module in small("resnet50").modules() if isinstance(module, Bottleneck)]
     assert all(block.conv1.stride == (1, 1) for block in blocks)
     assert [block.conv2.stride[0] for block in blocks] == [1, 2]  # v1.5
 
 
-@pytest.mark.parametrize("pooling", ["class", "mean"])
-def test_vit_reads_a_word_of_its_own_or_the_mean_over_the_patches(pooling: str) -> None:
-    model = small("vit", pooling=pooling).eval()
+def test_vit_reads_a_word_of_its_own() -> None:
+    model = small("vit").eval()
     model.get_parameter("position").data.zero_()
     x = torch.randn(2, 3, 8, 8)
     moved = x.roll(4, 3)  # without positions, patches can change places
     torch.testing.assert_close(model(x), model(moved))
-    assert model.get_parameter("position").shape[0] == (5 if pooling == "class" else 4)
+    assert model.get_parameter("position").shape[0] == 5
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -230,7 +230,6 @@ def test_unknown_names_and_options_are_refused_with_what_there_is() -> None:
         ("wrn28-10", {"depth": 27}, "not 27"),
         ("pyramidnet110", {"depth": 4}, "not 4"),
         ("vit", {"picture": 30}, "patches of side 4"),
-        ("vit", {"pooling": "max"}, "not 'max'"),
         ("gpt", {"width": 9}, "6 heads"),
         ("translation-transformer", {"width": 9}, "even"),
         ("translation-transformer", {"width": 10}, "4 heads"),

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from llqr_lab.models.translation import TranslationTransformer, positions
+from llqr_lab.models.transformers import TranslationTransformer, positions
 from llqr_lab.models.zoo import build
 from small_lab import PAD, WORDS, batch, mean_loss, sentences, small
 
@@ -33,10 +33,9 @@ def test_a_text_that_is_too_long_is_refused() -> None:
         small("gpt")(torch.zeros(1, 7, dtype=torch.long))
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_the_head_of_gpt_is_its_embedding_if_asked(tied: bool) -> None:
-    model = small("gpt", tied=tied)
-    assert (model.get_parameter("embed.weight") is model.get_submodule("head").weight) is tied
+def test_the_head_of_gpt_is_its_embedding() -> None:
+    model = small("gpt")
+    assert model.get_parameter("embed.weight") is model.get_submodule("head").weight
     assert model.get_submodule("head").bias is None
     within, added = (model.get_parameter(f"blocks.0.mlp.{layer}.weight").detach().std() for layer in (0, 2))
     assert float(added / within) == pytest.approx(0.5, rel=0.2)  # (2 · 2 layers)^-½
@@ -121,11 +120,6 @@ def test_positions_are_sines_and_cosines_from_one_turn_of_a_radian_to_a_ten_thou
     for column, frequency in enumerate((1.0, 0.01, 0.0001)):
         torch.testing.assert_close(table[:, column], (t * frequency).sin())
         torch.testing.assert_close(table[:, 3 + column], (t * frequency).cos())
-
-
-def test_encoder_and_decoder_may_differ_in_depth() -> None:
-    model = TranslationTransformer(9, 9, width=4, ffn=4, heads=1, layers=3, decoder_layers=1)
-    assert (len(model.encoder), len(model.decoder)) == (3, 1)
 
 
 @pytest.mark.parametrize("reads", ["last", "all"])

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from llqr_lab.experiments.config import ConfigError
+from llqr_lab.errors import ConfigError
 from llqr_lab.experiments.folder import RunFolder
 from llqr_lab.experiments.loop import train
 from llqr_lab.experiments.presets import resolve
@@ -22,7 +20,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     # dropout draws from the global random numbers, tokens are padded, gradients are clipped
     "translation": {
         "preset": "multi30k-transformer-adamw",
-        "method": "diagonal-ngd-scalefree",
+        "method": "diagonal-ngd",
         "changes": {"steps": 8, "llqr.every": 3, "clip_norm": 0.5},
     },
     "batchnorm": {"preset": "cifar10-resnet18-sgdm", "method": "base", "changes": {"steps": 5, "evaluate_every": 5}},
@@ -77,17 +75,6 @@ def test_looking_changes_nothing_and_is_the_same_after_a_stop(name: str, tmp_pat
     assert bool(found[-1]["spectra"]) == with_u
     assert (found[-1]["staleness"] is not None) == with_u
     assert ("preconditioned" in found[-1]["cosine"]) == with_u
-
-
-def test_the_lines_are_in_tensorboard_too(tmp_path: Path) -> None:
-    folder = run("grokking", tmp_path / "run", True)
-    board = EventAccumulator(str(folder.path)).Reload()
-    tags = board.Tags()
-    values = [(event.step, event.value) for event in board.Scalars("diagnostics/cosine/optimizer")]
-    written = [(line["step"], line["cosine"]["optimizer"]) for line in lines(folder)]
-    assert [step for step, _ in values] == [step for step, _ in written]
-    assert all(math.isclose(one, other, rel_tol=1e-5) for (_, one), (_, other) in zip(values, written, strict=True))
-    assert "diagnostics/spectrum/head.weight" in tags["histograms"]
 
 
 def test_settings_that_can_not_be() -> None:

@@ -16,8 +16,9 @@ import torch
 from typer.testing import CliRunner, Result
 
 from llqr_lab.cli import app
+from llqr_lab.errors import RunError
 from llqr_lab.experiments import command
-from llqr_lab.experiments.folder import RunError, RunFolder
+from llqr_lab.experiments.folder import RunFolder
 from llqr_lab.experiments.loop import train
 from llqr_lab.experiments.presets import resolve
 from llqr_lab.report.runs import found_runs
@@ -66,7 +67,7 @@ def test_a_wrong_data_folder(tmp_path: Path) -> None:
     arguments = ("train", "cifar10-resnet18-sgdm", "--scale=cpu", f"--runs={tmp_path / 'runs'}")
     said = refused(*arguments, f"--data={tmp_path / 'nowhere'}")
     assert "cifar10.npz" in said
-    assert "curl -o" in said
+    assert "cifar-10-binary.tar.gz" in said
     said = refused("train", "shakespeare-gpt-sgdm", f"--runs={tmp_path / 'runs'}")
     assert "--data FOLDER or LLQR_DATA" in said
     assert not (tmp_path / "runs").exists(), "a run that can't begin leaves nothing behind"
@@ -102,7 +103,7 @@ def test_unknown_names_have_suggestions(tmp_path: Path) -> None:
         assert "aren't seeds" in refused("sweep", "grokking-add", f"--seeds={seeds}")
     assert "name=value" in refused("sweep", "grokking-add", "--set", "base.lr")
     assert "did you mean curves" in refused("figure", "curve", "grokking-add", f"--output={tmp_path / 'a.png'}")
-    assert "did you mean 'fashion'" in refused("data", "fashin")
+    assert "did you mean fashion" in refused("train", "fashion-mlp", "--set", "data.name=fashin")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -14,9 +14,8 @@ import torch
 
 from llqr_lab.experiments.config import Config
 from llqr_lab.experiments.folder import RunFolder
-from llqr_lab.experiments.loop import train
+from llqr_lab.experiments.loop import StoppedError, listening, train
 from llqr_lab.experiments.presets import resolve
-from llqr_lab.experiments.stopping import StoppedError, listening
 from llqr_lab.tasks.grokking import Grokking
 from ranks import PRELOADED
 
@@ -30,7 +29,7 @@ RUNS = {
     "translation": resolve(
         "multi30k-transformer-adamw",
         "smoke",
-        "diagonal-ngd-scalefree",
+        "diagonal-ngd",
         2,
         {"steps": 20, "evaluate_every": 4, "llqr.every": 5},
     ),
@@ -169,17 +168,3 @@ def test_when_checkpoints_are_written_changes_nothing(tmp_path: Path) -> None:
     run(config, tmp_path / "often")
     train(config, RunFolder(tmp_path / "never"), None, torch.device("cpu"), checkpoint_seconds=1e9)
     assert (tmp_path / "often" / "metrics.jsonl").read_bytes() == (tmp_path / "never" / "metrics.jsonl").read_bytes()
-
-
-def test_the_events_of_tensorboard_are_those_of_the_metrics(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    config = RUNS["grokking"].changed({"steps": 12})
-    run(config, tmp_path)
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
-    lines = RunFolder(tmp_path).read_metrics()
-    assert [event.step for event in events.Scalars("train_loss")] == [line["step"] for line in lines]
-    assert [event.value for event in events.Scalars("train_loss")] == pytest.approx(
-        [line["train_loss"] for line in lines]
-    )

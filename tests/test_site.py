@@ -13,12 +13,12 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-from llqr_lab import pages
+from llqr_lab.errors import RunError
 from llqr_lab.experiments import reproduction
 from llqr_lab.experiments.collect import collected
-from llqr_lab.experiments.folder import RunError
 from llqr_lab.experiments.paper import RESULTS
 from llqr_lab.experiments.presets import PRESETS
+from llqr_lab.results import filled_page
 from pages import ROOT, text_of
 
 pytest.importorskip("material", reason="mkdocs-material isn't installed: pip install llqr[docs]")
@@ -140,7 +140,7 @@ def test_reproduction_is_of_the_present_results() -> None:
     """It is what `llqr table results/experiments.json --page docs/reproduction.md` writes, for every preset."""
     page = ROOT / "docs" / "reproduction.md"
     results = collected(ROOT / "results" / "experiments.json")
-    made = pages.filled(text_of(page), reproduction.COMMAND, reproduction.body(results), page)
+    made = filled_page(text_of(page), reproduction.COMMAND, reproduction.body(results), page)
     assert text_of(page) == made, "write it again"
     for name in PRESETS:
         assert f"\n### {name}\n" in text_of(page)

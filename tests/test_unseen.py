@@ -12,9 +12,9 @@ import torch
 from typer.testing import CliRunner
 
 from llqr_lab.bench import unseen
-from llqr_lab.bench.unseen import Bench, Run, body, cell
+from llqr_lab.bench.unseen import Comparison, Trial, body, cell
+from llqr_lab.bench.unseen_tasks import UNSEEN, CharacterLSTM, autoencoder, every_place, graphs, shapes
 from llqr_lab.cli import app
-from llqr_lab.race.unseen import UNSEEN, CharacterLSTM, autoencoder, every_place, graphs, shapes
 
 GENERATED = ("regression", "unet", "gnn")
 """Tasks that need no data set."""
@@ -53,7 +53,7 @@ def test_what_is_generated_is_what_its_targets_say() -> None:
 
 @pytest.mark.parametrize("name", GENERATED)
 def test_the_base_learns_what_is_generated(name: str) -> None:
-    result = unseen.train(Run(name, "AdamW", False, "cosine", 3e-3, 0, 60), None)
+    result = unseen.train(Trial(name, "AdamW", False, "cosine", 3e-3, 0, 60), None)
     assert result["last"] < 0.9 * result["first"]
     assert len(result["curve"]) == 10
 
@@ -76,14 +76,14 @@ def test_the_command_writes_results_and_a_page_and_repeats_nothing(
     assert json.loads(output.read_text(encoding="utf-8"))["rows"] == rows
 
 
-class Made(Bench):
+class Made(Comparison):
     """Runs that end as a function says."""
 
     def __init__(self, end: Any) -> None:
         super().__init__(Path(), None, 1, 10)
         self.end = end
 
-    def results(self, wanted: Any) -> dict[Run, dict[str, Any]]:
+    def results(self, wanted: Any) -> dict[Trial, dict[str, Any]]:
         return {run: {"first": 2.0, "last": self.end(run), "seconds": 1.0} for run in wanted}
 
 

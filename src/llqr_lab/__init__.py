@@ -1,4 +1,1 @@
-"""The lab of ``llqr``: its command line, demonstrations and benchmarks.
-
-It needs the extra ``lab`` (``pip install 'llqr[lab]'``); the library ``llqr`` needs PyTorch alone.
-"""
+"""The lab of `llqr`: its command line, experiments and benchmarks. A distribution of its own (lab/pyproject.toml)."""

@@ -7,12 +7,12 @@ LAB_PACKAGES = ("matplotlib", "numpy", "rich", "sklearn", "typer")
 
 
 def main() -> None:
-    """Run the command line, or say which extra to install when its packages are missing."""
+    """Run the command line, or say what to install when its packages are missing."""
     missing = [name for name in LAB_PACKAGES if find_spec(name) is None]
     if missing:
         print(
             f"The command llqr needs packages that are not installed ({', '.join(missing)}): "
-            "run  pip install 'llqr[lab]'  and try again.",
+            "run  make  in the checkout, or  pip install -e . -e ./lab",
             file=sys.stderr,
         )
         sys.exit(2)

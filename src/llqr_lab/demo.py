@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich import box
+import torch
 from rich.console import Console
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW, Optimizer
 
 from llqr import LLQR
 from llqr_lab.bench.measure import one_thread
-from llqr_lab.figures.curves import draw
-from llqr_lab.progress import bar
-from llqr_lab.race.run import Curve, train
-from llqr_lab.race.tasks import TASKS, Task
-from llqr_lab.tables import show_table
+from llqr_lab.data.batches import Split
+from llqr_lab.data.picture_sets import digits
+from llqr_lab.figures.style import GREEN, GREY, ORANGE, SKY, drawing
+from llqr_lab.models.convolutional import picture_net
+from llqr_lab.results import bar, say, show_table, simple_table
 
 SGDM_RATE, ADAMW_RATE = 0.1, 0.01
 """The best of 0.03, 0.1, 0.3 and of 0.001, 0.003, 0.01 for each of the two alone."""
+BATCH, INTERVAL, TARGET = 128, 10, 0.02
+"""Examples in a batch, steps between looks at the training loss, and the loss to reach."""
+Make = Callable[[nn.Module], Optimizer]
 
 
-def optimizers() -> dict[str, Callable[[nn.Module], Optimizer]]:
+def optimizers() -> dict[str, Make]:
     """By name: what makes each for a network."""
 
     def sgdm(model: nn.Module) -> Optimizer:
@@ -40,42 +47,113 @@ def optimizers() -> dict[str, Callable[[nn.Module], Optimizer]]:
     }
 
 
+@dataclass
+class Curve:
+    """Training losses at steps; seconds are of training alone, without the looks at the loss."""
+
+    steps: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    accuracy: float = float("nan")
+    """On the test set, at the end."""
+
+    def reached(self, target: float) -> int | None:
+        """The place of the first look at which the loss was at most `target`."""
+        return next((i for i, loss in enumerate(self.losses) if loss <= target), None)
+
+
+def network(seed: int) -> nn.Module:
+    """The same start for every optimizer."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return picture_net(8, (1, 2))
+
+
+def batches(data: Split, seed: int) -> Callable[[], tuple[Tensor, Tensor]]:
+    """Random batches, the same ones for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw_batch() -> tuple[Tensor, Tensor]:
+        rows = torch.randint(len(data.train_targets), (BATCH,), generator=generator)
+        return data.train_inputs[rows], data.train_targets[rows]
+
+    return draw_batch
+
+
+def train(data: Split, seed: int, make: Make, steps: int, done: Callable[[], None] = lambda: None) -> Curve:
+    """Train by the optimizer that is made for the network. Seconds are the processor's: of one thread, what it takes alone."""
+    model = network(seed)
+    optimizer, draw_batch, curve, spent = make(model), batches(data, seed), Curve(), 0.0
+    for step in range(steps + 1):
+        if step % INTERVAL == 0 or step == steps:
+            with torch.no_grad():
+                curve.losses.append(float(cross_entropy(model(data.train_inputs), data.train_targets)))
+            curve.steps.append(step)
+            curve.seconds.append(spent)
+            if step == steps or not math.isfinite(curve.losses[-1]):
+                break
+        inputs, targets = draw_batch()
+        begun = time.process_time()
+        optimizer.zero_grad()
+        cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        spent += time.process_time() - begun
+        done()
+    with torch.no_grad():
+        curve.accuracy = float((model(data.test_inputs).argmax(1) == data.test_targets).double().mean())
+    return curve
+
+
 def show(output: Path, seed: int, steps: int) -> None:
     """Train, print the table, draw the picture."""
-    task, made = TASKS["digits"], optimizers()
-    data = task.load(None)
+    made, data = optimizers(), digits()
     with one_thread(), bar(len(made) * steps, "training") as done:
         for make in made.values():
-            train(task, data, seed, make, 1)  # so that what torch loads at first isn't timed
-        curves = {name: train(task, data, seed, make, steps, done) for name, make in made.items()}
+            train(data, seed, make, 1)  # so that what torch loads at first isn't timed
+        curves = {name: train(data, seed, make, steps, done) for name, make in made.items()}
     console = Console()
-    size = sum(parameter.numel() for parameter in task.start(seed).parameters())
+    size = sum(parameter.numel() for parameter in network(seed).parameters())
     console.print(
         f"{len(data.train_targets)} digits to train on, {len(data.test_targets)} to test on; a convolutional network of "
-        f"{size:,} parameters, batches of {task.batch}, seed {seed}. SGDM has learning rate {SGDM_RATE:g} and AdamW "
+        f"{size:,} parameters, batches of {BATCH}, seed {seed}. SGDM has learning rate {SGDM_RATE:g} and AdamW "
         f"{ADAMW_RATE:g}, with LLQR around them and without: nothing else is set. "
         "Seconds are processor time of the training steps, on one thread.",
         highlight=False,
     )
-    show_table(console, table(curves, task, steps))
-    draw(curves, task.target, output)
-    console.print(f"Wrote {output}", highlight=False, soft_wrap=True)
+    show_table(console, table(curves, steps))
+    draw(curves, TARGET, output)
+    say(console, f"Wrote {output}")
 
 
-def table(curves: dict[str, Curve], task: Task, steps: int) -> Table:
-    made = Table(box=box.SIMPLE_HEAD)
-    made.add_column("optimizer", no_wrap=True)
+def table(curves: Mapping[str, Curve], steps: int) -> Table:
     headers = [f"loss after\n{steps} steps", "test\naccuracy", "seconds"]
-    for header in [*headers, f"steps to\nloss {task.target:g}", f"seconds to\nloss {task.target:g}"]:
-        made.add_column(header, justify="right")
+    headers += [f"{what} to\nloss {TARGET:g}" for what in ("steps", "seconds")]
+    made = simple_table(None, "optimizer", *headers)
     for name, curve in curves.items():
-        place = curve.reached(task.target)
-        made.add_row(
-            name,
-            f"{curve.losses[-1]:.2g}",
-            f"{curve.accuracy:.1%}",
-            f"{curve.seconds[-1]:.1f}",
-            f"> {curve.steps[-1]}" if place is None else str(curve.steps[place]),
-            "–" if place is None else f"{curve.seconds[place]:.1f}",
-        )
+        place = curve.reached(TARGET)
+        there = (f"> {curve.steps[-1]}", "–")
+        if place is not None:
+            there = (str(curve.steps[place]), f"{curve.seconds[place]:.1f}")
+        made.add_row(name, f"{curve.losses[-1]:.2g}", f"{curve.accuracy:.1%}", f"{curve.seconds[-1]:.1f}", *there)
     return made
+
+
+LINES = ((ORANGE, "--", "s"), (ORANGE, "-", "o"), (GREEN, "--", "^"), (GREEN, "-", "D"), (SKY, "-.", "v"))
+
+
+def draw(curves: Mapping[str, Curve], target: float, path: Path, log_seconds: bool = False) -> None:
+    """Training losses by steps and by seconds, one curve for each optimizer; at most five."""
+    with drawing(path, 10, 4.5) as figure:
+        by_steps, by_seconds = figure.subplots(1, 2, sharey=True)
+        for (name, curve), (colour, style, marker) in zip(curves.items(), LINES[: len(curves)], strict=True):
+            how = {"color": colour, "linestyle": style, "marker": marker, "markersize": 5, "label": name}
+            for axes, at in ((by_steps, curve.steps), (by_seconds, curve.seconds)):
+                axes.plot(at, curve.losses, markevery=max(1, len(curve.steps) // 10), **how)
+        for axes, label in ((by_steps, "training steps"), (by_seconds, "seconds of training")):
+            axes.set_yscale("log")
+            axes.axhline(target, color=GREY, linestyle=":", linewidth=1.2)
+            axes.set_xlabel(label)
+        by_steps.set_ylabel("training loss")
+        by_steps.legend(loc="lower left")
+        if log_seconds:
+            by_seconds.set_xscale("log")

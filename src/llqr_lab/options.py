@@ -1,62 +1,26 @@
-"""Checks of what the command line is given, made before any work, so that no result is computed and then lost."""
+"""What the command line takes, checked before any work, so that no result is computed and then lost."""
 
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from llqr_lab.suggest import suggestion
+from llqr_lab.errors import ConfigError, LabError
 
 PICTURES = (".png", ".pdf", ".svg")
-NETWORKS = ("mlp", "convnet", "resnet18", "transformer")
-"""Those of models/named.py, which takes torch to import."""
-SUBJECTS = ("digits", "digits-batchnorm", "digits-dropout", "fashion", "shakespeare", *NETWORKS)
-"""Those of compare/subjects.py."""
-BASES = ("sgdm", "adamw")
-
-Scale = Annotated[str, typer.Option(help="paper, cpu (hours on two cores) or smoke (seconds).")]
-Data = Annotated[Path | None, typer.Option(help="The folder with data sets; else LLQR_DATA.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …; auto takes a GPU where there is one.")]
-Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of everything random.")]
-
-
-def known_network(name: str) -> str:
-    if name not in NETWORKS:
-        raise typer.BadParameter(f"no network is called '{name}'{suggestion(name, NETWORKS)}")
-    return name
-
-
-def known_subject(name: str) -> str:
-    if name not in SUBJECTS:
-        raise typer.BadParameter(f"nothing to compare on is called '{name}'{suggestion(name, SUBJECTS)}")
-    return name
-
-
-def known_base(name: str) -> str:
-    if name not in BASES:
-        raise typer.BadParameter(f"no base is called '{name}'{suggestion(name, BASES)}")
-    return name
-
-
-def step_numbers(text: str) -> str:
-    """Numbers of steps in increasing order, with commas between."""
-    parts = [part.strip() for part in text.split(",")]
-    numbers = [int(part) for part in parts if part.isdecimal()]
-    if len(numbers) != len(parts) or numbers != sorted(set(numbers)):
-        raise typer.BadParameter(f"'{text}' isn't a list of increasing numbers of steps, such as 0,10,100")
-    return ",".join(map(str, numbers))
-
-
 RESULTS = Path("results")
 """Where a command writes that isn't told where, in the folder that one is in; it is made if it isn't there."""
 
 
-def writable_file(path: Path) -> Path:
+def writable_file(path: Path | None) -> Path | None:
     """A file that can be written: its folder is there, and nothing in the way."""
+    if path is None:
+        return None
     folder = path.parent
     if folder == RESULTS:
         with suppress(OSError):
@@ -76,10 +40,59 @@ def writable_picture(path: Path) -> Path:
     """A writable file with the ending of a picture format."""
     if path.suffix.lower() not in PICTURES:
         raise typer.BadParameter(f"'{path}' doesn't end in {', '.join(PICTURES[:-1])} or {PICTURES[-1]}")
-    return writable_file(path)
+    writable_file(path)
+    return path
 
 
-def positive_number(value: float) -> float:
-    if not 0 < value < float("inf"):
-        raise typer.BadParameter(f"{value!r} isn't a positive number")
-    return value
+Scale = Annotated[str, typer.Option(help="paper, cpu (hours on two cores) or smoke (seconds).")]
+Data = Annotated[Path | None, typer.Option(help="The folder with data sets; else LLQR_DATA.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …; auto takes a GPU where there is one.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of everything random.")]
+Seeds = Annotated[str, typer.Option(help="Seeds: 0-4, or 0,1,7. Learning rates are chosen with the first.")]
+Runs = Annotated[Path, typer.Option(help="The folder of runs; what is there isn't repeated.")]
+Jobs = Annotated[int | None, typer.Option(min=1, help="Runs at a time; else one for each core.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="Threads of torch; else its own choice.")]
+Output = Annotated[Path, typer.Option(callback=writable_file, help="The JSON file to write.")]
+Picture = Annotated[Path, typer.Option(callback=writable_picture, help="The picture to write.")]
+Page = Annotated[
+    Path | None, typer.Option(callback=writable_file, help="Write the tables into this page too, between its marks.")
+]
+Changes = Annotated[
+    list[str] | None, typer.Option("--set", help="Change a setting: --set llqr.every=100. Give it again for more.")
+]
+
+
+@contextmanager
+def without_traceback() -> Iterator[None]:
+    """Errors that a person can do something about, without a traceback; as a decorator of a command."""
+    try:
+        yield
+    except Exception as error:
+        from llqr.errors import LLQRError  # it takes torch to import
+
+        if not isinstance(error, LabError | LLQRError):
+            raise
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+def command(app: typer.Typer, name: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a command whose errors are told."""
+    return lambda function: app.command(name)(without_traceback()(function))
+
+
+def name_list(text: str) -> list[str]:
+    """Of a list with commas between."""
+    return [each.strip() for each in text.split(",") if each.strip()]
+
+
+def seed_list(text: str) -> list[int]:
+    """[0, 1, 2, 7] of "0-2,7"."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        fine = first.isdecimal() and (last.isdecimal() if dash else True)
+        if not fine or not int(first) <= int(last or first) < 2**32 or int(last or first) - int(first) > 10_000:
+            raise ConfigError(f"'{text}' aren't seeds: write 0-4, or 0,1,7")
+        found += range(int(first), int(last or first) + 1)
+    return list(dict.fromkeys(found))

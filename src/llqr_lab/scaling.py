@@ -1,23 +1,22 @@
-"""`llqr scaling`: what U costs on many ranks, counted on paper: memory a rank, bytes of a step and a refit, and their time.
+"""`llqr scaling`: what U costs on many ranks, counted on paper: memory per rank, bytes of a step and a refit, and their time.
 
 The formulas are those of docs/scaling.md, with P the bytes of the parameters, U those of the preconditioner, R ranks, and K
-curvature products a refit; tests hold them against the bytes that ranks really send.
+curvature products a refit; tests compare them with the bytes that ranks really send.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from typing import Literal
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from llqr.distributed.block_owners import deal
 from llqr.structures import Diagonal, EigenKronecker, Kronecker, Structure
-from llqr_lab.tables import show_table
+from llqr_lab.results import say, show_table, simple_table
 
 Shapes = Mapping[str, tuple[int, ...]]
 Way = Literal["ddp", "ddp, shard", "fsdp"]
@@ -60,8 +59,9 @@ def count(shapes: Shapes, structure: Structure, ranks: int, way: Way, products: 
     """What goes through a rank; a message that all ranks get, or that sums over all of them, counts once.
 
     A product takes the direction from the owners to all ranks and the sums back: 2P. Replicated, all ranks get U at the end of
-    a refit, and a step needs no message. Sharded under DDP, U g goes from the owners to all: P a step. Under FSDP2 a rank sends
-    its shards of g, P/R, gets the whole gradients of its own blocks, and the same back; a refit gathers the parameters first.
+    a refit, and a step needs no message. Sharded under DDP, U g goes from the owners to all: P per step. Under FSDP2 a rank
+    sends its shards of g, P/R, gets the whole gradients of its own blocks, and the same back; a refit gathers the parameters
+    first.
     """
     sizes = {name: structure.memory(shape, item) for name, shape in shapes.items()}
     parameters = {name: item * prod(shape) for name, shape in shapes.items()}
@@ -90,53 +90,40 @@ def multiplications(structure: Structure, shape: Sequence[int]) -> int:
     return times * prod(shape) * sum(size[0] for name, size in factors if name != "s" and len(size) == 2)
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What a rank does in a second, and what a training step is."""
-
-    bandwidth: float
-    """Bytes through a rank."""
-    arithmetic: float
-    """Operations in training."""
-    single: float
-    """Operations in float32, in which U acts."""
-    tokens: int
-    """In a training step, on all ranks."""
-
-    def step_seconds(self, numbers: int, ranks: int) -> float:
-        """A training step: six operations a parameter and token."""
-        return 6 * numbers * self.tokens / (ranks * self.arithmetic)
+BANDWIDTH, ARITHMETIC, SINGLE = 50e9, 400e12, 50e12
+"""Of a rank: bytes a second; operations a second as reached in training, and in float32, in which U acts."""
+TOKENS, EVERY, STEPS = 4_000_000, 500, 25
+"""Of a training step on all ranks; steps between refits; inner steps of a refit."""
 
 
-def show(ranks: Sequence[int], machine: Machine, every: int, steps: int) -> None:
-    """Print the table for the network of 6.7 billion parameters, sharded by FSDP2 or replicated by DDP."""
-    shapes, products = seven_billion(), steps + 1  # one for where it begins
+def show(ranks: Sequence[int]) -> None:
+    """Print the table for the network of 6.7 billion parameters, sharded by FSDP2 or replicated by DDP.
+
+    A training step takes six operations for each parameter and token; the products of a refit are on the batch of a step.
+    """
+    shapes, products = seven_billion(), STEPS + 1  # one for where it begins
     numbers = sum(prod(shape) for shape in shapes.values())
-    table = Table(
-        title=f"{numbers / 1e9:.1f} billion parameters in float32, {machine.tokens:,} tokens a step",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        caption=f"{machine.bandwidth / 1e9:g} GB/s, {machine.arithmetic / 1e12:g} Tflop/s in training and "
-        f"{machine.single / 1e12:g} in float32 a rank; a refit of {steps} steps every {every}, its products on the batch of a "
-        "step. Seconds of messages are their bytes over the bandwidth.",
-        caption_justify="left",
-    )
-    for header in ("ranks", *LEFT, *RIGHT):
-        table.add_column(header, justify="left" if header in LEFT else "right", no_wrap=True)
+    title = f"{numbers / 1e9:.1f} billion parameters in float32, {TOKENS:,} tokens a step"
+    table = simple_table(title, "ranks", *LEFT, *RIGHT, left=LEFT)
     ways: tuple[Way, ...] = ("fsdp", "ddp")
-    for size in ranks:
-        train = machine.step_seconds(numbers, size)
-        for name, structure in STRUCTURES.items():
-            for way in ways:
-                found = count(shapes, structure, size, way, products)
-                sending = found.step / machine.bandwidth, found.refit / machine.bandwidth
-                apply, work = 2 * found.multiplications / machine.single, products * train * 4 / 3
-                overhead = (apply + sending[0] + (sending[1] + work) / every) / train
-                figures = [gigabytes(found.u), gigabytes(found.held), f"{train:.2f} s", f"{apply:.3f} s"]
-                figures += [f"{sending[0]:.3f} s", gigabytes(found.refit), f"{sending[1]:.0f} s", f"{work:.0f} s"]
-                figures.append(f"{100 * overhead:.0f}%")
-                table.add_row(str(size), name, way, *figures)
-    show_table(Console(), table)
+    for size, (name, structure), way in product(ranks, STRUCTURES.items(), ways):
+        train = 6 * numbers * TOKENS / (size * ARITHMETIC)
+        found = count(shapes, structure, size, way, products)
+        sending = found.step / BANDWIDTH, found.refit / BANDWIDTH
+        apply, work = 2 * found.multiplications / SINGLE, products * train * 4 / 3
+        overhead = (apply + sending[0] + (sending[1] + work) / EVERY) / train
+        figures = [gigabytes(found.u), gigabytes(found.held), f"{train:.2f} s", f"{apply:.3f} s"]
+        figures += [f"{sending[0]:.3f} s", gigabytes(found.refit), f"{sending[1]:.0f} s", f"{work:.0f} s"]
+        table.add_row(str(size), name, way, *figures, f"{100 * overhead:.0f}%")
+    console = Console()
+    show_table(console, table)
+    machine = (
+        f"{BANDWIDTH / 1e9:g} GB/s, {ARITHMETIC / 1e12:g} Tflop/s in training and {SINGLE / 1e12:g} in float32 per rank"
+    )
+    say(
+        console,
+        f"{machine}; a refit of {STEPS} steps every {EVERY}. Seconds of messages are their bytes over the bandwidth.",
+    )
 
 
 def gigabytes(count: int) -> str:

@@ -6,37 +6,53 @@ job's seconds over the mean of the training steps before and after it.
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich import box
 from rich.console import Console
-from rich.table import Table
+from torch.nn import functional
 
-from llqr_lab.bench.measure import growth_exponent, peak_memory
-from llqr_lab.bench.refits import Bench, Size, prepare_memory
-from llqr_lab.figures.engine import draw
-from llqr_lab.progress import bar
-from llqr_lab.results import provenance, write_json
-from llqr_lab.tables import show_table
+from llqr import QuadraticModel, fit
+from llqr.divergences import KL, Divergence, Newton
+from llqr.solvers import SGDM, ScaleFree, Solver
+from llqr_lab.bench.measure import growth_exponent
+from llqr_lab.models.convolutional import convnet, mlp
+from llqr_lab.models.transformers import GrokkingTransformer
+from llqr_lab.results import bar, provenance, say, show_table, simple_table, write_json
 
 Row = dict[str, Any]
 Done = Callable[[], None]
+Job = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Size:
+    """One of the networks, and its batch; the other sizes are the transformer's."""
+
+    model: str = "transformer"
+    batch: int = 512
+    width: int = 128
+    depth: int = 2
+    words: int = 99
+
 
 NETWORKS = [Size(), Size("convnet", 128), Size("mlp", 256)]
 QUICK = [Size(batch=16, width=16, depth=1), Size("mlp", 16)]
-FITS = {
-    "K-FAC, SGDM × 25": ("kfac", "sgdm", 25),
-    "E-KFAC, SGDM × 25": ("ekfac", "sgdm", 25),
-    "K-FAC, ScaleFree × 5": ("kfac", "scale-free", 5),
-    "E-KFAC, ScaleFree × 5": ("ekfac", "scale-free", 5),
-    "diagonal, ScaleFree × 5": ("diagonal", "scale-free", 5),
+DIVERGENCES: dict[str, Divergence] = {"kl": KL(), "newton": Newton()}
+PAPER = SGDM(lr=0.005, momentum=0.9)
+FITS: dict[str, tuple[str, Solver, int]] = {
+    "K-FAC, SGDM × 25": ("kfac", PAPER, 25),
+    "E-KFAC, SGDM × 25": ("ekfac", PAPER, 25),
+    "K-FAC, ScaleFree × 5": ("kfac", ScaleFree(), 5),
+    "E-KFAC, ScaleFree × 5": ("ekfac", ScaleFree(), 5),
+    "diagonal, ScaleFree × 5": ("diagonal", ScaleFree(), 5),
 }
 BETWEEN = 7
 """Training steps between two jobs, whose median counts: a single one is off by a tenth."""
@@ -51,19 +67,59 @@ GROWTH = {
 }
 
 
-def main(output: Path, figure: Path, seed: int, repeats: int, quick: bool) -> None:
-    """Run, write the results and the figure, and print the tables."""
-    networks = QUICK if quick else NETWORKS
-    sweeps = {} if quick else GROWTH
-    total = 2 * len(networks) + 1 + sum(map(len, sweeps.values()))
-    with bar(total, "measuring") as done:
+class Bench:
+    """A network with a batch; a copy of it is trained, so that its own parameters stay where products were built."""
+
+    def __init__(self, size: Size, seed: int) -> None:
+        torch.manual_seed(seed)
+        if size.model == "transformer":
+            self.model: torch.nn.Module = GrokkingTransformer(size.words, width=size.width, layers=size.depth)
+            tokens = torch.randint(size.words, (size.batch, 5))
+            self.inputs, self.targets = tokens[:, :4], tokens[:, 4]
+        else:
+            self.model = mlp() if size.model == "mlp" else convnet()
+            shape = (784,) if size.model == "mlp" else (3, 32, 32)
+            self.inputs, self.targets = torch.randn(size.batch, *shape), torch.randint(10, (size.batch,))
+        self._trained = copy.deepcopy(self.model)
+        self._optimizer = torch.optim.AdamW(self._trained.parameters(), lr=1e-4)
+        self.train()  # the optimizer's state is there from now on
+
+    def train(self) -> None:
+        """One training step: forward, backward, AdamW."""
+        self._optimizer.zero_grad()
+        functional.cross_entropy(self._trained(self.inputs), self.targets).backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+
+    def build(self, divergence: str) -> QuadraticModel:
+        given = (self.model, self.inputs, self.targets, functional.cross_entropy, DIVERGENCES[divergence])
+        return QuadraticModel.build(*given, training=False)
+
+    def product(self, divergence: str) -> Job:
+        """One product with a curvature that was recorded before."""
+        q = self.build(divergence)
+        q.curvature(q.gradient)
+        return lambda: q.curvature(q.gradient)
+
+    def first_product(self, divergence: str) -> None:
+        """What a refit pays before its first inner step: recording, the gradient, and one product."""
+        q = self.build(divergence)
+        q.curvature(q.gradient)
+
+    def refit(self, structure: str, solver: Solver, steps: int) -> float:
+        """Build and fit; the objective that it reaches."""
+        return fit(self.build("kl"), structure, solver, steps).history[-1]
+
+
+def main(output: Path, seed: int, repeats: int, quick: bool) -> None:
+    """Run, write the results, and print the tables."""
+    networks, sweeps = (QUICK, {}) if quick else (NETWORKS, GROWTH)
+    with bar(len(networks) + 1 + sum(map(len, sweeps.values())), "measuring") as done:
         result = run(networks, sweeps, seed, repeats, done)
     command = f"llqr bench engine --seed {seed} --repeats {repeats}{' --quick' if quick else ''}"
     write_json(output, {**provenance(command, seed), **result})
-    draw(result, figure)
     console = Console()
     report(result, console)
-    console.print(f"Wrote {output} and {figure}", highlight=False, soft_wrap=True)
+    say(console, f"Wrote {output}")
 
 
 def run(
@@ -72,94 +128,52 @@ def run(
     rows = [_products(size, seed, repeats, done) for size in networks]
     fits = _fits(networks[0], seed, repeats)
     done()
-    memory: list[Row] = []
-    for size in networks:
-        peaks = peak_memory({kind: (prepare_memory, (kind, size, seed)) for kind in ("train", "refit", "chunked")})
-        memory.append({"model": size.model, "peak_bytes": peaks})
-        done()
-    return {
-        "settings": {
-            "repeats": repeats,
-            "threads": torch.get_num_threads(),
-            "training_step": "forward, backward, AdamW",
-        },
-        "products": rows,
-        "fits": fits,
-        "memory": memory,
-        "growth": {name: _growth(networks[0], name, values, seed, repeats, done) for name, values in sweeps.items()},
-    }
+    settings = {"repeats": repeats, "threads": torch.get_num_threads(), "training_step": "forward, backward, AdamW"}
+    growth = {name: _growth(networks[0], name, values, seed, repeats, done) for name, values in sweeps.items()}
+    return {"settings": settings, "products": rows, "fits": fits, "growth": growth}
 
 
 def _products(size: Size, seed: int, repeats: int, done: Done) -> Row:
     bench = Bench(size, seed)
-    cold = {divergence: _seconds(partial(_first_product, bench, divergence)) for divergence in ("kl", "newton")}
-    jobs: dict[str, Callable[[], object]] = {
-        "kl": bench.product("kl"),
-        "newton": bench.product("newton"),
-        "record kl": partial(_first_product, bench, "kl"),
-        "record newton": partial(_first_product, bench, "newton"),
-    }
+    cold = {divergence: _seconds(partial(bench.first_product, divergence)) for divergence in DIVERGENCES}
+    jobs: dict[str, Job] = {divergence: bench.product(divergence) for divergence in DIVERGENCES}
+    jobs |= {f"record {divergence}": partial(bench.first_product, divergence) for divergence in DIVERGENCES}
     ratios, train = in_training_steps(bench, jobs, repeats, PATIENCE if repeats > 1 else 0.0)
     done()
-    return {
-        **asdict(size),
-        "train_seconds": train,
-        "ratios": ratios,
-        "first_refit_ratio": {d: s / train for d, s in cold.items()},
-    }
-
-
-def _first_product(bench: Bench, divergence: str) -> None:
-    """What a refit pays before its first inner step: recording, the gradient, and one product."""
-    q = bench.build(divergence)
-    q.curvature(q.gradient)
+    first = {divergence: seconds / train for divergence, seconds in cold.items()}
+    return {**asdict(size), "train_seconds": train, "ratios": ratios, "first_refit_ratio": first}
 
 
 def _fits(size: Size, seed: int, repeats: int) -> Row:
     bench = Bench(size, seed)
     objective: dict[str, float] = {}
 
-    def job(name: str) -> Callable[[], object]:
-        def refit() -> None:
-            objective[name] = bench.refit(*FITS[name])
+    def refit(name: str) -> None:
+        objective[name] = bench.refit(*FITS[name])
 
-        return refit
-
-    ratios, train = in_training_steps(bench, {name: job(name) for name in FITS}, repeats)
+    ratios, train = in_training_steps(bench, {name: partial(refit, name) for name in FITS}, repeats)
     return {**asdict(size), "train_seconds": train, "ratios": ratios, "objective": objective}
 
 
 def _growth(base: Size, name: str, values: tuple[int, ...], seed: int, repeats: int, done: Done) -> Row:
     points: list[Row] = []
     for value in values:
-        bench = Bench(_resized(base, name, value), seed)
-        job = partial(bench.refit, "kfac", "scale-free", 4)
+        sizes: dict[str, Any] = {"batch": 128, name: value}
+        bench = Bench(replace(base, **sizes), seed)
+        job = partial(bench.refit, "kfac", ScaleFree(), 4)
         ratios, train = in_training_steps(bench, {"fit": job}, max(1, repeats // 2))
         points.append({name: value, "train_seconds": train, "fit_over_train": ratios["fit"]})
         done()
-    seconds = [point["train_seconds"] * point["fit_over_train"] for point in points]
-    last = slice(-3, None)
-    return {
-        "points": points,
-        "exponent_fit": growth_exponent(list(values)[last], seconds[last]),
-        "exponent_train": growth_exponent(list(values)[last], [point["train_seconds"] for point in points][last]),
-    }
-
-
-def _resized(base: Size, name: str, value: int) -> Size:
-    smaller = replace(base, batch=128)
-    sizes = {
-        "width": smaller.width,
-        "depth": smaller.depth,
-        "batch": smaller.batch,
-        "words": smaller.words,
-        name: value,
-    }
-    return replace(smaller, width=sizes["width"], depth=sizes["depth"], batch=sizes["batch"], words=sizes["words"])
+    largest = points[-3:]
+    sides = [point[name] for point in largest]
+    fitted = [point["train_seconds"] * point["fit_over_train"] for point in largest]
+    trained = [point["train_seconds"] for point in largest]
+    exponents = {"fit": growth_exponent(sides, fitted), "train": growth_exponent(sides, trained)}
+    return {"points": points, **{f"exponent_{what}": found for what, found in exponents.items()}}
 
 
 def in_training_steps(
-    bench: Bench, jobs: Mapping[str, Callable[[], object]], repeats: int, patience: float = 0.0
+    bench: Bench, jobs: Mapping[str, Job], repeats: int, patience: float = 0.0
 ) -> tuple[dict[str, float], float]:
     """The median of each job's seconds over those of the training steps around it, and the median training step.
 
@@ -177,7 +191,7 @@ def in_training_steps(
     return {name: statistics.median(values) for name, values in ratios.items()}, statistics.median(steps)
 
 
-def _seconds(job: Callable[[], object]) -> float:
+def _seconds(job: Job) -> float:
     before = time.perf_counter()
     job()
     return time.perf_counter() - before
@@ -186,32 +200,15 @@ def _seconds(job: Callable[[], object]) -> float:
 def report(result: dict[str, Any], console: Console) -> None:
     """Products, fits, memory and growth, as tables."""
     title = "Curvature products in training steps of the same network; first: recorded anew, with the gradient"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for header in ("network", "training\nstep (ms)", "KL", "Newton", "first\nKL", "first\nNewton"):
-        table.add_column(header, justify="right", no_wrap=True)
+    products = simple_table(title, "network", "training\nstep (ms)", "KL", "Newton", "first\nKL", "first\nNewton")
     for row in result["products"]:
         ratios = [f"{row['ratios'][name]:.2f}" for name in ("kl", "newton", "record kl", "record newton")]
-        table.add_row(row["model"], f"{1000 * row['train_seconds']:.1f}", *ratios)
-    show_table(console, table)
-    fits = Table(title=f"A refit of the {result['fits']['model']}", title_justify="left", box=box.SIMPLE_HEAD)
-    for header in ("fit", "training steps", "objective J"):
-        fits.add_column(header, justify="right", no_wrap=True)
+        products.add_row(row["model"], f"{1000 * row['train_seconds']:.1f}", *ratios)
+    fits = simple_table(f"A refit of the {result['fits']['model']}", "fit", "training steps", "objective J")
     for name, value in result["fits"]["ratios"].items():
         fits.add_row(name, f"{value:.1f}", f"{result['fits']['objective'][name]:.6g}")
-    show_table(console, fits)
-    memory = Table(title="Peak memory of a refit over a training step's", title_justify="left", box=box.SIMPLE_HEAD)
-    for header in ("network", "train (MiB)", "refit", "in eighths of the batch"):
-        memory.add_column(header, justify="right", no_wrap=True)
-    for row in result["memory"]:
-        peaks = row["peak_bytes"]
-        if peaks["train"]:
-            parts = [f"{peaks[kind] / peaks['train']:.2f}" for kind in ("refit", "chunked")]
-            memory.add_row(row["model"], f"{peaks['train'] / 2**20:.1f}", *parts)
-    show_table(console, memory)
+    for table in (products, fits):
+        show_table(console, table)
     for name, found in result["growth"].items():
-        if found["exponent_fit"] is not None:
-            console.print(
-                f"Seconds of a fit grow as {name}^{found['exponent_fit']:.2f}, of a training step as "
-                f"{name}^{found['exponent_train']:.2f}",
-                highlight=False,
-            )
+        fit, train = (f"{name}^{found[f'exponent_{what}'] or 0:.2f}" for what in ("fit", "train"))
+        say(console, f"Seconds of a fit grow as {fit}, of a training step as {train}")

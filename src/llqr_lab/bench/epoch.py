@@ -14,19 +14,15 @@ from statistics import median
 from typing import Any
 
 import torch
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from llqr_lab.experiments.cli import change
-from llqr_lab.experiments.command import device_of
-from llqr_lab.experiments.config import ConfigError
+from llqr_lab.errors import ConfigError
+from llqr_lab.experiments.command import device_of, parse_change
 from llqr_lab.experiments.loop import Run
 from llqr_lab.experiments.paper import RESULTS
 from llqr_lab.experiments.presets import BARE, resolve
-from llqr_lab.progress import bar
-from llqr_lab.results import provenance, write_json
-from llqr_lab.tables import show_table
+from llqr_lab.results import bar, provenance, say, show_table, simple_table, write_json
 from llqr_lab.tasks.base import Task, to_device
 from llqr_lab.tasks.named import task_of
 
@@ -49,7 +45,7 @@ def main(
     settings: Sequence[str] = (),
 ) -> None:
     """`settings` are changes of the preset's, as name=value."""
-    changes = dict(map(change, settings))
+    changes = dict(map(parse_change, settings))
     if tuple(methods) == ("base",) and any(name.startswith("llqr.") for name in changes):
         raise ConfigError("there is no LLQR among the methods: leave out its settings")
     if "default" in methods:
@@ -85,7 +81,7 @@ def main(
     console = Console()
     console.print(f"{preset} at --scale {scale}, {torch.get_num_threads()} threads", highlight=False)
     show_table(console, table(rows))
-    console.print(f"Wrote {output}", highlight=False, soft_wrap=True)
+    say(console, f"Wrote {output}")
 
 
 def _own(method: str, changes: dict[str, Any]) -> dict[str, Any]:
@@ -130,10 +126,8 @@ def _row(
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    made = Table(box=box.SIMPLE_HEAD)
-    made.add_column("method", no_wrap=True)
-    for header in ("step between refits,\n× base", "a refit,\nin base steps", "every", "epoch,\n× base", "paper"):
-        made.add_column(header, justify="right")
+    headers = ("step between refits,\n× base", "a refit,\nin base steps", "every", "epoch,\n× base", "paper")
+    made = simple_table(None, "method", *headers)
     for row in rows:
         paper = f"×{row['paper']:.3g}" if row["paper"] else ""
         numbers = (f"{row['step']:.3f}", f"{row['refit']:.1f}", str(row["every"] or ""), f"×{row['ratio']:.3f}", paper)

@@ -1,4 +1,4 @@
-"""Seconds, memory and results of one method held against another, on a machine that others use too."""
+"""Memory, threads and growth: what the benchmarks measure with, on a machine that others use too."""
 
 from __future__ import annotations
 
@@ -7,19 +7,17 @@ import math
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 Job = Callable[[], object]
-Key = TypeVar("Key")
 
 
 @contextmanager
@@ -35,34 +33,6 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def interleaved(
-    jobs: Mapping[Key, Job], repeats: int, budget: float = math.inf, done: Callable[[], None] = lambda: None
-) -> dict[Key, list[float]]:
-    """Seconds of each job in each of `repeats` rounds; a round runs every job once, so that a busy spell hits all of them.
-
-    A job that has taken `budget` seconds already sits out; `done` is called after each round.
-    """
-    seconds: dict[Key, list[float]] = {key: [] for key in jobs}
-    for _ in range(repeats):
-        for key, job in jobs.items():
-            if sum(seconds[key]) > budget:
-                continue
-            before = time.perf_counter()
-            job()
-            seconds[key].append(time.perf_counter() - before)
-        done()
-    return seconds
-
-
-def median(values: Sequence[float]) -> float | None:
-    return statistics.median(values) if values else None
-
-
-def ratio(numerator: float | None, denominator: float | None) -> float | None:
-    """None where one side is missing or too small to be seen."""
-    return numerator / denominator if numerator and denominator and min(numerator, denominator) > 0 else None
 
 
 def growth_exponent(sizes: Sequence[float], values: Sequence[float | None]) -> float | None:

@@ -14,17 +14,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 from llqr import QuadraticModel
 from llqr_lab.bench.measure import Job, peak_memory
-from llqr_lab.models.pyramidnet import PyramidNet
-from llqr_lab.models.resnet import ResNet50
-from llqr_lab.results import provenance, write_json
-from llqr_lab.tables import show_table
+from llqr_lab.models.convolutional import PyramidNet, ResNet50
+from llqr_lab.results import provenance, say, show_table, simple_table, write_json
 
 PARTS = 4
 """Chunks of a batch."""
@@ -57,7 +53,7 @@ def main(names: Sequence[str], output: Path, seed: int) -> None:
     console = Console()
     for row in rows:
         report(row, console)
-    console.print(f"Wrote {output}", highlight=False, soft_wrap=True)
+    say(console, f"Wrote {output}")
 
 
 def run(name: str, seed: int) -> dict[str, Any]:
@@ -101,9 +97,7 @@ def prepared(name: str, seed: int, divergence: str | None, way: str, clock: Path
 
 def report(row: dict[str, Any], console: Console) -> None:
     title = f"{row['network']}, {row['parameters'] / 1e6:.1f} million parameters, batch {row['batch']}"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for header in ("product", "way", "peak (MiB)", "seconds"):
-        table.add_column(header, justify="left" if header in ("product", "way") else "right", no_wrap=True)
+    table = simple_table(title, "product", "way", "peak (MiB)", "seconds", left=["way"])
     for each in row["rows"]:
         peak = "" if each["peak_bytes"] is None else f"{each['peak_bytes'] / 2**20:.0f}"
         table.add_row(each["product"], each["way"], peak, f"{each['seconds']:.2f}")

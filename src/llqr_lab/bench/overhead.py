@@ -16,7 +16,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -26,12 +25,9 @@ from torch.optim import SGD, AdamW, Optimizer
 from llqr import LLQR
 from llqr_lab.bench.measure import one_thread
 from llqr_lab.experiments.optimizers import fits
-from llqr_lab.models.gpt import GPT
-from llqr_lab.models.resnet import ResNet18
-from llqr_lab.models.small import mlp, picture_net
-from llqr_lab.progress import bar
-from llqr_lab.results import provenance, write_json
-from llqr_lab.tables import show_table
+from llqr_lab.models.convolutional import ResNet18, mlp, picture_net
+from llqr_lab.models.transformers import GPT
+from llqr_lab.results import bar, provenance, say, show_table, simple_table, write_json
 
 FIRST, LATER = 300, 100
 """Steps of a training from its start, and steps after that."""
@@ -101,7 +97,7 @@ def main(names: Sequence[str], output: Path, seed: int, repeats: int, steps: int
     write_json(output, {**provenance(command + (f" --steps {steps}" if steps else ""), seed), **content})
     console = Console()
     show_table(console, table(rows))
-    console.print(f"Wrote {output}", highlight=False, soft_wrap=True)
+    say(console, f"Wrote {output}")
 
 
 def refit_steps(steps: int) -> list[bool]:
@@ -151,10 +147,9 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    made = Table(title="with LLQR, nothing set, over the base alone", title_justify="left", box=box.SIMPLE_HEAD)
     headers = ("base", "ms a step", "step without\na refit", "step with\na refit")
-    for header in ("network", *headers, f"first {FIRST} steps\n(by medians)", "later\n(by medians)"):
-        made.add_column(header, justify="left" if header == "network" else "right")
+    parts = (f"first {FIRST} steps\n(by medians)", "later\n(by medians)")
+    made = simple_table("with LLQR, nothing set, over the base alone", "network", *headers, *parts)
     for row in rows:
         kinds = ["–" if row[kind] is None else f"{row[kind]:.2f}" for kind in ("plain", "refit")]
         timed = row["as_timed"] or ["–", "–"]

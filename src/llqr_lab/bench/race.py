@@ -14,27 +14,25 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from statistics import mean, median
+from statistics import fmean, mean, median
 from typing import Any
 
-from rich import box
+import torch
 from rich.console import Console
-from rich.table import Table
 
-from llqr_lab import pages
+from llqr_lab.bench.courses import COURSES, WIDEN, WIDEST, Course, Entry
+from llqr_lab.bench.measure import one_thread
+from llqr_lab.bench.race_page import COMMAND, THE_END, Row, body, draw
+from llqr_lab.errors import RunError
 from llqr_lab.experiments.collect import Result, curve, value
 from llqr_lab.experiments.command import folder_of
 from llqr_lab.experiments.config import Config
-from llqr_lab.experiments.folder import RunError
+from llqr_lab.experiments.loop import Run
 from llqr_lab.experiments.presets import resolve
 from llqr_lab.experiments.sweep import sweep
-from llqr_lab.figures.race import draw
-from llqr_lab.progress import bar
-from llqr_lab.race.entries import BEYOND, COURSES, WIDEN, WIDEST, Course, Entry
-from llqr_lab.race.page import COMMAND, THE_END, Row, blow_ups, body, ratio, reached, shown
-from llqr_lab.race.timing import TIMED, TURN, seconds_to, step_seconds
-from llqr_lab.results import provenance, write_json
-from llqr_lab.tables import show_table
+from llqr_lab.results import bar, check_page, provenance, say, write_json, write_page
+from llqr_lab.tasks.base import to_device
+from llqr_lab.tasks.named import task_of
 
 Grids = dict[str, tuple[float | None, list[Result]]]
 """Of each optimizer: its rate with the best end, and the runs that say so."""
@@ -49,6 +47,10 @@ ROUNDS = 3
 """Times that the first steps are taken anew when they are timed."""
 Times = dict[str, list[float]]
 """Seconds of the first steps of each optimizer."""
+TURN = 25
+"""Steps of a turn."""
+TIMED = 200
+"""Steps that are timed; what comes after costs as much as the later half of them, on average."""
 
 
 class Race:
@@ -163,8 +165,7 @@ def main(
 ) -> None:
     """`untuned`: LLQR has no rates of its own, and runs at its base's only."""
     console, failed = Console(), list[bool]()
-    if page is not None:
-        pages.check(page, COMMAND)
+    check_page(page, COMMAND)
 
     def perform(wanted: Wanted) -> None:
         failed.append(sweep(wanted, runs, data, jobs, "auto", console) is False)
@@ -174,54 +175,31 @@ def main(
     some = (f" --optimizers '{','.join(entries)}'" if entries else "") + " --untuned" * untuned
     command = f"llqr bench race {' '.join(names)} --scale {scale} --seeds {','.join(map(str, seeds))}{some}"
     for name in names:
-        race = Race(COURSES[name], scale, runs, perform)
-        runners = [entry for entry in COURSES[name].runners if not entries or entry.name in entries]
-        if not runners:
-            console.print(f"{name} is without these optimizers at --scale {scale}", style="yellow", highlight=False)
+        course = COURSES[name]
+        race = Race(course, scale, runs, perform)
+        runners = [entry for entry in course.runners if not entries or entry.name in entries]
         tuned = [entry for entry in runners if entry.method == "base" or not untuned]
         grids = race.grids(tuned, seeds[0])
         best = race.chosen(grids, tuned, seeds)
         wrapped = at_rates_of_bases(runners, best)
         race.run(wrapped, seeds)
         finals = {entry.name: race.results(entry, rates, seeds) for entry, rates in best.items()}
-        beyond = _beyond(best)
-        race.run(beyond, seeds[:1])
-        for entry, rates in beyond.items():
-            grids[entry.name][1].extend(race.results(entry, rates, seeds[:1]))
         times = race.step_seconds({**wrapped, **best}, seeds[0], data)
-        rows += summary(name, COURSES[name], grids, finals, len(seeds), times)
+        rows += summary(name, course, grids, finals, len(seeds), times)
         results = {entry: race.results(entry, rates, seeds) for entry, rates in wrapped.items()}
-        at_base += untuned_rows(name, COURSES[name], finals, results, len(seeds), times)
+        at_base += untuned_rows(name, course, finals, results, len(seeds), times)
         found = {"scale": scale, "seeds": list(seeds), "rows": rows, "untuned": at_base}
         write_json(output, {**provenance(command, seeds[0]), **found})
     draw(rows, at_base, figure)
-    for name in dict.fromkeys(row["task"] for row in rows):
-        report([row for row in rows if row["task"] == name], console)
-    report_untuned(at_base, console)
-    for each in blow_ups(rows):
-        console.print(f"{each} diverged, and its base didn't", style="red", highlight=False)
-    console.print(f"Wrote {output} and {figure}", highlight=False, soft_wrap=True)
+    say(console, f"{body(rows, at_base)}\nWrote {output} and {figure}")
     if any(failed):
         raise RunError("some runs came to no end (above): the same command goes on with them, and writes the page then")
     if page is not None:
-        pages.write(page, COMMAND, body(rows, at_base))
-        console.print(f"Wrote {page}", highlight=False, soft_wrap=True)
-
-
-def _beyond(best: Mapping[Entry, Sequence[float]]) -> dict[Entry, list[float]]:
-    """Much more than the best rate of a base, for it and for LLQR around it."""
-    bases = {entry.base: rates for entry, rates in best.items() if entry.method == "base"}
-    wrapped = {entry.base for entry in best if entry.method != "base"}  # none where LLQR isn't tuned
-    return {entry: [_rounded(BEYOND * bases[entry.base][0])] for entry in best if entry.base in wrapped & set(bases)}
+        write_page(page, COMMAND, body(rows, at_base))
 
 
 def summary(
-    task: str,
-    course: Course,
-    grids: Grids,
-    finals: dict[str, list[Result]],
-    seeds: int,
-    times: Times,
+    task: str, course: Course, grids: Grids, finals: dict[str, list[Result]], seeds: int, times: Times
 ) -> list[Row]:
     """A row an optimizer: its rate, steps and seconds to each target (medians of the seeds), how it ended, and its memory."""
     targets = _targets(course, finals)
@@ -388,33 +366,31 @@ def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def report_untuned(rows: list[Row], console: Console) -> None:
-    if not rows:
-        return
-    table = Table(title="nothing of LLQR tuned: at its base's best rate", title_justify="left", box=box.SIMPLE_HEAD)
-    for header in ("task", "base", "rate", "steps", "time", "train loss", "with LLQR"):
-        table.add_column(header, justify="left" if header in ("task", "base") else "right")
-    for row in rows:
-        ratios = [ratio(row, what) for what in ("steps", "seconds")]
-        losses = [shown(row[side]["train_loss"], "{:.4g}") for side in ("alone", "llqr")]
-        table.add_row(row["task"], row["base"], f"{row['lr']:g}", *ratios, *losses)
-    show_table(console, table)
+def step_seconds(
+    configs: Mapping[str, Config], data: Path | None, rounds: int, done: Callable[[], None], steps: int = TIMED
+) -> dict[str, list[float]]:
+    """Of each step its median over the rounds, on one thread by the processor's time.
+
+    Every round begins anew, so that a step has its refit, or its new preconditioner, in each of them.
+    """
+    torch.set_flush_denormal(True)
+    device = torch.device("cpu")
+    spent: dict[str, list[list[float]]] = {name: [[] for _ in range(steps)] for name in configs}
+    with one_thread():
+        task = task_of(next(iter(configs.values())), data)
+        for _ in range(rounds):
+            runs = {name: Run(config, task, device) for name, config in configs.items()}
+            for begin in range(0, steps, TURN):
+                for name, run in runs.items():
+                    for step in range(begin, min(begin + TURN, steps)):
+                        before = run.seconds
+                        run.advance(to_device(task.train[step], device))
+                        spent[name][step].append(run.seconds - before)
+                    done()
+    return {name: [median(times) for times in each] for name, each in spent.items()}
 
 
-def report(rows: list[Row], console: Console) -> None:
-    labels = list(rows[0]["targets"]) if rows else []
-    goals = [
-        label if rows[0]["targets"][label]["loss"] is None else f"{label}'s {rows[0]['targets'][label]['loss']:.4g}"
-        for label in labels
-    ]
-    table = Table(title=rows[0]["task"], title_justify="left", box=box.SIMPLE_HEAD)
-    for header in ("optimizer", "rate", *(f"to {goal}: steps, seconds" for goal in goals), "train loss", "score", "MB"):
-        table.add_column(header, justify="left" if header == "optimizer" else "right")
-    for row in rows:
-        times = [reached(row["targets"][label], row["seeds"]) for label in labels]
-        cells = [shown(row["lr"], "{:g}"), *times, shown(row["train_loss"], "{:.4g}"), shown(row["score"], "{:.4g}")]
-        table.add_row(row["optimizer"], *cells, shown(row["peak_bytes"] and row["peak_bytes"] / 1e6, "{:.0f}"))
-    show_table(console, table)
-    for row in rows:
-        if row["unmoved"]:
-            console.print(f"{row['optimizer']} never moved {', '.join(row['unmoved'])}", style="red")
+def seconds_to(times: Sequence[float], steps: float) -> float:
+    """The time of so many steps from the start."""
+    known = min(round(steps), len(times))
+    return sum(times[:known]) + (steps - known) * fmean(times[len(times) // 2 :])

@@ -23,12 +23,10 @@ from rich.console import Console
 from torch.optim import SGD, AdamW, Optimizer
 
 from llqr import LLQR
-from llqr_lab import pages
 from llqr_lab.bench.measure import one_thread
-from llqr_lab.experiments.folder import RunError
-from llqr_lab.progress import bar
-from llqr_lab.race.unseen import UNSEEN
-from llqr_lab.results import provenance, write_json
+from llqr_lab.bench.unseen_tasks import UNSEEN
+from llqr_lab.errors import RunError
+from llqr_lab.results import bar, check_page, markdown_table, provenance, say, write_json, write_page
 
 COMMAND = "llqr bench unseen --page"
 BASES = {"SGDM": "sgdm", "AdamW": "adamw"}
@@ -41,7 +39,7 @@ HARM = 1.02
 Row = dict[str, Any]
 
 
-class Run(NamedTuple):
+class Trial(NamedTuple):
     task: str
     base: str
     llqr: bool
@@ -65,24 +63,21 @@ def main(
     output: Path,
     page: Path | None = None,
 ) -> None:
-    if page is not None:
-        pages.check(page, COMMAND)
+    check_page(page, COMMAND)
     for task in tasks:
         UNSEEN[task].load(data, 0)  # so that data that isn't there is told before the first run
-    bench = Bench(runs, data, jobs, steps)
+    bench = Comparison(runs, data, jobs, steps)
     rates = bench.best_rates(tasks, seeds[0])
     rows = bench.rows(rates, seeds)
     command = f"llqr bench unseen {' '.join(tasks)} --seeds {','.join(map(str, seeds))} --steps {steps}"
     write_json(output, {**provenance(command, seeds[0]), "steps": steps, "seeds": list(seeds), "rows": rows})
     console = Console()
-    console.print(body(rows), highlight=False, markup=False, soft_wrap=True)
-    console.print(f"Wrote {output}", highlight=False, soft_wrap=True)
+    say(console, f"{body(rows)}\nWrote {output}")
     if page is not None:
-        pages.write(page, COMMAND, body(rows))
-        console.print(f"Wrote {page}", highlight=False, soft_wrap=True)
+        write_page(page, COMMAND, body(rows))
 
 
-class Bench:
+class Comparison:
     """Runs that are made where they aren't there yet."""
 
     def __init__(self, runs: Path, data: Path | None, jobs: int, steps: int) -> None:
@@ -102,8 +97,8 @@ class Bench:
                 raise RunError(f"{base} diverged on {task} at every rate that was tried: {sorted(found)}")
         return {key: min(found, key=lambda rate: found[rate]) for key, found in ends.items()}
 
-    def _alone(self, task: str, base: str, rate: float, seed: int) -> Run:
-        return Run(task, base, False, "cosine", rate, seed, self.steps)
+    def _alone(self, task: str, base: str, rate: float, seed: int) -> Trial:
+        return Trial(task, base, False, "cosine", rate, seed, self.steps)
 
     def rows(self, rates: dict[tuple[str, str], float], seeds: Sequence[int]) -> list[Row]:
         """One for each task, base, schedule and rate: the last losses of both, and their ratio."""
@@ -114,7 +109,7 @@ class Bench:
             for factor in FACTORS
         ]
         wanted = {
-            (place, llqr): [Run(*place[:2], llqr, place[2], place[4], seed, self.steps) for seed in seeds]
+            (place, llqr): [Trial(*place[:2], llqr, place[2], place[4], seed, self.steps) for seed in seeds]
             for place in places
             for llqr in (False, True)
         }
@@ -132,14 +127,14 @@ class Bench:
             rows.append({**row, "seconds": dict(zip(("alone", "llqr"), seconds, strict=True))})
         return rows
 
-    def results(self, wanted: Sequence[Run]) -> dict[Run, Row]:
+    def results(self, wanted: Sequence[Trial]) -> dict[Trial, Row]:
         """Of these runs; those that aren't there are made, so many at a time."""
         missing = [run for run in dict.fromkeys(wanted) if not run.file(self.runs).is_file()]
         with bar(len(missing), "training") as done:
             self._make(missing, done)
         return {run: json.loads(run.file(self.runs).read_text(encoding="utf-8")) for run in wanted}
 
-    def _make(self, missing: Sequence[Run], done: Callable[[], None]) -> None:
+    def _make(self, missing: Sequence[Trial], done: Callable[[], None]) -> None:
         if self.jobs == 1 or len(missing) < 2:
             for run in missing:
                 perform(run, self.runs, self.data)
@@ -151,7 +146,7 @@ class Bench:
                 done()
 
 
-def perform(run: Run, runs: Path, data: Path | None) -> None:
+def perform(run: Trial, runs: Path, data: Path | None) -> None:
     """Make a run and write its file."""
     torch.set_flush_denormal(True)
     with one_thread():
@@ -161,7 +156,7 @@ def perform(run: Run, runs: Path, data: Path | None) -> None:
     write_json(file, result)
 
 
-def train(run: Run, data: Path | None) -> Row:
+def train(run: Trial, data: Path | None) -> Row:
     """The loss at the start, its mean over the last tenth of the steps (None if it diverged), and the curve between."""
     task = UNSEEN[run.task]
     model, draw = task.start(run.seed), task.load(data, run.seed)
@@ -209,7 +204,7 @@ def body(rows: Sequence[Row]) -> str:
         f"LLQR's last training loss over its base's (the base's → LLQR's). The base trains in {len(trained)} of {len(rows)} "
         f"settings; in {len(harmed)} of these LLQR's loss is more than {HARM:g} of it (bold)."
     )
-    return f"{pages.table([header, *lines])}\n{said}\n"
+    return f"{markdown_table([header, *lines])}\n{said}\n"
 
 
 def cell(row: Row) -> str:

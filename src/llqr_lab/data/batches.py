@@ -8,12 +8,16 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
+
+from llqr.errors import LLQRError
 
 
 class Batch(NamedTuple):
@@ -31,11 +35,22 @@ class Batches(Protocol):
     def __getitem__(self, step: int) -> Batch: ...
 
 
+@dataclass(frozen=True)
+class Split:
+    """A small data set for classification, as tensors."""
+
+    train_inputs: Tensor
+    train_targets: Tensor
+    test_inputs: Tensor
+    test_targets: Tensor
+
+
 def mixed(*parts: int | str) -> int:
     """One seed from several: near ones give streams that have nothing to do with each other."""
     return int.from_bytes(blake2b(repr(parts).encode(), digest_size=8).digest(), "big") >> 1
 
 
+@lru_cache(maxsize=2)  # the steps of an epoch come one after another
 def shuffled(count: int, seed: int, epoch: int) -> Tensor:
     """The order of `count` examples in this epoch."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(mixed("order", seed, epoch)))
@@ -47,6 +62,60 @@ def own_randomness(*parts: int | str) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(mixed(*parts))
         yield
+
+
+def check_step(step: int) -> None:
+    if step < 0:
+        raise IndexError(f"steps are counted from 0, and this is {step}")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of `count` examples in batches of `size`: a new order each epoch, its last incomplete batch left out."""
+
+    count: int
+    size: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.size <= self.count:
+            raise LLQRError(f"a batch of {self.size} can't be taken from {self.count} examples without repetition")
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.count // self.size
+
+    def __getitem__(self, step: int) -> Tensor:
+        check_step(step)
+        epoch, place = divmod(step, self.steps_per_epoch)
+        return shuffled(self.count, self.seed, epoch)[place * self.size : (place + 1) * self.size]
+
+
+def in_order(count: int, size: int) -> Iterator[slice]:
+    """All rows from the first to the last; the last piece may be smaller."""
+    if size < 1:
+        raise LLQRError(f"a batch of {size} holds nothing")
+    return (slice(start, min(start + size, count)) for start in range(0, count, size))
+
+
+class TensorBatches:
+    """Training batches of tensors that are in memory."""
+
+    def __init__(self, inputs: Tensor, targets: Tensor, size: int, seed: int) -> None:
+        if len(inputs) != len(targets):
+            raise LLQRError(f"there are {len(inputs)} inputs and {len(targets)} targets")
+        self.inputs, self.targets = inputs, targets
+        self.rows = Rows(len(targets), size, seed)
+        self.steps_per_epoch = self.rows.steps_per_epoch
+
+    def __getitem__(self, step: int) -> Batch:
+        rows = self.rows[step]
+        return Batch((self.inputs[rows],), self.targets[rows])
+
+
+def tensor_batches_in_order(inputs: Tensor, targets: Tensor, size: int) -> list[Batch]:
+    """Every example once, in order."""
+    return [Batch((inputs[rows],), targets[rows]) for rows in in_order(len(targets), size)]
 
 
 def _ignore_signals(worker: int) -> None:

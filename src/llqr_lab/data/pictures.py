@@ -1,21 +1,115 @@
-"""Pictures with labels: what is promised of them, how they are normalised, and batches of them.
+"""Pictures with labels: what is promised of them, how they are normalised and augmented, and batches of them.
 
-Where the bytes of a picture come from is not this file's business: `PictureSource` hides memory and folders alike.
+Random changes are by kornia, a batch at a time. All random numbers are torch's own on the CPU: `own_randomness` decides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from llqr_lab.data.augment import NOTHING, Augmentation, centred, cut_out, moved
-from llqr_lab.data.batches import Batch, own_randomness
-from llqr_lab.data.folder import DataError
-from llqr_lab.data.rows import Rows, in_order
+from llqr.errors import LLQRError
+from llqr_lab.data.batches import Batch, Rows, in_order, own_randomness
+from llqr_lab.errors import DataError
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """What is done to training pictures, in this order."""
+
+    size: int | None = None
+    """The side of the pictures that come out; None: as those that go in."""
+    padding: int = 0
+    """Pixels on each side, of which a random crop takes some in: a shift by at most so many."""
+    reflect: bool = False
+    """What comes in at the sides is the picture mirrored, not zeros."""
+    flip: bool = False
+    """Left and right are swapped in half of the pictures."""
+    cutout: int = 0
+    """The side of a square of zeros, as DeVries & Taylor (2017) have it; see `cut_out`."""
+    cutout_share: float = 1.0
+    """The share of pictures that have one."""
+
+    def __post_init__(self) -> None:
+        if self.cutout % 2 or self.cutout < 0:
+            raise LLQRError(f"a square to cut out has an even side (it is centred on a pixel), not {self.cutout}")
+        if not 0 < self.cutout_share <= 1:
+            raise LLQRError(f"the share of pictures with a square is above 0 and at most 1, not {self.cutout_share}")
+        if self.padding < 0 or (self.size is not None and self.size < 1):
+            raise LLQRError(f"a crop has a side of at least 1 and no negative padding: {self}")
+        if self.reflect and not self.padding:
+            raise LLQRError("pictures that aren't padded have nothing to mirror at their sides: leave out reflect")
+
+
+NOTHING = Augmentation()
+CIFAR = Augmentation(padding=4, flip=True)
+
+
+def crop_and_flip(pictures: Tensor, augmentation: Augmentation) -> Tensor:
+    """Cropped and flipped: for pictures as they are, in 0 … 1, so that zeros that come in at the sides are black."""
+    height, width = pictures.shape[-2:]
+    size = (augmentation.size, augmentation.size) if augmentation.size else (height, width)
+    # kornia would stretch a picture that is too small, without a word.
+    if size[0] > height + 2 * augmentation.padding or size[1] > width + 2 * augmentation.padding:
+        raise LLQRError(f"a crop of {size[0]} × {size[1]} doesn't fit into a picture of {height} × {width}")
+    for step in _moves(augmentation, size, size == (height, width)):
+        pictures = step(pictures)
+    return pictures
+
+
+@lru_cache(maxsize=16)
+def _moves(augmentation: Augmentation, size: tuple[int, int], same_size: bool) -> tuple[nn.Module, ...]:
+    # Importing kornia takes seconds that runs without augmentation shouldn't pay for.
+    from kornia.augmentation import RandomCrop, RandomHorizontalFlip
+
+    steps: list[nn.Module] = []
+    if augmentation.padding or not same_size:
+        sides = "reflect" if augmentation.reflect else "constant"
+        steps.append(RandomCrop(size, augmentation.padding or None, padding_mode=sides, cropping_mode="slice"))
+    if augmentation.flip:
+        steps.append(RandomHorizontalFlip(p=0.5))
+    return tuple(steps)
+
+
+def cut_out(pictures: Tensor, side: int, share: float = 1.0) -> Tensor:
+    """A square of zeros in each picture, or in a share of them: for normalised pictures, so that zero is the mean.
+
+    Every pixel y is as likely to be its centre, and it covers y - side/2 … y + side/2 - 1: part of it may lie outside of
+    the picture. kornia's RandomErasing has squares inside only, hence the picture is widened for it, by side/2 before and
+    side/2 - 1 behind.
+    """
+    if side == 0:
+        return pictures
+    height, width = pictures.shape[-2:]
+    before, behind = side // 2, side // 2 - 1
+    wide = nn.functional.pad(pictures, (before, behind, before, behind))
+    erased: Tensor = _eraser(side, share, wide.shape[-2], wide.shape[-1])(wide)
+    return erased[..., before : before + height, before : before + width]
+
+
+@lru_cache(maxsize=16)
+def _eraser(side: int, pictures: float, height: int, width: int) -> nn.Module:
+    from kornia.augmentation import RandomErasing
+
+    share = side**2 / (height * width)
+    eraser: nn.Module = RandomErasing(scale=(share, share), ratio=(1.0, 1.0), value=0.0, p=pictures)
+    return eraser
+
+
+def centre_crop(pictures: Tensor, size: int | None) -> Tensor:
+    """The middle of each picture, as evaluation takes it; None: the whole."""
+    if size is None:
+        return pictures
+    height, width = pictures.shape[-2:]
+    if size > min(height, width):
+        raise LLQRError(f"a crop of {size} × {size} doesn't fit into a picture of {height} × {width}")
+    top, left = (height - size) // 2, (width - size) // 2
+    return pictures[..., top : top + size, left : left + size]
 
 
 class PictureSource(Protocol):
@@ -95,9 +189,6 @@ class Normalisation:
         return (pictures - mean) / deviation
 
 
-IMAGENET_NORMALISATION = Normalisation((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-
-
 @dataclass(frozen=True)
 class Pictures:
     """A data set of pictures."""
@@ -106,7 +197,6 @@ class Pictures:
     test: PictureSource
     classes: int
     normalisation: Normalisation
-    class_names: tuple[str, ...] | None = None
 
     def training(self, size: int, seed: int, augmentation: Augmentation = NOTHING) -> TrainingPictures:
         """Training batches by the step's number."""
@@ -116,63 +206,34 @@ class Pictures:
         """All test pictures in order, nothing random about them; with `crop`, the middle square of this side."""
         return PicturesInOrder(self.test, self.normalisation, size, crop)
 
-    def training_in_order(self, size: int, crop: int | None = None) -> PicturesInOrder:
-        """All training pictures as `testing` has the others: for a training loss that nothing random blurs."""
-        return PicturesInOrder(self.train, self.normalisation, size, crop)
 
-
-def pictures_in_memory(
-    where: str,
-    train: tuple[Tensor, Tensor],
-    test: tuple[Tensor, Tensor],
-    classes: int,
-    class_names: tuple[str, ...] | None = None,
-) -> Pictures:
+def pictures_in_memory(where: str, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], classes: int) -> Pictures:
     """Pictures (uint8 NCHW) with labels, checked; `where` they are from is what errors name."""
     for part, (images, labels) in (("training", train), ("test", test)):
         check_pictures(where, part, images, labels, classes)
     if train[0].shape[1:] != test[0].shape[1:]:
-        raise DataError(
-            f"{where}: training pictures are {_sides(train[0])} and test pictures {_sides(test[0])}; they must be alike"
-        )
-    if class_names is not None and len(class_names) != classes:
-        raise DataError(f"{where}: there are {len(class_names)} names for {classes} classes")
+        shapes = [" × ".join(map(str, images.shape[1:])) for images, _ in (train, test)]
+        raise DataError(f"{where}: training pictures are {shapes[0]} and test pictures {shapes[1]}; they must be alike")
     known, unseen = (MemoryPictures(images.contiguous(), labels.long()) for images, labels in (train, test))
-    return Pictures(known, unseen, classes, Normalisation.of(known.images), class_names)
+    return Pictures(known, unseen, classes, Normalisation.of(known.images))
 
 
 def check_pictures(where: str, part: str, images: Tensor, labels: Tensor, classes: int) -> None:
     """Whether these can be trained on; told before any training begins."""
     if images.dim() != 4 or images.dtype != torch.uint8:
-        raise DataError(
-            f"{where}: {part} pictures must be bytes with four sides, not {_type(images)} of {tuple(images.shape)}"
-        )
+        kind = f"{images.dtype} of {tuple(images.shape)}"
+        raise DataError(f"{where}: {part} pictures must be bytes with four sides, not {kind}")
     if images.numel() == 0:
         raise DataError(f"{where}: there are no {part} pictures, or they are empty: {tuple(images.shape)}")
-    check_labels(where, part, labels, len(images), classes)
-
-
-def check_labels(where: str, part: str, labels: Tensor, count: int, classes: int) -> None:
-    if labels.dim() != 1 or labels.dtype.is_floating_point or labels.dtype.is_complex or labels.dtype == torch.bool:
-        raise DataError(
-            f"{where}: {part} labels must be integers in one row, not {_type(labels)} of {tuple(labels.shape)}"
-        )
-    if len(labels) != count:
-        raise DataError(f"{where}: there are {count} {part} pictures and {len(labels)} labels")
-    wide = labels.long()  # some integer types of torch have no minimum
-    low, high = int(wide.min()), int(wide.max())
+    if labels.dim() != 1 or labels.dtype.is_floating_point or labels.dtype in (torch.bool, torch.complex64):
+        kind = f"{labels.dtype} of {tuple(labels.shape)}"
+        raise DataError(f"{where}: {part} labels must be integers in one row, not {kind}")
+    if len(labels) != len(images):
+        raise DataError(f"{where}: there are {len(images)} {part} pictures and {len(labels)} labels")
+    low, high = (int(each) for each in labels.long().aminmax())
     if low < 0 or high >= classes:
-        raise DataError(
-            f"{where}: {part} labels run from {low} to {high}; of {classes} classes they must be 0 to {classes - 1}"
-        )
-
-
-def _sides(images: Tensor) -> str:
-    return " × ".join(str(side) for side in images.shape[1:])
-
-
-def _type(values: Tensor) -> str:
-    return str(values.dtype).removeprefix("torch.")
+        wanted = f"of {classes} classes they must be 0 to {classes - 1}"
+        raise DataError(f"{where}: {part} labels run from {low} to {high}; {wanted}")
 
 
 class TrainingPictures:
@@ -189,16 +250,13 @@ class TrainingPictures:
         self.source, self.normalisation, self.augmentation = source, normalisation, augmentation
         self.seed = seed
         self.rows = Rows(len(source.labels), size, seed)
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return self.rows.steps_per_epoch
+        self.steps_per_epoch = self.rows.steps_per_epoch
 
     def __getitem__(self, step: int) -> Batch:
         rows = self.rows[step]
         pictures = self.source.take(rows).float() / 255
         with own_randomness("augment", self.seed, step):
-            pictures = self.normalisation(moved(pictures, self.augmentation))
+            pictures = self.normalisation(crop_and_flip(pictures, self.augmentation))
             pictures = cut_out(pictures, self.augmentation.cutout, self.augmentation.cutout_share)
         return Batch((pictures,), self.source.labels[rows])
 
@@ -216,7 +274,7 @@ class PicturesInOrder:
     def __getitem__(self, number: int) -> Batch:
         piece = self.pieces[number]
         pictures = self.source.take(torch.arange(piece.start, piece.stop)).float() / 255
-        return Batch((self.normalisation(centred(pictures, self.crop)),), self.source.labels[piece])
+        return Batch((self.normalisation(centre_crop(pictures, self.crop)),), self.source.labels[piece])
 
     def __iter__(self) -> Iterator[Batch]:
         return (self[number] for number in range(len(self)))

@@ -1,20 +1,266 @@
-"""Translation: a corpus as numbers, and its batches of about as many tokens each."""
+"""Translation: pairs of sentences, cut into words (Moses) and pieces (byte pair encoding), as numbers in batches of tokens."""
 
 from __future__ import annotations
 
+import gzip
+import json
+import random
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
+from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from sacremoses import MosesDetokenizer, MosesTokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from llqr_lab.data.batches import Batch, mixed, shuffled
-from llqr_lab.data.parallel import Pairs, ParallelText, parallel_text
-from llqr_lab.data.subwords import Subwords, learn
-from llqr_lab.data.tokens import PAD, START, Dictionary, Words
+from llqr_lab.data.batches import Batch, check_step, mixed, shuffled
+from llqr_lab.data.files import cached, data_path, reading
+from llqr_lab.errors import DataError, MissingDataError
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Where a corpus is to be had, and what has been done to it already."""
+
+    folder: str
+    """In the data folder, with {train,valid,val,test,test_2016_flickr}.LANGUAGE, plain or .gz."""
+    tokenised: bool
+    """Moses-tokenised (with its entities) and lowercased where it comes from: there is no raw text to score against."""
+    source: str
+    languages: tuple[str, str] = ("de", "en")
+
+
+CORPORA = {
+    "multi30k": Corpus("multi30k_de_en", False, "https://github.com/multi30k/dataset/tree/master/data/task1/raw"),
+    "iwslt14": Corpus(
+        "iwslt14_de_en", True, "fairseq's examples/translation/prepare-iwslt14.sh, gzipped before its BPE"
+    ),
+}
+PARTS = {"train": ("train",), "valid": ("valid", "val"), "test": ("test", "test_2016_flickr")}
+
+
+class Pairs(NamedTuple):
+    source: list[str]
+    target: list[str]
+    dropped: int = 0
+    """Pairs left out because a side was empty, or too long."""
+
+
+class ParallelText(NamedTuple):
+    """The three parts of a corpus.
+
+    A training pair with an empty side teaches nothing and is dropped. In the other two parts it is an error: without it the
+    scores would be of another test set, and with it of a sentence that nobody translated.
+    """
+
+    corpus: Corpus
+    train: Pairs
+    valid: Pairs
+    test: Pairs
+
+
+def parallel_text(name: str, folder: Path | None = None) -> ParallelText:
+    """A corpus from its folder in the data folder (`folder`, or LLQR_DATA)."""
+    corpus = CORPORA[name]
+    place = data_path(folder, corpus.folder, corpus.source)
+    return ParallelText(corpus, **{part: _pairs(place, corpus, part) for part in PARTS})
+
+
+def _pairs(folder: Path, corpus: Corpus, part: str) -> Pairs:
+    # both sides are of the first name that either of them has: valid.de never goes with val.en
+    names = [n for n in PARTS[part] if any(_file(folder, n, language) for language in corpus.languages)]
+    paths = []
+    for language in corpus.languages:
+        path = _file(folder, names[0], language) if names else None
+        if path is None:
+            wanted = " or ".join(f"{n}.{language}{end}" for n, end in product(names[:1] or PARTS[part], ("", ".gz")))
+            raise MissingDataError(f"there is no {wanted} in '{folder}': put it there, from {corpus.source}")
+        paths.append(path)
+    source, target = (read_lines(path, corpus.source) for path in paths)
+    if len(source) != len(target):
+        counts = f"'{paths[0]}' has {len(source)} lines and '{paths[1]}' has {len(target)}"
+        raise DataError(f"{counts}: they aren't translations of each other; get both again, from the same place")
+    whole = [pair for pair in zip(source, target, strict=True) if all(pair)]
+    empty = len(source) - len(whole)
+    if empty and (part != "train" or not whole):
+        first = next(number for number, pair in enumerate(zip(source, target, strict=True), 1) if not all(pair))
+        lines = f"line {first} of '{paths[0]}' or '{paths[1]}' is empty ({empty} such lines)"
+        raise DataError(f"{lines}: what is scored has to be whole; get both again, or take the line out of both")
+    return Pairs([pair[0] for pair in whole], [pair[1] for pair in whole], empty)
+
+
+def _file(folder: Path, part: str, language: str) -> Path | None:
+    candidates = (folder / f"{part}.{language}{end}" for end in ("", ".gz"))
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def read_lines(path: Path, source: str) -> list[str]:
+    """The lines of a UTF-8 text file, gzipped if its name says so. A line ends at a line feed and nowhere else."""
+    with reading(path, source, UnicodeDecodeError):
+        content = path.read_bytes()
+        # "-sig": a byte order mark isn't part of the first word
+        text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
+    if not text.strip():
+        raise DataError(f"'{path}' is empty: get it again from {source}")
+    # not splitlines(): other characters it takes for line ends occur within sentences, and would move the two sides apart
+    return [line.strip() for line in text.removesuffix("\n").split("\n")]
+
+
+NUMBERS = {"ein": "one", "zwei": "two", "drei": "three", "vier": "four", "fünf": "five"}
+THINGS = {"Hunde": "dogs", "Katzen": "cats", "Bäume": "trees", "Häuser": "houses", "Kinder": "children"}
+ACTIONS = {"laufen": "run", "spielen": "play", "warten": "wait", "schlafen": "sleep"}
+
+
+def made_up(count: int, seed: int) -> Pairs:
+    """Such as "drei Hunde und zwei Katzen warten." and "three dogs and two cats wait."."""
+    draw = random.Random(seed)
+    source, target = [], []
+    for _ in range(count):
+        groups = [(draw.choice(list(NUMBERS)), draw.choice(list(THINGS))) for _ in range(draw.randint(1, 3))]
+        action = draw.choice(list(ACTIONS))
+        source.append(" und ".join(f"{number} {thing}" for number, thing in groups) + f" {action}.")
+        target.append(" and ".join(f"{NUMBERS[n]} {THINGS[t]}" for n, t in groups) + f" {ACTIONS[action]}.")
+    return Pairs(source, target)
+
+
+def tiny_text() -> ParallelText:
+    """Made up, so that translation can be tried with nothing at hand."""
+    return ParallelText(Corpus("", False, "made up"), made_up(200, 0), made_up(20, 1), made_up(20, 2))
+
+
+END = " "
+"""After the last letter of a word."""
+UNKNOWN_PIECE = "  "
+"""Stands for a letter that wasn't learned; no piece has two ends."""
+
+
+class Subwords:
+    """Byte pair encoding: letters (the last ones of words too, with their mark) and merges, in the order they are applied.
+
+    A word is its letters, the last one marked by a space after it; then the commonest pair of neighbours becomes one piece,
+    again and again. No word holds a space, so gluing pieces together undoes it exactly, whatever the text.
+    """
+
+    def __init__(self, letters: Sequence[str], merges: Sequence[tuple[str, str]]) -> None:
+        self.letters, self.merges = list(letters), [(first, second) for first, second in merges]
+        pieces = [UNKNOWN_PIECE, *letters, *(first + second for first, second in self.merges)]
+        # dict.fromkeys: two merges may give the same piece by different ways.
+        vocabulary = {piece: i for i, piece in enumerate(dict.fromkeys(pieces))}
+        self._model: Any = models.BPE(vocabulary, self.merges, unk_token=UNKNOWN_PIECE, end_of_word_suffix=END)
+        self._known: dict[str, list[str]] = {}
+
+    def split(self, words: str) -> list[str]:
+        """Words with whitespace between them, as pieces; a letter that wasn't learned is UNKNOWN_PIECE."""
+        return [piece for word in words.split() for piece in self._word(word)]
+
+    def _word(self, word: str) -> list[str]:
+        # Every word is taken apart once: a corpus has many times more words than different ones.
+        if word not in self._known:
+            self._known[word] = [token.value for token in self._model.tokenize(word)]
+        return self._known[word]
+
+
+def join(pieces: Iterable[str]) -> str:
+    """The words again, with one space between them."""
+    return " ".join("".join(pieces).split())
+
+
+def learn_pieces(text: Iterable[str], merges: int) -> Subwords:
+    """So many merges (fewer if no pair is left that occurs twice) from words with whitespace between them."""
+    counts = Counter(word for line in text for word in line.split())
+    words = sorted(counts)
+    letters = sorted({letter for word in words for letter in word}) + sorted({word[-1] + END for word in words})
+    trainer = trainers.BpeTrainer(
+        vocab_size=len(letters) + merges,
+        min_frequency=2,
+        show_progress=False,
+        end_of_word_suffix=END,
+        # Pairs that occur equally often are merged in the order of the numbers of their pieces, and the trainer numbers last
+        # letters in the order of a hash table, which is another in every process. Named beforehand, they keep ours.
+        special_tokens=letters,
+    )
+    tokenizer = Tokenizer(models.BPE(end_of_word_suffix=END))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.train_from_iterator(((word + " ") * counts[word] for word in words), trainer)
+    return Subwords(letters, [tuple(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]])
+
+
+SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
+START, PAD, STOP, UNKNOWN = range(4)
+
+
+class Words:
+    """Sentences of a language as words with spaces between them, by the rules of Moses: punctuation apart, `'` as `&apos;`.
+
+    `tokenised` says that the text comes like that, and isn't to be cut again. Lowercasing comes last, as in fairseq's recipe.
+    """
+
+    def __init__(self, language: str, tokenised: bool = False) -> None:
+        self.language = language
+        self._tokenizer = None if tokenised else MosesTokenizer(language)
+        self._detokenizer = MosesDetokenizer(language)
+
+    def split(self, sentence: str) -> str:
+        words: str = sentence if self._tokenizer is None else self._tokenizer.tokenize(sentence, return_str=True)
+        return " ".join(words.split()).lower()
+
+    def split_all(self, sentences: Sequence[str]) -> list[str]:
+        """Each of them split. Moses takes seconds for a corpus, so what it gives is kept in the cache folder."""
+        if self._tokenizer is None:
+            return [self.split(sentence) for sentence in sentences]
+
+        def fits(found: Any) -> bool:
+            return isinstance(found, list) and len(found) == len(sentences) and all(isinstance(s, str) for s in found)
+
+        settings = [self.language, version("sacremoses"), 2]
+        return cached("words", [settings, list(sentences)], lambda: [self.split(s) for s in sentences], fits)
+
+    def join(self, words: str) -> str:
+        """The sentence as one would write it; what lowercasing took is gone."""
+        return str(self._detokenizer.detokenize(words.split()))
+
+
+class Dictionary:
+    """Pieces by number: <s> 0, <pad> 1, </s> 2, <unk> 3, then the pieces of the training text from the commonest on.
+
+    fairseq's order, without the made-up words by which it fills up to a multiple of eight. A text that holds "<pad>" can't be
+    mistaken for padding: the four are never looked up.
+    """
+
+    def __init__(self, pieces: Sequence[str]) -> None:
+        self.pieces = list(pieces)
+        self._numbers = {piece: number for number, piece in enumerate(self.pieces, len(SPECIAL))}
+
+    @classmethod
+    def of(cls, text: Iterable[Sequence[str]]) -> Dictionary:
+        """All pieces of a text, equally common ones by the alphabet."""
+        counts = Counter(piece for pieces in text for piece in pieces)
+        return cls(sorted(counts, key=lambda piece: (-counts[piece], piece)))
+
+    def __len__(self) -> int:
+        return len(SPECIAL) + len(self.pieces)
+
+    def encode(self, pieces: Iterable[str]) -> list[int]:
+        """The numbers, and </s>."""
+        return [*(self._numbers.get(piece, UNKNOWN) for piece in pieces), STOP]
+
+    def decode(self, numbers: Iterable[int]) -> str:
+        """The words up to the first </s>. What isn't known is the word <unk>; <s> and <pad> are nothing."""
+        pieces = []
+        for number in numbers:
+            if number == STOP:
+                break
+            if number == UNKNOWN:
+                pieces.append(SPECIAL[UNKNOWN] + END)
+            elif number >= len(SPECIAL):
+                pieces.append(self.pieces[number - len(SPECIAL)])
+        return join(pieces)
 
 
 class Part(NamedTuple):
@@ -34,7 +280,6 @@ class Translation:
     subwords: Subwords
     words: Words
     """Of the target language."""
-    lowercase: bool
     train: Part
     valid: Part
     test: Part
@@ -48,40 +293,20 @@ class Translation:
         return self.words.join(self.target.decode(numbers))
 
 
-def translation(
-    name: str = "multi30k",
-    folder: Path | None = None,
-    *,
-    merges: int = 10_000,
-    lowercase: bool = True,
-    longest: int | None = 175,
-    ratio: float | None = 1.5,
-) -> Translation:
-    """A corpus of the data folder or the hub, `prepared`."""
-    return prepared(parallel_text(name, folder), merges=merges, lowercase=lowercase, longest=longest, ratio=ratio)
-
-
-def prepared(
-    text: ParallelText,
-    *,
-    merges: int = 10_000,
-    lowercase: bool = True,
-    longest: int | None = 175,
-    ratio: float | None = 1.5,
-) -> Translation:
+def prepared(text: ParallelText, merges: int = 10_000) -> Translation:
     """By the recipe of fairseq's prepare-iwslt14.sh.
 
-    Moses tokenisation; training pairs cleaned (at most `longest` words a side, and neither side more than `ratio` times as
-    many as the other; None: no such rule); lowercasing; one BPE code of so many merges from both languages; then for each
-    language a dictionary of the pieces in its training text.
+    Moses tokenisation; training pairs cleaned (at most LONGEST words a side, and neither side more than RATIO times as many as
+    the other); lowercasing; one BPE code of so many merges from both languages; then for each language a dictionary of the
+    pieces in its training text.
     """
-    sides = [Words(language, lowercase, text.corpus.tokenised) for language in text.corpus.languages]
+    sides = [Words(language, text.corpus.tokenised) for language in text.corpus.languages]
     train, valid, test = (
         Pairs(sides[0].split_all(pairs.source), sides[1].split_all(pairs.target))
         for pairs in (text.train, text.valid, text.test)
     )
-    clean = cleaned(train, longest, ratio)
-    subwords = learn([*clean.source, *clean.target], merges)
+    clean = cleaned(train)
+    subwords = learn_pieces([*clean.source, *clean.target], merges)
     source, target = (Dictionary.of(map(subwords.split, side)) for side in (clean.source, clean.target))
 
     def part(pairs: Pairs, references: list[str]) -> Part:
@@ -96,7 +321,6 @@ def prepared(
         target,
         subwords,
         sides[1],
-        lowercase or text.corpus.tokenised,
         part(clean, []),
         part(valid, text.valid.target),
         part(test, text.test.target),
@@ -105,24 +329,24 @@ def prepared(
     )
 
 
-def cleaned(pairs: Pairs, longest: int | None, ratio: float | None) -> Pairs:
-    """Pairs of 1 to `longest` words a side, of which neither has more than `ratio` times as many as the other."""
+LONGEST, RATIO = 175, 1.5
+
+
+def cleaned(pairs: Pairs) -> Pairs:
+    """Pairs of 1 to LONGEST words a side, of which neither has more than RATIO times as many as the other."""
     whole = []
     for source, target in zip(pairs.source, pairs.target, strict=True):
         short, long = sorted((len(source.split()), len(target.split())))
-        if short and (longest is None or long <= longest) and (ratio is None or long <= ratio * short):
+        if short and long <= min(LONGEST, RATIO * short):
             whole.append((source, target))
     if not whole:
-        raise ValueError(f"no training pair has at most {longest} words a side and a ratio of at most {ratio}")
+        raise ValueError(f"no training pair has at most {LONGEST} words a side and a ratio of at most {RATIO}")
     return Pairs([pair[0] for pair in whole], [pair[1] for pair in whole], len(pairs.source) - len(whole))
 
 
 def batch(sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> Batch:
     """((source, target_in), target_out), padded on the right: w… </s>, <s> w… and w… </s>."""
-    return Batch(
-        (padded(sources), padded([[START, *target[:-1]] for target in targets])),
-        padded(targets),
-    )
+    return Batch((padded(sources), padded([[START, *target[:-1]] for target in targets])), padded(targets))
 
 
 def padded(sentences: Sequence[Sequence[int]]) -> Tensor:
@@ -142,9 +366,7 @@ def groups(part: Part, tokens: int, seed: int) -> list[list[int]]:
     sizes = [(len(source), len(target)) for source, target in zip(part.source, part.target, strict=True)]
     longest = max(max(size) for size in sizes)
     if longest > tokens:
-        raise ValueError(
-            f"a sentence of {longest} tokens doesn't fit into a batch of {tokens}: give `tokens` or `longest`"
-        )
+        raise ValueError(f"a sentence of {longest} tokens doesn't fit into a batch of {tokens}: take a larger batch")
     drawn = torch.randperm(len(sizes), generator=torch.Generator().manual_seed(mixed("groups", seed))).tolist()
     # By the longer side first: it is what a batch is filled up to. The sort is stable, so equal ones stay as drawn.
     order = sorted(drawn, key=lambda i: (max(sizes[i]), *sizes[i]))
@@ -165,14 +387,10 @@ class TranslationBatches:
     def __init__(self, part: Part, tokens: int, seed: int) -> None:
         self.part, self.seed = part, seed
         self.groups = groups(part, tokens, seed)
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return len(self.groups)
+        self.steps_per_epoch = len(self.groups)
 
     def __getitem__(self, step: int) -> Batch:
-        if step < 0:
-            raise IndexError(f"steps are counted from 0, and this is {step}")
+        check_step(step)
         epoch, place = divmod(step, self.steps_per_epoch)
         group = self.groups[int(shuffled(self.steps_per_epoch, self.seed, epoch)[place])]
         return batch([self.part.source[i] for i in group], [self.part.target[i] for i in group])

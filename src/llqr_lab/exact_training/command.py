@@ -19,13 +19,11 @@ from torch.nn.functional import cross_entropy
 from llqr import dense_step, exact_step
 from llqr.divergences import KL, Divergence, Newton
 from llqr_lab.bench.measure import one_thread, relative_error
-from llqr_lab.data.digits import CLASSES, INPUTS, small_digits
-from llqr_lab.data.split import Split
+from llqr_lab.data.batches import Split
+from llqr_lab.data.picture_sets import CLASSES, INPUTS, small_digits
+from llqr_lab.demo import Curve, draw
 from llqr_lab.exact_training.loops import START, Run, descend, exact_descend
-from llqr_lab.figures.curves import draw
-from llqr_lab.progress import bar
-from llqr_lab.race.run import Curve
-from llqr_lab.tables import show_table
+from llqr_lab.results import bar, show_table
 
 TRAIN, WIDTH = 100, 8
 RATES = (0.3, 1.0, 3.0, 10.0)

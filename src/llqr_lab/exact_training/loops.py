@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from llqr import exact_step
 from llqr.divergences import Divergence
 from llqr.errors import DegenerateProblemError
-from llqr_lab.data.split import Split
+from llqr_lab.data.batches import Split
 
 START, LEAST, MOST = 1.0, 1e-9, 1e6
 """Damping at first, and its bounds."""

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llqr_lab.experiments.folder import RunError, RunFolder
+from llqr_lab.errors import RunError, check_names
+from llqr_lab.experiments.folder import RunFolder
+from llqr_lab.experiments.presets import SCALES
 from llqr_lab.results import read_json, write_json
 
 POINTS = 200
@@ -49,29 +51,34 @@ def collected(source: Path) -> list[Result]:
     return found
 
 
-NEEDED: dict[str, type | tuple[type, ...]] = {
-    "preset": str,
-    "scale": str,
-    "method": str,
-    "score": str,
-    "model": str,
-    "data": str,
-    "batch": int,
-    "clock": str,
-    "seed": int,
-    "steps": int,
-    "seconds": (int, float),
-    "diverged": bool,
-    "last": dict,
-    "curve": dict,
+def selected_results(source: Path, presets: str = "", scale: str = "") -> list[Result]:
+    """The finished runs of presets with one of these words in their names, at a scale; an error where there are none."""
+    check_names(filter(None, [scale]), SCALES, "scale")
+    found = [
+        each
+        for each in collected(source)
+        if any(part in each["preset"] for part in presets.split(",")) and scale in ("", each["scale"])
+    ]
+    if not found:
+        raise RunError(f"no finished runs in '{source}' that fit: make some with `llqr train` or `llqr sweep`")
+    return found
+
+
+NEEDED: dict[type | tuple[type, ...], tuple[str, ...]] = {
+    str: ("preset", "scale", "method", "score", "model", "data", "clock"),
+    int: ("batch", "seed", "steps"),
+    (int, float): ("seconds",),
+    bool: ("diverged",),
+    dict: ("last", "curve"),
 }
 
 
 def checked(result: Any) -> Result:
     """A result with all that tables and figures ask for."""
-    for name, kind in NEEDED.items():
-        if not isinstance(result[name], kind):
-            raise ValueError(f"{name} is {result[name]!r}")
+    for kind, names in NEEDED.items():
+        for name in names:
+            if not isinstance(result[name], kind):
+                raise ValueError(f"{name} is {result[name]!r}")
     for name in ("examples", "whole"):
         if not isinstance(result.get(name), int | None):
             raise ValueError(f"{name} is {result[name]!r}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -14,25 +15,69 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from llqr_lab.experiments.config import Config, ConfigError
+from llqr_lab.errors import ConfigError
+from llqr_lab.experiments.config import Config, read
 from llqr_lab.experiments.folder import RunFolder
 from llqr_lab.experiments.loop import CHECKPOINT_SECONDS, Report, train
+from llqr_lab.experiments.presets import PRESETS, resolve
+from llqr_lab.results import say, show_table, simple_table
 
 LINE_SECONDS = 20.0
 """Between lines of progress, where there is no terminal."""
 
 
+def list_presets() -> None:
+    table = simple_table(None, "preset", "what", "methods", left=("what", "methods"))
+    for name, preset in PRESETS.items():
+        table.add_row(name, preset.summary, ", ".join(preset.methods))
+    show_table(Console(), table)
+
+
+def configuration(target: str, scale: str | None, method: str | None, seed: int | None, changes: list[str]) -> Config:
+    """Of a preset's name, or of a file, whose runs never pass for a preset's."""
+    path = Path(target)
+    by_hand = dict(map(parse_change, changes))
+    if path.suffix != ".toml":
+        return resolve(target, scale or "cpu", method or "base", seed or 0, by_hand)
+    if scale or method:
+        raise ConfigError(f"--{'scale' if scale else 'method'} is for presets; '{path}' has its own settings")
+    if not path.is_file():
+        raise ConfigError(f"there is no file '{path}'")
+    config = read(path)
+    named = {"preset": path.stem, "scale": "own", "method": "own", "changes": []}
+    return config.changed({**named, "seed": config.seed if seed is None else seed}).by_hand(by_hand)
+
+
+def parse_change(text: str) -> tuple[str, Any]:
+    """A name and a value of TOML from name=value; what isn't TOML is a string."""
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise ConfigError(f"--set {text}: write it as name=value, such as llqr.every=100")
+    return name, _value(value)
+
+
+def parse_values(text: str) -> tuple[str, list[Any]]:
+    """A name and one value or several, with commas between."""
+    name, _ = parse_change(text)
+    listed = text.partition("=")[2]
+    several = _value(f"[{listed}]")
+    return name, several if isinstance(several, list) else [_value(each.strip()) for each in listed.split(",")]
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
 def folder_of(runs: Path, config: Config) -> RunFolder:
     """Where the run of a configuration is: one folder for each preset, scale, method with its changes, and seed."""
-    return RunFolder(runs / config.preset / config.scale / _name(config.label) / f"seed-{config.seed}")
-
-
-def _name(label: str) -> str:
-    """A folder's name: what systems don't take in one is replaced, and a long one ends in its hash."""
-    plain = re.sub(r'[/\\:*?"<>|\s]', "_", label)
-    if len(plain.encode()) <= 120:
-        return plain
-    return f"{plain[:80]}-{blake2b(label.encode(), digest_size=8).hexdigest()}"
+    # what systems don't take in a folder's name is replaced, and a long one ends in its hash
+    name = re.sub(r'[/\\:*?"<>|\s]', "_", config.label)
+    if len(name.encode()) > 120:
+        name = f"{name[:80]}-{blake2b(config.label.encode(), digest_size=8).hexdigest()}"
+    return RunFolder(runs / config.preset / config.scale / name / f"seed-{config.seed}")
 
 
 def run(
@@ -55,27 +100,13 @@ def run(
     torch.set_flush_denormal(True)
     folder.check(config, resume)
     if folder.done:
-        _say(console, f"The run in '{folder.path}' is done.")
+        say(console, f"The run in '{folder.path}' is done.")
         return folder.read_result()
-    _say(
-        console,
-        f"{config.preset} at scale {config.scale}, method {config.label}: {trained_by(config)}. In '{folder.path}'.",
-    )
+    how = f"scale {config.scale}, method {config.label}: {trained_by(config)}"
+    say(console, f"{config.preset} at {how}. In '{folder.path}'.")
     with progress(console, f"{config.preset} {config.label}", resume) as report:
-        return train(
-            config,
-            folder,
-            data,
-            chosen,
-            workers,
-            checkpoint_seconds,
-            report,
-            lambda message: _say(console, message, "yellow"),
-        )
-
-
-def _say(console: Console, message: str, style: str | None = None) -> None:
-    console.print(message, style=style, highlight=False, markup=False, soft_wrap=True)
+        warn = lambda message: say(console, message, "yellow")  # noqa: E731
+        return train(config, folder, data, chosen, workers, checkpoint_seconds, report, warn)
 
 
 def trained_by(config: Config) -> str:
@@ -102,16 +133,11 @@ def device_of(name: str) -> torch.device:
 @contextmanager
 def progress(console: Console, title: str, resume: bool = False) -> Iterator[Report]:
     """A bar with the loss, the score, the refits and the time left; a line now and then where nobody watches."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[shown]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
+    shown_beside = TextColumn("{task.fields[shown]}")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), shown_beside)
+    times = (TimeElapsedColumn(), TimeRemainingColumn())
     said: float | None = None
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(*columns, *times, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(title, total=None, shown="")
 
         def report(step: int, steps: int, metrics: Mapping[str, Any]) -> None:
@@ -119,13 +145,13 @@ def progress(console: Console, title: str, resume: bool = False) -> Iterator[Rep
             if said is None:
                 said = time.monotonic()
                 if step:
-                    _say(console, f"Going on after step {step:,} of {steps:,}.")
+                    say(console, f"Going on after step {step:,} of {steps:,}.")
                 elif resume:
-                    _say(console, f"There is no checkpoint to go on from: beginning at step 0 of {steps:,}.")
+                    say(console, f"There is no checkpoint to go on from: beginning at step 0 of {steps:,}.")
             bar.update(task, completed=step, total=steps, shown=shown(metrics))
             if not console.is_terminal and time.monotonic() - said >= LINE_SECONDS:
                 said = time.monotonic()
-                _say(console, f"{title}: step {step:,} of {steps:,}, {shown(metrics)}")
+                say(console, f"{title}: step {step:,} of {steps:,}, {shown(metrics)}")
 
         yield report
 

@@ -13,12 +13,7 @@ from typing import Any
 
 import tomli_w
 
-from llqr_lab.suggest import suggestion
-
-
-class ConfigError(Exception):
-    """A setting that doesn't exist or can't be; the message says which, and what would do."""
-
+from llqr_lab.errors import ConfigError, suggestion
 
 Options = dict[str, Any]
 """A `name` and the keyword arguments of what it names."""

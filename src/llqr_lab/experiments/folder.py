@@ -7,7 +7,6 @@ diagnostics.jsonl one line a look at how good the steps are, where they are aske
 checkpoint.pt     where the run can go on; checkpoint.previous.pt the one before
 result.json       written at the end: a run that has it is done
 run.log           what the run said, where a sweep started it
-events.out.…      for TensorBoard
 
 Files that are replaced are written beside themselves and renamed. A checkpoint knows how long the .jsonl files were when it was
 written, and their checksums; a run that goes on cuts off what came later, and writes it again. A result knows them too, so that
@@ -30,7 +29,8 @@ from typing import IO, Any
 import torch
 from filelock import FileLock, Timeout
 
-from llqr_lab.experiments.config import Config, ConfigError, differences, read
+from llqr_lab.errors import ConfigError, RunError
+from llqr_lab.experiments.config import Config, differences, read
 from llqr_lab.results import read_json, write_json
 
 UNUSABLE = (
@@ -51,10 +51,6 @@ LOCK_SECONDS = 0.5
 """How long a run waits for its lock: longer than it takes to ask whether it is running."""
 LOG_BYTES = 20_000
 """Of the log's end, in which its last words are looked for."""
-
-
-class RunError(Exception):
-    """A run that can't begin or go on; the message says why and what to do."""
 
 
 class RunFolder:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import math
 import shlex
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -20,12 +23,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from llqr.diagnostics import Monitor
-from llqr.diagnostics.monitor import Writer
 from llqr_lab.data.batches import Batch, mixed, own_randomness, stream
-from llqr_lab.experiments.config import Config, ConfigError, Schedule
+from llqr_lab.errors import ConfigError
+from llqr_lab.experiments.config import Config, Schedule
 from llqr_lab.experiments.folder import RunFolder
 from llqr_lab.experiments.optimizers import fits, optimizer, rate, scheduler
-from llqr_lab.experiments.stopping import StoppedError, listening
 from llqr_lab.results import provenance
 from llqr_lab.tasks.base import Task, to_device
 from llqr_lab.tasks.named import task_of
@@ -43,6 +45,40 @@ SPENT = ("refit_step_seconds", "evaluation_seconds", "batch_seconds", "checkpoin
 
 Report = Callable[[int, int, Mapping[str, Any]], None]
 """Called at the beginning and after each step with the steps so far, how many there are, and what was measured last."""
+
+
+class StoppedError(Exception):
+    """A run was asked to stop, and has saved where it was."""
+
+    def __init__(self, step: int, steps: int, number: int) -> None:
+        super().__init__(f"stopped after step {step:,} of {steps:,}, which is saved")
+        self.number = number
+        """Of the signal."""
+
+
+@contextmanager
+def listening() -> Iterator[Callable[[], int]]:
+    """For Ctrl-C, and the signal by which machines ask a process to end.
+
+    Gives the number of the signal that came, 0 without one. A second Ctrl-C ends at once, as if nobody listened.
+    """
+    came = 0
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal came
+        if came and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        came = number
+
+    if threading.current_thread() is not threading.main_thread():  # only that one may listen
+        yield lambda: 0
+        return
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def train(
@@ -68,31 +104,29 @@ def train(
         if run.threads_changed:
             warn("the run began with another number of threads: its numbers may differ in their last digits")
         report(run.step, run.steps, run.shown())
-        with Board(folder.path, run.step) as board:
-            saved = time.monotonic()
-            monitor = run.monitor(board.writer, folder.note)
-            last = run.step if run.over else run.steps
-            for batch in run.waiting(stream(task.train, run.step, last, workers)):
-                batch = to_device(batch, device)
-                if monitor is not None:
-                    run.model.train()
-                    monitor(run.step, *batch)
-                run.advance(batch)
-                evaluated = run.step % run.evaluate_every == 0 or run.step == run.steps or run.diverged
-                if evaluated or (config.record_every and run.step % config.record_every == 0):
-                    metrics, times = run.measure(evaluated)
-                    folder.append(metrics, times)
-                    board.add(metrics, times)
-                report(run.step, run.steps, run.shown())
-                if run.over:
-                    break
-                signal = asked_to_stop()
-                if signal or time.monotonic() - saved >= checkpoint_seconds:
-                    with run.timed("checkpoint_seconds"):
-                        folder.save(run.state_dict())
-                    saved = time.monotonic()
-                if signal:
-                    raise StoppedError(run.step, run.steps, signal)
+        saved = time.monotonic()
+        monitor = run.monitor(folder.note)
+        last = run.step if run.over else run.steps
+        for batch in run.waiting(stream(task.train, run.step, last, workers)):
+            batch = to_device(batch, device)
+            if monitor is not None:
+                run.model.train()
+                monitor(run.step, *batch)
+            run.advance(batch)
+            evaluated = run.step % run.evaluate_every == 0 or run.step == run.steps or run.diverged
+            if evaluated or (config.record_every and run.step % config.record_every == 0):
+                metrics, times = run.measure(evaluated)
+                folder.append(metrics, times)
+            report(run.step, run.steps, run.shown())
+            if run.over:
+                break
+            asked = asked_to_stop()
+            if asked or time.monotonic() - saved >= checkpoint_seconds:
+                with run.timed("checkpoint_seconds"):
+                    folder.save(run.state_dict())
+                saved = time.monotonic()
+            if asked:
+                raise StoppedError(run.step, run.steps, asked)
         result = _result(config, run, folder, device)
         folder.finish(run.state_dict(), result)
     return result
@@ -190,7 +224,7 @@ class Run:
         """LLQR's own counts; None where there is none."""
         return getattr(self.optimizer, "stats", None)
 
-    def monitor(self, writer: Writer, record: Callable[[dict[str, Any]], None]) -> Monitor | None:
+    def monitor(self, record: Callable[[dict[str, Any]], None]) -> Monitor | None:
         """What looks at the coming steps; None where nobody asked."""
         wanted, clip = self.config.diagnostics, self.config.clip_norm
         if not wanted.every:
@@ -204,7 +238,6 @@ class Run:
             self.model,
             self.optimizer,
             self.task.loss,
-            writer,
             every=wanted.every,
             record=record,
             divergence="ngd",  # the same for every method, so that runs can be compared
@@ -286,27 +319,6 @@ class Run:
         torch.set_rng_state(state["random"])
         if self.device.type == "cuda" and state["random_cuda"]:
             torch.cuda.set_rng_state_all(state["random_cuda"])
-
-
-class Board:
-    """TensorBoard's events; those after the step at which a run goes on are hidden."""
-
-    def __init__(self, folder: Path, step: int) -> None:
-        from torch.utils.tensorboard.writer import SummaryWriter
-
-        self.writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
-
-    def add(self, metrics: Mapping[str, Any], times: Mapping[str, Any]) -> None:
-        for name, value in (*metrics.items(), *times.items()):
-            if name != "step" and value is not None:
-                self.writer.add_scalar(name, value, metrics["step"])
-        self.writer.flush()
-
-    def __enter__(self) -> Board:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.writer.close()
 
 
 def _built(task: Task) -> nn.Module:

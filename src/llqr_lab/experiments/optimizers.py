@@ -19,9 +19,9 @@ from llqr.solvers import Adam as InnerAdam
 from llqr.solvers.problem import Problem
 from llqr.structures import EigenKronecker, Kronecker, Structure
 from llqr_lab.data.batches import Batch
-from llqr_lab.experiments.config import DISTRIBUTIONAL, Base, Config, ConfigError, Inner, Schedule, Wrapper
+from llqr_lab.errors import ConfigError, suggestion
+from llqr_lab.experiments.config import DISTRIBUTIONAL, Base, Config, Inner, Schedule, Wrapper
 from llqr_lab.experiments.peers import PEERS
-from llqr_lab.suggest import suggestion
 from llqr_lab.tasks.base import Task
 
 

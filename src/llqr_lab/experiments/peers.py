@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 from torch.overrides import TorchFunctionMode
 
-from llqr_lab.experiments.config import Base, ConfigError
-from llqr_lab.experiments.folder import RunError
+from llqr_lab.errors import ConfigError, RunError
+from llqr_lab.experiments.config import Base
 from llqr_lab.experiments.kronecker_peers import KFAC, AdaFisher
 from llqr_lab.experiments.presets import LARGEST_FACTOR
 
@@ -177,4 +177,4 @@ def _imported(module: str, name: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except ImportError as error:
-        raise ConfigError(f"{name} isn't installed ({error}): pip install 'llqr[peers]'") from error
+        raise ConfigError(f"{name} isn't installed ({error}): pip install -e './lab[peers]'") from error

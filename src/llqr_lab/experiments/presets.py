@@ -5,8 +5,7 @@
 - `smoke`: seconds, on data of a test's size: shows that everything runs.
 
 A method is `base`; `default`, which is LLQR around it with nothing set; the paper's LLQR: a structure of U and a divergence,
-such as `ekfac-ngd`, with the paper's inner solver (`ekfac-ngd-scalefree`: with one that takes no learning rate); or, where the
-paper's table has others beside it, their names.
+such as `ekfac-ngd`, with the paper's inner solver; or, where the paper's table has others beside it, their names.
 
 Where the paper is silent, `paper` has what the authors' configurations have; docs/reproduction.md lists these.
 """
@@ -17,9 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from llqr_lab.experiments.config import DISTRIBUTIONAL, Config, ConfigError, parsed
+from llqr_lab.errors import ConfigError, suggestion
+from llqr_lab.experiments.config import Config, parsed
 from llqr_lab.experiments.paper import PUBLISHED, RESULTS
-from llqr_lab.suggest import suggestion
 
 SCALES = ("paper", "cpu", "smoke")
 STRUCTURES = ("diagonal", "kfac", "ekfac")
@@ -32,21 +31,15 @@ BARE = ("base", "default", *PEERS)
 """Methods that no setting of the paper's LLQR is for."""
 SOLVER = {"name": "sgdm", "lr": 0.005, "momentum": 0.9, "clip": 5.0}
 """The paper's inner solver. The clip is from the authors' code: without it the sum over the batch blows up."""
-SCALE_FREE: dict[str, Any] = {
-    "every": 50,
-    "steps": 1,
-    "ema": 0.5,
-    "sample": 0.25,
-    "solver": {"name": "scale-free"},
-}
-"""What was found for short runs; it takes no inner learning rate."""
 LARGEST_FACTOR = 1024
-"""With that solver, and of SOAP and SINGD: a factor over the words of a vocabulary costs more than the rest of the step."""
+"""Of SOAP and SINGD: a factor over the words of a vocabulary costs more than the rest of the step."""
 
 GROKKING_EMA = (0.65, 0.7, 0.75, 0.8)
 """The paper's range, of which it took one for each operation."""
 
 NAMES = {"sgdm": "SGDM", "adamw": "AdamW"}
+SMOKE = {"epochs": 0, "steps": 4, "evaluate_every": 2}
+"""The length of a run at that scale."""
 
 Changes = dict[str, Any]
 """Settings by dotted names."""
@@ -97,9 +90,7 @@ def _cifar(classes: int, network: str, name: str, base: dict[str, Any], batch: i
             "model": _tiny(network, classes),
             "data": {**data, "name": "random-pictures", "classes": classes, "pixels": 32},
             "batch": 16,
-            "epochs": 0,
-            "steps": 4,
-            "evaluate_every": 2,
+            **SMOKE,
         },
         llqr={"every": 500 * 128 // batch, **({"chunk_size": 32} if network == "pyramidnet110" else {})},
         llqr_cpu={"every": 100, "chunk_size": 0},
@@ -207,9 +198,7 @@ def _imagenet(epochs: int) -> Preset:
             "model": _tiny("resnet50", 10),
             "data": {"name": "random-pictures", "classes": 10, "pixels": 32},
             "batch": 16,
-            "epochs": 0,
-            "steps": 4,
-            "evaluate_every": 2,
+            **SMOKE,
             "schedule.warmup": 1,
         },
         llqr={"every": 1500},
@@ -248,14 +237,7 @@ def _translation(data: str, summary: str, of_paper: bool) -> Preset:
         summary=summary,
         settings={
             "task": "translation",
-            "model": {
-                "name": "translation-transformer",
-                "width": 512,
-                "ffn": 1024,
-                "heads": 4,
-                "layers": 6,
-                "dropout": 0.3,
-            },
+            "model": {**small, "width": 512, "ffn": 1024, "layers": 6, "dropout": 0.3},
             "data": {"name": data, "bpe": 10_000},
             # the length of a run and of its batches are of the authors' code
             "batch": 16384,
@@ -265,21 +247,12 @@ def _translation(data: str, summary: str, of_paper: bool) -> Preset:
             "schedule": {"name": "inverse-sqrt", "warmup": 4000},
         },
         methods=("base", "ekfac-ngd") if of_paper else ("base", *(f"{each}-ngd" for each in STRUCTURES)),
-        cpu={
-            "model": small,
-            "data.bpe": 4000,
-            "batch": 2048,
-            "epochs": 8,
-            "base.lr": 2e-3,
-            "schedule.warmup": 400,
-        },
+        cpu={"model": small, "data.bpe": 4000, "batch": 2048, "epochs": 8, "base.lr": 2e-3, "schedule.warmup": 400},
         smoke={
             "model": {**small, "width": 16, "ffn": 32, "layers": 1},
             "data": {"name": "tiny-translation", "bpe": 60},
             "batch": 64,
-            "epochs": 0,
-            "steps": 4,
-            "evaluate_every": 2,
+            **SMOKE,
             "schedule.warmup": 2,
         },
         # the paper has full factors for embeddings, and the 8,848 words of IWSLT14's German are more than usual
@@ -346,9 +319,7 @@ def _fashion(network: str, name: str, imbalance: float = 1.0) -> Preset:
             "model": {"name": network, "pixels": 28, **({"width": 8} if network == "picture-mlp" else {})},
             "data": {"name": "random-pictures", "pixels": 28, "channels": 1, **rare},
             "batch": 16,
-            "epochs": 0,
-            "steps": 4,
-            "evaluate_every": 2,
+            **SMOKE,
         },
         llqr_cpu={"every": 25 if rare else 100},
         of_paper=False,
@@ -400,20 +371,16 @@ def _wrapper(preset: Preset, scale: str, method: str) -> dict[str, Any] | None:
     """The settings of the paper's LLQR; None for a method without any."""
     if method in BARE:
         return None
-    structure, _, rest = method.partition("-")
-    divergence, scale_free = rest.removesuffix("-scalefree"), rest.endswith("-scalefree")
+    structure, _, divergence = method.partition("-")
     if structure not in ("scalar", *STRUCTURES) or divergence not in DIVERGENCES:
         known = [f"{each}-{other}" for each in STRUCTURES for other in DIVERGENCES]
-        raise ConfigError(f"there is no method '{method}'{suggestion(method, [*BARE, *known])}; or with -scalefree")
+        raise ConfigError(f"there is no method '{method}'{suggestion(method, [*BARE, *known])}")
     own: dict[str, Any] = {"ema": 0.9 if divergence == "newton" else 0.95, "solver": dict(SOLVER), **preset.llqr}
     own["fresh_batch"] = scale != "cpu"  # as in the authors' code
     if scale == "cpu":
         own |= preset.llqr_cpu
     if preset.settings["task"] == "grokking" and structure == "diagonal":
         own["solver"]["lr"] = 0.01
-    if scale_free:
-        own |= {**SCALE_FREE, "fresh_batch": False, "max_dim": LARGEST_FACTOR}
-        own |= {"reduction": "mean"} if divergence in DISTRIBUTIONAL else {"sample": 1.0}
     if structure not in ("kfac", "ekfac"):
         own.pop("max_dim", None)
     if scale == "smoke":

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from llqr_lab import pages
 from llqr_lab.experiments.collect import Result, summary
 from llqr_lab.experiments.paper import RESULTS
 from llqr_lab.experiments.presets import GROKKING_EMA, PRESETS, Preset
 from llqr_lab.experiments.sweep import ABLATIONS
 from llqr_lab.experiments.table import NAMES, UNITS, cells, grouped, methods_of, ours, scores, shown, verdict
+from llqr_lab.results import markdown_table, write_page
 
 COMMAND = "llqr table --page"
 CPU_SEEDS = "0-2"
@@ -85,7 +85,7 @@ SHOWN = (
 
 def write(page: Path, results: list[Result]) -> None:
     """Put the results of all presets between the marks of a page."""
-    pages.write(page, COMMAND, body(results))
+    write_page(page, COMMAND, body(results))
 
 
 def body(results: list[Result]) -> str:
@@ -108,7 +108,7 @@ def _overview(found: dict[str, list[list[Result]]]) -> str:
         paper = f"{reported['base'].score:.2f} → {max(entry.score for entry in wrapped):.2f}" if wrapped else "–"
         here = "; ".join(_change(group) for group in found.get(name, [])) or "not run"
         rows.append([f"[{name}](#{name})", paper, here])
-    return pages.table([["preset", "the paper: base → best with LLQR", "here: base → each with LLQR"], *rows])
+    return markdown_table([["preset", "the paper: base → best with LLQR", "here: base → each with LLQR"], *rows])
 
 
 def _shown(shown: Shown, found: dict[str, list[list[Result]]]) -> str:
@@ -156,12 +156,12 @@ def _section(name: str, preset: Preset, groups: list[list[Result]]) -> str:
         how = "" if group[0]["scale"] == "paper" else ", not comparable with the paper"
         said = verdict(group)
         lines += [f"At `--scale {group[0]['scale']}`{how}: {ours(group)}. {said[:1].upper()}{said[1:]}".strip(), ""]
-        lines.append(pages.table([[cell.replace("\n", " ") for cell in row] for row in cells(name, group)]))
+        lines.append(markdown_table([[cell.replace("\n", " ") for cell in row] for row in cells(name, group)]))
     told = {row[0] for group in groups for row in cells(name, group)}
     reported = {method: entry for method, entry in RESULTS.get(name, {}).items() if method not in told}
     if reported:
         rows = [[method, *entry.shown] for method, entry in reported.items()]
-        lines.append(pages.table([["method, not run by us", "the paper's", "time, × base"], *rows]))
+        lines.append(markdown_table([["method, not run by us", "the paper's", "time, × base"], *rows]))
     return "\n".join(lines)
 
 

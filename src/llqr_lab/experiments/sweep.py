@@ -8,17 +8,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from llqr_lab.experiments.command import describe, folder_of
+from llqr_lab.errors import check_names
+from llqr_lab.experiments.command import describe, folder_of, parse_values
 from llqr_lab.experiments.config import Config, toml
 from llqr_lab.experiments.folder import RunFolder
-from llqr_lab.experiments.presets import BARE, resolve
+from llqr_lab.experiments.presets import BARE, PRESETS, known_preset, resolve
+from llqr_lab.results import say
 
 ABLATIONS: dict[str, tuple[tuple[str, ...], dict[str, list[Any]]]] = {
     "damping": (("ekfac-ngd",), {"llqr.damping": [0.0, 0.01, 0.1, 1.0]}),
@@ -45,6 +47,25 @@ class Job:
     process: subprocess.Popen[bytes] | None = None
 
 
+def planned_runs(
+    presets: Sequence[str],
+    scale: str,
+    methods: Sequence[str],
+    seeds: Sequence[int],
+    ablation: str,
+    changes: Sequence[str],
+) -> list[tuple[Config, dict[str, Any]]]:
+    """The runs of a sweep; presets may be ["all"], and methods are those of the preset's table where none are named."""
+    check_names(filter(None, [ablation]), ABLATIONS, "ablation")
+    usual, grid = ABLATIONS[ablation] if ablation else ((), {})
+    grid = {**grid, **dict(map(parse_values, changes))}
+    return [
+        each
+        for preset in (PRESETS if list(presets) == ["all"] else presets)
+        for each in configurations(preset, scale, methods or usual or known_preset(preset).methods, seeds, grid)
+    ]
+
+
 def configurations(
     preset: str, scale: str, methods: Iterable[str], seeds: Iterable[int], grid: Mapping[str, list[Any]]
 ) -> list[tuple[Config, dict[str, Any]]]:
@@ -59,12 +80,7 @@ def configurations(
 
 
 def sweep(
-    wanted: list[tuple[Config, dict[str, Any]]],
-    runs: Path,
-    data: Path | None,
-    jobs: int,
-    device: str,
-    console: Console,
+    wanted: list[tuple[Config, dict[str, Any]]], runs: Path, data: Path | None, jobs: int, device: str, console: Console
 ) -> bool:
     """Run them; whether all came to their end."""
     waiting = []
@@ -72,9 +88,7 @@ def sweep(
         folder = folder_of(runs, config)
         folder.check(config, resume=True)
         if folder.done:
-            console.print(
-                f"done before: {describe(folder.read_result())}", highlight=False, markup=False, soft_wrap=True
-            )
+            say(console, f"done before: {describe(folder.read_result())}")
         else:
             waiting.append(Job(config, folder, _arguments(config, point, runs, data, device)))
     running: list[Job] = []
@@ -88,10 +102,10 @@ def sweep(
             for job in [each for each in running if each.process is not None and each.process.poll() is not None]:
                 running.remove(job)
                 if job.folder.done:
-                    console.print(describe(job.folder.read_result()), highlight=False, markup=False, soft_wrap=True)
+                    say(console, describe(job.folder.read_result()))
                 else:
                     failed.append(job)
-                    console.print(f"failed: {_why(job)}", style="red", highlight=False, markup=False, soft_wrap=True)
+                    say(console, f"failed: {_why(job)}", "red")
     finally:
         for job in running:
             if job.process is not None:

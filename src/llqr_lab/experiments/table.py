@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from statistics import median
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from llqr_lab.experiments.collect import Result, Summary, summary, value
 from llqr_lab.experiments.paper import PUBLISHED, RESULTS
 from llqr_lab.experiments.presets import PRESETS
-from llqr_lab.tables import show_table
+from llqr_lab.results import say, show_table, simple_table
 
 UNITS = {"test_accuracy": 100.0}
 """Accuracies are shown in percent, as the paper's."""
@@ -29,16 +27,13 @@ LOWER_IS_BETTER = ("test_loss", "valid_loss", "steps_to_target")
 def show(results: list[Result], console: Console) -> None:
     for preset, group in grouped(results):
         for line in heading(preset, group):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
-        made = Table(box=box.SIMPLE_HEAD)
+            say(console, line)
         headers, *rows = cells(preset, group)
-        for number, header in enumerate(headers):
-            made.add_column(header, justify="right" if number else "left", no_wrap=not number)
+        made = simple_table(None, *headers)
         for row in rows:
             made.add_row(*map(escape, row))
         show_table(console, made)
-        console.print(verdict(group), highlight=False, markup=False, soft_wrap=True)
-        console.print()
+        say(console, f"{verdict(group)}\n")
 
 
 def grouped(results: list[Result]) -> list[tuple[str, list[Result]]]:

@@ -12,23 +12,50 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogFormatter
 
-from llqr_lab.experiments.collect import Result, summary, value
+from llqr_lab.errors import ConfigError, RunError, check_names
+from llqr_lab.experiments.collect import Result, collected, summary, value
 from llqr_lab.experiments.config import toml
-from llqr_lab.experiments.folder import RunError
+from llqr_lab.experiments.presets import SCALES, known_preset
+from llqr_lab.experiments.sweep import ABLATIONS
 from llqr_lab.experiments.table import NAMES, UNITS, methods_of, scores
 from llqr_lab.figures.style import BLUE, GREEN, GREY, ORANGE, PINK, drawing
 
-LINES = (
-    (GREY, "--"),
-    (BLUE, "-"),
-    (ORANGE, "-"),
-    (GREEN, "-"),
-    (PINK, "-"),
-    (BLUE, ":"),
-    (ORANGE, ":"),
-    (GREEN, ":"),
-    (PINK, ":"),
-)
+COLOURS = (BLUE, ORANGE, GREEN, PINK)
+LINES = ((GREY, "--"), *((colour, style) for style in ("-", ":") for colour in COLOURS))
+
+
+def draw(kind: str, presets: list[str], methods: list[str], source: Path, scale: str, output: Path) -> None:
+    """Of finished runs: with nothing changed by hand (curves, grokking), or an ablation's."""
+    check_names([kind], ("curves", "grokking", *ABLATIONS), "figure")
+    check_names([scale], SCALES, "scale")
+    if kind == "grokking" and presets:
+        raise ConfigError("the figure 'grokking' has all of its operations: leave out the preset")
+    if kind in ABLATIONS and len(presets) > 1:
+        raise ConfigError(f"the figure '{kind}' is of one preset")
+    for preset in presets or [""] * (kind != "grokking"):
+        known_preset(preset)
+    results = [
+        each
+        for each in collected(source)
+        if each["scale"] == scale and (not methods or each["method"].partition("+")[0] in methods)
+    ]
+    plain = [each for each in results if "+" not in each["method"]]
+    if kind == "curves":
+        groups = [[each for each in plain if each["preset"] == preset] for preset in presets]
+        curves([_some(group, name, scale) for group, name in zip(groups, presets, strict=True)], output)
+    elif kind == "grokking":
+        boxes(_some([each for each in plain if each["preset"].startswith("grokking-")], "grokking", scale), output)
+    else:
+        usual, grid = ABLATIONS[kind]
+        chosen = [each for each in results if each["preset"] == presets[0]]
+        swept = dict.fromkeys(each["method"].partition("+")[0] for each in chosen if "+" in each["method"])
+        ablation(_some(chosen, presets[0], scale), tuple(swept) or usual, grid, output)
+
+
+def _some(results: list[Result], what: str, scale: str) -> list[Result]:
+    if not results:
+        raise RunError(f"no finished runs of {what} at scale {scale}: make them with `llqr sweep`")
+    return results
 
 
 Panel = tuple[list[Result], str, str]

@@ -9,29 +9,22 @@ from typing import Any
 from torch import nn
 
 from llqr.errors import unknown
-from llqr_lab.models.gpt import GPT, GrokkingTransformer
-from llqr_lab.models.pyramidnet import PyramidNet
-from llqr_lab.models.resnet import ResNet18, ResNet20, ResNet50
-from llqr_lab.models.small import mlp, picture_mlp, picture_net
-from llqr_lab.models.translation import TranslationTransformer
-from llqr_lab.models.vgg import VGG16BN
-from llqr_lab.models.vit import ViT
-from llqr_lab.models.wide_resnet import WideResNet
+from llqr_lab.models import convolutional, transformers
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
-    "mlp": mlp,
-    "picture-mlp": picture_mlp,
-    "picture-net": picture_net,
-    "resnet18": ResNet18,
-    "resnet20": ResNet20,
-    "resnet50": ResNet50,
-    "vgg16-bn": VGG16BN,
-    "wrn28-10": WideResNet,
-    "pyramidnet110": PyramidNet,
-    "grokking-transformer": GrokkingTransformer,
-    "translation-transformer": TranslationTransformer,
-    "gpt": GPT,
-    "vit": ViT,
+    "mlp": convolutional.mlp,
+    "picture-mlp": convolutional.picture_mlp,
+    "picture-net": convolutional.picture_net,
+    "resnet18": convolutional.ResNet18,
+    "resnet20": convolutional.ResNet20,
+    "resnet50": convolutional.ResNet50,
+    "vgg16-bn": convolutional.VGG16BN,
+    "wrn28-10": convolutional.WideResNet,
+    "pyramidnet110": convolutional.PyramidNet,
+    "grokking-transformer": transformers.GrokkingTransformer,
+    "translation-transformer": transformers.TranslationTransformer,
+    "gpt": transformers.GPT,
+    "vit": transformers.ViT,
 }
 
 

@@ -1,60 +1,248 @@
-"""The page: templates, style and scripts put into one file that needs no other."""
+"""`llqr report`: from folders of runs to one page, with its style, its scripts and what they draw, that needs no other file."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from datetime import datetime
+from functools import cached_property
 from importlib.metadata import version
 from importlib.resources import files
+from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from llqr_lab.report.experiments import Experiment
-from llqr_lab.report.format import named, number, seconds
-from llqr_lab.report.payload import payload
-from llqr_lab.report.runs import UNREADABLE
+from llqr_lab.errors import RunError
+from llqr_lab.experiments.collect import Result
+from llqr_lab.experiments.loop import SPENT
+from llqr_lab.experiments.paper import RESULTS
+from llqr_lab.experiments.presets import PRESETS
+from llqr_lab.experiments.table import cells, heading, methods_of, verdict
+from llqr_lab.report.runs import FINISHED, STATUSES, Columns, FoundRun, curve, found_runs
+from llqr_lab.results import write_text
 
-SCRIPTS = ("data.js", "scale.js", "paint.js", "chart.js", "gestures.js", "panel.js", "spectra.js", "main.js")
-"""In the order in which they build on each other."""
-MARKS = {
-    "finished": "✓",
-    "diverged": "↗",
-    "running": "…",
-    "stopped": "‖",
-    "failed": "✕",
-    UNREADABLE: "?",
-}
+POINTS, FEWEST, MOST = 40_000, 100, 1_000
+"""Of all curves of a metric together, and of one curve."""
+FIRST = ("train_loss", "valid_loss", "test_loss", "train_accuracy", "test_accuracy", "bleu")
+BESIDE = ("epoch", "lr", "refits", "rejected", "objective")
+"""Metrics that are listed before others, and after them: of how it was trained, not of what came of it."""
+PARTS = ("steps", "refits", "evaluation", "batches", "checkpoints")
+"""Of the time of a run."""
+MARKS = dict(zip(STATUSES, "✓↗…‖✕?", strict=True))
 """Beside the words, so that colour isn't all that tells statuses apart."""
+
+
+@dataclass(frozen=True)
+class Method:
+    label: str
+    runs: list[FoundRun]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """The runs of one preset at one scale, by method, with what the page says of them."""
+
+    preset: str
+    scale: str
+    methods: list[Method]
+
+    @property
+    def runs(self) -> list[FoundRun]:
+        return [run for method in self.methods for run in method.runs]
+
+    @property
+    def results(self) -> list[Result]:
+        return [run.result for run in self.runs if run.result is not None]
+
+    @property
+    def summary(self) -> list[str]:
+        """What the preset is, and what was trained, once something is finished."""
+        known = [PRESETS[self.preset].summary] if self.preset in PRESETS else []
+        return known + ([heading(self.preset, self.results)[1]] if self.results else [])
+
+    @property
+    def statuses(self) -> list[tuple[str, int]]:
+        return Counter(run.status for run in self.runs).most_common()
+
+    @property
+    def table(self) -> list[list[str]]:
+        """Beside the paper's; the first row is the header."""
+        return cells(self.preset, self.results) if self.results else []
+
+    @property
+    def reported(self) -> bool:
+        return self.preset in RESULTS
+
+    @property
+    def verdict(self) -> str:
+        return verdict(self.results) if self.results else ""
+
+    @cached_property
+    def metrics(self) -> list[str]:
+        """What there is to draw, the score first."""
+        found = _ordered(name for run in self.runs for name in run.metrics)
+        score = self.results[0]["score"] if self.results else ""
+        wanted = (score, "test_accuracy" if score == "steps_to_target" else "valid_loss", "test_loss")
+        first = [name for name in wanted if name in found][:1]
+        return [*first, *(name for name in found if name not in first)]
+
+    @cached_property
+    def diagnostics(self) -> list[str]:
+        """Of the step that the optimizer takes first, those by layer last."""
+        names = {name for run in self.runs for name in run.diagnostics if name != "step"}
+        known = ("cosine.optimizer", "cosine", "fraction", "staleness")
+
+        def rank(name: str) -> tuple[bool, int, str]:
+            places = [known.index(each) for each in (name, name.partition(".")[0]) if each in known]
+            return name.startswith("layers."), min(places, default=len(known)), name
+
+        return sorted(names, key=rank)
+
+    @cached_property
+    def times(self) -> list[list[str]]:
+        """Where the time went, a row for each method: means over its seeds; the first row is the header."""
+        found = {method.label: _times(method.runs) for method in self.methods}
+        parts = [part for part in PARTS if any(part in times for times in found.values())]
+        rows = [
+            [label, *(f"{times[part]:,.1f}" if part in times else "–" for part in parts)]
+            for label, times in found.items()
+            if times
+        ]
+        return [["method", *(f"{part}, s" for part in parts)], *rows] if rows else []
+
+    @cached_property
+    def settings(self) -> tuple[list[list[str]], list[tuple[str, str]]]:
+        """Those that differ between runs, as a table by method; and the others with their value."""
+        values: dict[str, set[str]] = {}
+        for run in self.runs:
+            for name, value in run.settings.items():
+                values.setdefault(name, set()).add(value)
+        differing = [name for name, found in values.items() if len(found) > 1]
+        rows = [
+            [
+                method.label,
+                *(", ".join(dict.fromkeys(run.settings.get(name, "–") for run in method.runs)) for name in differing),
+            ]
+            for method in self.methods
+        ]
+        shared = [(name, min(found)) for name, found in values.items() if len(found) == 1]
+        return ([["method", *differing], *rows] if differing else []), shared
+
+    @cached_property
+    def ends(self) -> list[str]:
+        """What the table of runs has of the end of each."""
+        known = {name for run in self.runs for name, value in run.last.items() if isinstance(value, int | float)}
+        return [name for name in _ordered(known) if name not in BESIDE]
+
+    def drawn(self, limit: int) -> dict[str, Any]:
+        """The curves, by kind and metric: those of each method over its seeds, and those of each run."""
+        return {
+            kind: [{"name": name, "methods": self._curves(kind, name, limit)} for name in names]
+            for kind, names in (("metrics", self.metrics), ("diagnostics", self.diagnostics))
+        }
+
+    def _curves(self, kind: str, name: str, limit: int) -> list[dict[str, Any]]:
+        made = []
+        for place, method in enumerate(self.methods):
+            columns: list[Columns] = [getattr(run, kind) for run in method.runs]
+            over = curve(columns, name, limit)
+            if over is not None:
+                alone = [
+                    (f"{method.label}, seed {run.seed}", curve([own], name, limit))
+                    for run, own in zip(method.runs, columns, strict=True)
+                ]
+                each = [{"label": label, **found} for label, found in alone if found]
+                made.append({"place": place, "label": method.label, **over, "runs": each})
+        return made
+
+
+def experiments(runs: Iterable[FoundRun]) -> list[Experiment]:
+    """Runs by preset and scale, then by method in the preset's order, then by seed."""
+    groups: dict[tuple[str, str], list[FoundRun]] = {}
+    for run in runs:
+        groups.setdefault((run.preset, run.scale), []).append(run)
+    found = []
+    for (preset, scale), group in sorted(groups.items()):
+        labels = methods_of([{"preset": preset, "method": run.method} for run in group])
+        by_seed = sorted(group, key=lambda run: run.seed)
+        methods = [Method(label, [run for run in by_seed if run.method == label]) for label in labels]
+        found.append(Experiment(preset, scale, methods))
+    return found
+
+
+def _ordered(names: Iterable[str]) -> list[str]:
+    """By importance; times are an axis, or in a table of their own."""
+    order = [*FIRST, "", *BESIDE]
+    kept = {name for name in names if name not in ("step", "seconds") and not name.endswith("_seconds")}
+    return sorted(kept, key=lambda name: (order.index(name) if name in order else len(FIRST), name))
+
+
+def _times(runs: Sequence[FoundRun]) -> dict[str, float]:
+    """Seconds of each part, means over the runs that came to their end, or over all.
+
+    A refit is what the steps with one take beyond the mean of the others.
+    """
+    found: dict[str, list[float]] = {}
+    for run in [run for run in runs if run.status == FINISHED] or runs:
+        seconds, steps = run.number("seconds"), run.number("step", "steps")
+        with_refit, *others = (run.number(name) for name in SPENT)
+        if seconds is None:
+            continue
+        fits = (run.number("refits") or 0) + (run.number("rejected") or 0)
+        refits = 0.0
+        if fits and with_refit is not None and steps and fits < steps:
+            refits = max(0.0, with_refit - fits * (seconds - with_refit) / (steps - fits))
+        parts = {"steps": seconds - refits, "refits": refits or None}
+        parts |= dict(zip(PARTS[2:], others, strict=True))
+        for part, value in parts.items():
+            if value is not None:
+                found.setdefault(part, []).append(value)
+    return {part: sum(values) / len(values) for part, values in found.items()}
+
+
+def shown(value: Any) -> str:
+    """A number with five digits, or what there is."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if not math.isfinite(value):
+        return "not finite"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
 
 
 def page(experiments: list[Experiment], made: datetime) -> str:
     """Everything from runs goes through templates that escape it, or through JSON that the scripts never take for HTML."""
+    loader = PackageLoader("llqr_lab.report", "static")
     environment = Environment(
-        loader=PackageLoader("llqr_lab.report", "static"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    filters: dict[str, Callable[..., str]] = {"number": number, "seconds": seconds, "title": named}
-    environment.filters |= filters
-    # a run's text may hold what would end the element that it is in; scripts and style are ours
-    theme, style = _ours("theme.js"), _ours("report.css")
-    script = '"use strict";\n(() => {\n' + "\n".join(map(_ours, SCRIPTS)) + "})();\n"
+    environment.filters |= {"shown": shown, "title": lambda name: name.replace("_", " ")}
+    count = sum(len(each.runs) for each in experiments)
+    limit = min(max(POINTS // max(1, count), FEWEST), MOST)
+    payload = json.dumps([each.drawn(limit) for each in experiments], allow_nan=False, separators=(",", ":"))
+    for character in "<>&":  # what would end the element that it is in
+        payload = payload.replace(character, f"\\u{ord(character):04x}")
+    style = _ours("uPlot.min.css") + _ours("report.css")
+    script = _ours("uPlot.iife.min.js") + _ours("report.js")
     return environment.get_template("page.html").render(
         experiments=experiments,
-        count=sum(len(each.runs) for each in experiments),
+        count=count,
         made=made.strftime("%Y-%m-%d %H:%M"),
         version=version("llqr"),
         marks=MARKS,
-        policy=_policy([theme, script], style),
-        theme=Markup(theme),
+        # nothing is loaded from anywhere, and no script runs but this
+        policy=f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'",
         style=Markup(style),
         script=Markup(script),
-        payload=Markup(payload(experiments)),
+        payload=Markup(payload),
     )
 
 
@@ -62,11 +250,18 @@ def _ours(name: str) -> str:
     return files("llqr_lab.report").joinpath("static", name).read_text(encoding="utf-8")
 
 
-def _policy(scripts: list[str], style: str) -> str:
-    """Nothing is loaded from anywhere, and no script runs but these."""
-    allowed = " ".join(map(_hash, scripts))
-    return f"default-src 'none'; script-src {allowed}; style-src {_hash(style)}; base-uri 'none'; form-action 'none'"
-
-
 def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def write_report(sources: Sequence[Path], output: Path) -> str:
+    """Write the page; what to say of it."""
+    found = experiments(found_runs(sources))
+    # names may hold halves of characters, which no file can
+    text = page(found, datetime.now()).encode("utf-8", "replace").decode("utf-8")
+    try:
+        write_text(output, text)
+    except OSError as error:
+        raise RunError(f"'{output}' couldn't be written ({error}): make room, or name another file with -o") from None
+    count = sum(len(each.runs) for each in found)
+    return f"Wrote {output}: {count:,} runs of {len(found)} experiments, {output.stat().st_size / 1e6:.1f} MB"

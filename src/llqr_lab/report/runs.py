@@ -1,40 +1,33 @@
-"""Runs as they are found: finished, diverged, running, stopped, failed, or not readable."""
+"""Runs as they are found: finished, diverged, running, stopped, failed, or not readable; and their curves."""
 
 from __future__ import annotations
 
 import math
 import re
 import tomllib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from llqr_lab.errors import RunError
 from llqr_lab.experiments.collect import Result, checked, collected
 from llqr_lab.experiments.config import flat, toml
-from llqr_lab.experiments.folder import RunError, RunFolder
-from llqr_lab.report.lines import Row, chunks, column, flattened
-from llqr_lab.report.series import Series
+from llqr_lab.experiments.folder import RunFolder
+from llqr_lab.results import read_json
 
-BUDGET, FEWEST, MOST = 40_000, 200, 2_000
-"""Points of all curves of a metric together, and of the curve of one run."""
-DIAGNOSTICS_BUDGET, DIAGNOSTICS_FEWEST, DIAGNOSTICS_MOST = 4_000, 20, 200
-"""The same of diagnostics, which have many numbers at each point."""
-
-FINISHED, DIVERGED, RUNNING, STOPPED, FAILED, UNREADABLE = (
-    "finished",
-    "diverged",
-    "running",
-    "stopped",
-    "failed",
-    "unreadable",
-)
+Floats = NDArray[np.float64]
+Columns = dict[str, Floats]
+"""Numbers by the name of what was measured, as many of each: NaN where it wasn't measured, infinite where it wasn't finite."""
 ERROR = re.compile(r"^\s*(Error:|[\w.]*(Error|Exception|Interrupt)\b)")
 """The last line of a log that tells of a failure."""
 NAMES = ("preset", "scale", "method", "changes", "seed")
 """What says which run it is, and isn't a setting."""
+STATUSES = ("finished", "diverged", "running", "stopped", "failed", "unreadable")
+FINISHED, DIVERGED, RUNNING, STOPPED, FAILED, UNREADABLE = STATUSES
 
 
 @dataclass
@@ -48,35 +41,28 @@ class FoundRun:
     notes: list[str]
     settings: dict[str, str]
     result: Result | None
-    series: Series
+    metrics: Columns
     last: dict[str, Any]
     """What was measured last."""
-    diagnostics: Series
-    spectra: dict[str, list[str]] = field(default_factory=dict)
-    """For each block of U the columns of the diagnostics that are its quantiles, from the smallest."""
+    diagnostics: Columns
 
     @property
     def progress(self) -> str:
         """How far it came, of how far it should."""
-        done = int(self.series.step[-1]) if len(self.series) else 0
+        done = int(self.metrics["step"][-1]) if self.metrics else 0
         planned = self.settings.get("steps", "0")
-        if self.result is not None or not planned.isdecimal() or int(planned) <= done:
-            epochs = self.settings.get("epochs", "")
-            epoch = self.last.get("epoch")
-            if self.result is None and isinstance(epoch, float) and epochs not in ("", "0.0"):
-                return f"{done:,} ({epoch:.3g} of {float(epochs):g} epochs)"
-            return f"{done:,}"
-        return f"{done:,} of {int(planned):,}"
+        if self.result is None and planned.isdecimal() and int(planned) > done:
+            return f"{done:,} of {int(planned):,}"
+        return f"{done:,}"
 
-    @property
-    def seconds(self) -> float | None:
-        """Of training."""
-        value = self.last.get("seconds")
-        return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
-
-    @property
-    def ended(self) -> bool:
-        return self.status == FINISHED
+    def number(self, *names: str) -> float | None:
+        """The first of these that the result has, or else what was measured last."""
+        for name in names:
+            for place in (self.result or {}, self.last):
+                found = number(place.get(name))
+                if math.isfinite(found):
+                    return found
+        return None
 
 
 def found_runs(sources: Sequence[Path]) -> Iterator[FoundRun]:
@@ -86,73 +72,118 @@ def found_runs(sources: Sequence[Path]) -> Iterator[FoundRun]:
     for source in sources:
         if source.is_file():
             kept += collected(source)
-            continue
-        if not source.is_dir():
+        elif not source.is_dir():
             raise RunError(f"there is no '{source}': name folders of runs, or files of results")
-        try:
+        else:
             under = sorted({path.parent for path in source.rglob("config.toml")})
-        except OSError as error:
-            raise RunError(f"'{source}' can't be searched for runs ({error})") from None
-        if not under:
-            raise RunError(
-                f"there are no runs in '{source}': a run is a folder with a config.toml, as `llqr train` makes it"
-            )
-        folders |= {path.resolve(): RunFolder(path) for path in under}
-    count = len(folders) + len(kept)
-    if not count:
+            if not under:
+                raise RunError(
+                    f"there are no runs in '{source}': a run is a folder with a config.toml, as `llqr train` makes it"
+                )
+            folders |= {path.resolve(): RunFolder(path) for path in under}
+    if not folders and not kept:
         raise RunError("there are no runs in what was named: make some with `llqr train` or `llqr sweep`")
-    limits = (
-        _share(BUDGET, count, FEWEST, MOST),
-        _share(DIAGNOSTICS_BUDGET, count, DIAGNOSTICS_FEWEST, DIAGNOSTICS_MOST),
-    )
     seen = set()
     for folder in folders.values():
-        run = _of_folder(folder, *limits)
+        run = _of_folder(folder)
         seen.add((run.preset, run.scale, run.method, run.seed))
         yield run
-    for result in kept:
-        # of a run that is there whole, what was kept says nothing new
+    for result in kept:  # of a run that is there whole, what was kept says nothing new
         if (result["preset"], result["scale"], result["method"], result["seed"]) not in seen:
             yield _of_result(result)
 
 
-def _share(budget: int, count: int, fewest: int, most: int) -> int:
-    return min(max(budget // count, fewest), most)
-
-
-def _of_folder(folder: RunFolder, limit: int, diagnostics_limit: int) -> FoundRun:
+def _of_folder(folder: RunFolder) -> FoundRun:
     notes: list[str] = []
-    try:
-        series, last, unread = _measured(folder, limit)
-    except OSError as error:
-        series, last, unread = Series(limit), {}, 0
-        notes.append(f"metrics.jsonl or times.jsonl can't be read ({error.strerror})")
-    if unread:
-        notes.append(f"{unread:,} {'line' if unread == 1 else 'lines'} couldn't be read and are left out")
-    for name, count in series.not_finite.items():
-        notes.append(f"{name} wasn't a finite number {count:,} {'time' if count == 1 else 'times'}")
+    metrics, times, diagnostics = (_rows(path, notes) for path in (folder.metrics, folder.times, folder.diagnostics))
+    # the seconds of a line that can't be read are passed over with it
+    paired = [(row, times[place] if place < len(times) else None) for place, row in enumerate(metrics)]
+    rows = [{**(seconds or {}), **row} for row, seconds in paired if row is not None and _is_step(row.get("step"))]
+    if len(rows) < len(metrics):
+        notes.append(f"{len(metrics) - len(rows):,} lines of metrics couldn't be read and are left out")
+    measured = columns(rows)
+    for name, values in measured.items():
+        if count := int(np.isinf(values).sum()):
+            notes.append(f"{name} wasn't a finite number {count:,} {'time' if count == 1 else 'times'}")
     settings = _settings(folder, notes)
     result = _result(folder, notes)
     if edited := folder.edited(result):
         notes.append(f"{' and '.join(edited)} isn't what the run wrote: edited, or damaged")
+    looks = [row for row in diagnostics if row is not None and _is_step(row.get("step"))]
+    troubles = [f"diagnostics at step {row['step']:,}: {row['trouble']}" for row in looks if row.get("trouble")]
+    notes += troubles[:1] + [f"and {len(troubles) - 1:,} more such troubles"] * (len(troubles) > 1)
     status = _status(folder, result, notes)
-    diagnostics, spectra = _diagnostics(folder.diagnostics, diagnostics_limit, notes)
-    preset, scale, method, seed = _named(folder, settings)
+    last = {**(rows[-1] if rows else {}), **(result or {}).get("last", {})}
     plain = {name: _told(value) for name, value in flat(settings).items() if name not in NAMES}
     return FoundRun(
-        preset,
-        scale,
-        method,
-        seed,
-        status,
-        notes,
-        plain,
-        result,
-        series,
-        {**last, **(result or {}).get("last", {})},
-        diagnostics,
-        spectra,
+        *_named(folder, settings), status, notes, plain, result, measured, last, columns(list(map(flattened, looks)))
     )
+
+
+def _of_result(result: Result) -> FoundRun:
+    """A run of which only the result was kept, with a thinned curve."""
+    curve = result["curve"]
+    rows = [dict(zip(curve, values, strict=True)) for values in zip(*curve.values(), strict=True)]
+    kept = flat(result.get("settings", {})) or {name: result[name] for name in ("model", "data", "batch")}
+    settings = {name: _told(value) for name, value in kept.items() if name not in NAMES}
+    which = (result["preset"], result["scale"], result["method"], result["seed"])
+    status, notes = DIVERGED if result["diverged"] else FINISHED, ["its curve was thinned when the result was kept"]
+    known = columns([row for row in rows if _is_step(row.get("step"))])
+    return FoundRun(*which, status, notes, settings, result, known, result["last"], {})
+
+
+def _rows(path: Path, notes: list[str]) -> list[dict[str, Any] | None]:
+    """The lines of a file; None for one that isn't a JSON object. A last line without an end isn't there yet."""
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
+    except OSError as error:
+        notes.append(f"{path.name} can't be read ({error.strerror})")
+        return []
+    return [_object(line) for line in lines]
+
+
+def _object(line: bytes) -> dict[str, Any] | None:
+    try:
+        found = read_json(line)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _is_step(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
+
+
+def number(value: object) -> float:
+    """What isn't a finite number is infinite; what is no number at all, or isn't there, is NaN."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    try:
+        return float(value) if math.isfinite(value) else math.inf
+    except OverflowError:
+        return math.inf
+
+
+def columns(rows: Sequence[Mapping[str, Any]]) -> Columns:
+    """The numbers in rows by their names, null as a number that isn't finite; in the order of steps, of each the last."""
+    rows = [row for _, row in sorted({row["step"]: row for row in rows}.items())]
+    names = dict.fromkeys(name for row in rows for name in row)
+    found = {
+        name: np.array([math.inf if row.get(name, 0) is None else number(row.get(name)) for row in rows])
+        for name in names
+    }
+    return {name: values for name, values in found.items() if not np.isnan(values).all()}
+
+
+def flattened(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Numbers in tables in a row as dotted names; without the spectra, which are many for each step."""
+    found: dict[str, Any] = {}
+    for name, value in row.items():
+        if isinstance(value, dict) and name != "spectra":
+            found |= flattened(value, f"{prefix}{name}.")
+        elif not isinstance(value, dict | list | str) and name != "trouble":
+            found[prefix + name] = value
+    return found
 
 
 def _settings(folder: RunFolder, notes: list[str]) -> dict[str, Any]:
@@ -197,62 +228,7 @@ def _named(folder: RunFolder, settings: dict[str, Any]) -> tuple[str, str, str, 
     changes = settings.get("changes")
     label = "+".join((method, *map(str, changes))) if isinstance(changes, list) else method
     seed = settings.get("seed")
-    if not isinstance(seed, int):
-        seed = int(digits.group()) if (digits := re.search(r"\d{1,9}$", parents[0])) else 0
-    return preset, scale, label or "run", seed
-
-
-def _measured(folder: RunFolder, limit: int) -> tuple[Series, dict[str, Any], int]:
-    """What was measured, the last of it, and how many lines couldn't be read."""
-    series = Series(limit)
-    last: dict[str, Any] = {}
-    unread = 0
-    times = (row for chunk in chunks(folder.times) for row in chunk)
-    for chunk in chunks(folder.metrics):
-        rows: list[Row] = []
-        for metrics in chunk:
-            seconds = next(times, None)  # those of a broken line are passed over with it
-            if metrics is None or not _is_step(metrics.get("step")):
-                unread += 1
-            else:
-                rows.append({**seconds, **metrics} if seconds else metrics)
-        if rows:
-            _add(series, rows)
-            last = dict(rows[-1])
-    return series, last, unread
-
-
-def _is_step(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
-
-
-def _add(series: Series, rows: Sequence[Row]) -> None:
-    steps = np.array([row["step"] for row in rows], np.int64)
-    names = dict.fromkeys(name for row in rows for name in row if name != "step")
-    columns = {name: values for name in names if (values := column(rows, name)) is not None}
-    series.add(steps, columns)
-
-
-def _diagnostics(path: Path, limit: int, notes: list[str]) -> tuple[Series, dict[str, list[str]]]:
-    """Its numbers, whatever they are called and however deep they lie, and which of them are U's spectra."""
-    series = Series(limit)
-    spectra: dict[str, list[str]] = {}
-    troubles = []
-    for chunk in chunks(path):
-        rows = [row for row in chunk if row is not None and _is_step(row.get("step"))]
-        if rows:
-            # which quantiles the spectra have is the same in all lines
-            _add(series, [flattened({name: row[name] for name in row if name != "quantiles"}) for row in rows])
-        troubles += [f"diagnostics at step {row['step']:,}: {row['trouble']}" for row in rows if row.get("trouble")]
-        for row in rows:
-            blocks = row.get("spectra")
-            for block, quantiles in (blocks if isinstance(blocks, dict) else {}).items():
-                if isinstance(quantiles, list) and len(quantiles) > len(spectra.get(block, ())):
-                    spectra[block] = [f"spectra.{block}.{number}" for number in range(len(quantiles))]
-    notes += troubles[:1] + [f"and {len(troubles) - 1:,} more such troubles"] * (len(troubles) > 1)
-    numbers = set(series.names)
-    known = {block: [name for name in names if name in numbers] for block, names in spectra.items()}
-    return series, {block: names for block, names in known.items() if names}
+    return preset, scale, label or "run", seed if isinstance(seed, int) else 0
 
 
 def _told(value: Any) -> str:
@@ -260,25 +236,44 @@ def _told(value: Any) -> str:
     return value if isinstance(value, str) else toml(value)
 
 
-def _of_result(result: Result) -> FoundRun:
-    """A run of which only the result was kept, with a thinned curve."""
-    series = Series(MOST)
-    curve = [dict(zip(result["curve"], values, strict=True)) for values in zip(*result["curve"].values(), strict=True)]
-    rows = [row for row in curve if _is_step(row.get("step"))]
-    if rows:
-        _add(series, rows)
-    kept = flat(result.get("settings", {})) or {name: result[name] for name in ("model", "data", "batch")}
-    settings = {name: _told(value) for name, value in kept.items() if name not in NAMES}
-    return FoundRun(
-        result["preset"],
-        result["scale"],
-        result["method"],
-        result["seed"],
-        DIVERGED if result["diverged"] else FINISHED,
-        ["its curve was thinned when the result was kept"],
-        settings,
-        result,
-        series,
-        result["last"],
-        Series(1),
-    )
+def curve(runs: Sequence[Columns], name: str, limit: int) -> dict[str, list[float | None]] | None:
+    """A metric of several seeds, or of one run: step, mean seconds, mean, smallest and largest, in at most `limit` points.
+
+    A seed counts at the steps at which it was measured. Where there are more steps than points, a point is the last of its
+    bucket, with the smallest and the largest of all, so that no spike is lost.
+    """
+    known = [run for run in runs if name in run]
+    if not known:
+        return None
+    steps = np.unique(np.concatenate([run["step"][~np.isnan(run[name])] for run in known]))
+
+    def table(column: str) -> Floats:
+        found = np.full((len(known), len(steps)), np.nan)
+        for row, run in zip(found, known, strict=True):
+            values = run.get(column, np.full(len(run["step"]), np.nan))
+            here = ~np.isnan(run[name]) & np.isfinite(values)
+            row[np.searchsorted(steps, run["step"][here])] = values[here]
+        return found
+
+    values, seconds = table(name), table("seconds")
+    ends = np.unique(np.linspace(0, len(steps), min(limit, len(steps)) + 1).astype(int))
+    starts, last = ends[:-1], ends[1:] - 1
+    low, high = np.fmin.reduce(values), np.fmax.reduce(values)
+    drawn = {
+        "step": steps[last],
+        "seconds": _mean(seconds)[last],
+        "mean": _mean(values)[last],
+        "low": np.fmin.reduceat(low, starts),
+        "high": np.fmax.reduceat(high, starts),
+    }
+    return {
+        key: [float(f"{each:.6g}") if math.isfinite(each) else None for each in each_of]
+        for key, each_of in drawn.items()
+    }
+
+
+def _mean(values: Floats) -> Floats:
+    known = np.isfinite(values)
+    with np.errstate(invalid="ignore"):
+        mean: Floats = np.where(known, values, 0.0).sum(axis=0) / np.where(known.any(axis=0), known.sum(axis=0), np.nan)
+    return mean

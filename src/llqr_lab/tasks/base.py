@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -11,14 +10,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from llqr_lab.data.batches import Batch, Batches
+from llqr_lab.models.zoo import build
 
 Metrics = dict[str, float]
 
 
-class Task(ABC):
+class Task:
     """`train` is what it learns from; everything random comes from its seed."""
 
+    model: dict[str, Any]
+    """The network's name and options."""
     train: Batches
+    tests: Iterable[Batch]
     score: str
     """The metric that results are compared by."""
     examples: int
@@ -28,17 +31,17 @@ class Task(ABC):
     weights: Callable[[Any], Tensor] | None = None
     """From the inputs of a refit to one weight a variable, for models with padding."""
 
-    @abstractmethod
     def network(self) -> nn.Module:
         """The untrained model."""
+        return build(**self.model)
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
         """The mean loss that is trained on."""
         return functional.cross_entropy(output, targets)
 
-    @abstractmethod
     def evaluate(self, model: nn.Module, device: torch.device) -> Metrics:
         """Scores on what wasn't trained on; the model is in eval mode."""
+        return scores(model, self.tests, device)
 
     def counts(self, output: Tensor, targets: Tensor) -> tuple[int, int]:
         """How many are right, of how many, in a batch of training."""

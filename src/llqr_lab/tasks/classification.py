@@ -1,4 +1,4 @@
-"""Classification of pictures: top-1 accuracy on the test set, after every epoch."""
+"""Classification: of pictures, by top-1 accuracy on the test set; and of the next character of a text, by its loss."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
-from llqr_lab.data.augment import Augmentation
-from llqr_lab.data.named import WHOLE, pictures
-from llqr_lab.data.pictures import imbalanced
-from llqr_lab.models.zoo import build
-from llqr_lab.tasks.base import Metrics, Task, scores
+from llqr_lab.data.catalogue import WHOLE, characters, pictures
+from llqr_lab.data.pictures import Augmentation, imbalanced
+from llqr_lab.tasks.base import Task
 
 
 class Classification(Task):
@@ -39,9 +36,7 @@ class Classification(Task):
         """`imbalance`: how many times rarer the last class is than the first, in training; the test set stays as it is."""
         wanted = {"cutout": cutout, "cutout_share": cutout_share, "reflect": reflect}
         if not augment and (cutout or cutout_share != 1 or reflect):
-            raise ValueError(
-                f"'data.augment' is false, and {', '.join(wanted)} are of the augmentation: leave them out"
-            )
+            raise ValueError(f"'data.augment' is false: leave out {', '.join(wanted)}, which are of the augmentation")
         if cutout_share != 1 and not cutout:
             raise ValueError("'data.cutout_share' has no effect where 'data.cutout' is 0: leave it out")
         data, augmentation, crop = pictures(name, folder, pixels, **options)
@@ -56,11 +51,22 @@ class Classification(Task):
         self.tests = data.testing(500, crop)
         self.label_smoothing = label_smoothing
 
-    def network(self) -> nn.Module:
-        return build(**self.model)
-
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
         return functional.cross_entropy(output, targets, label_smoothing=self.label_smoothing)
 
-    def evaluate(self, model: nn.Module, device: torch.device) -> Metrics:
-        return scores(model, self.tests, device)
+
+class Language(Task):
+    """A language model of characters: the loss of the next one, on the last tenth of a text."""
+
+    score = "test_loss"
+
+    def __init__(self, model: dict[str, Any], batch: int, seed: int, folder: Path | None, name: str) -> None:
+        text = characters(name, folder)
+        self.model = {"words": len(text.vocabulary), **model}
+        context = int(self.model.get("length", 256))
+        self.examples = len(text.train)
+        self.train = text.training(batch, context, seed)
+        self.tests = text.testing(64, context)
+
+    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(output.flatten(0, 1), targets.flatten())

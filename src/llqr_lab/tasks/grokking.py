@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from llqr_lab.data.modular import modular_arithmetic, vocabulary
-from llqr_lab.data.rows import TensorBatches, tensor_batches_in_order
+from llqr_lab.data.batches import TensorBatches, tensor_batches_in_order
+from llqr_lab.data.sequences import modular_arithmetic, vocabulary
 from llqr_lab.models.zoo import build
 from llqr_lab.tasks.base import Metrics, Task, scores
 

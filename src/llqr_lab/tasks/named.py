@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from llqr.errors import LLQRError
-from llqr_lab.experiments.config import Config, ConfigError
-from llqr_lab.suggest import suggestion
+from llqr_lab.errors import ConfigError, check_names, suggestion
+from llqr_lab.experiments.config import Config
 from llqr_lab.tasks.base import Task
-from llqr_lab.tasks.classification import Classification
+from llqr_lab.tasks.classification import Classification, Language
 from llqr_lab.tasks.grokking import Grokking
-from llqr_lab.tasks.language import Language
 from llqr_lab.tasks.translation import Translating
 
 TASKS: dict[str, Callable[..., Task]] = {
@@ -26,8 +25,7 @@ TASKS: dict[str, Callable[..., Task]] = {
 
 def task_of(config: Config, folder: Path | None) -> Task:
     """With its data read and checked; the settings of `data` are the arguments of the task."""
-    if config.task not in TASKS:
-        raise ConfigError(f"there is no task '{config.task}'{suggestion(config.task, TASKS)}")
+    check_names([config.task], TASKS, "task")
     kind = TASKS[config.task]
     own: dict[str, Any] = {"model": config.model, "batch": config.batch, "seed": config.seed, **config.data}
     known = inspect.signature(kind).parameters

@@ -1,0 +1,199 @@
+"""The race as tables (docs/benchmarks.md; `llqr bench race --page` writes them) and as a picture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import LogLocator
+
+from llqr_lab.figures.style import BLUE, GREEN, GREY, ORANGE, PINK, drawing
+from llqr_lab.results import markdown_table
+
+COMMAND = "llqr bench race --page"
+Row = dict[str, Any]
+SCORES = {
+    "test_accuracy": "test accuracy",
+    "test_loss": "test loss",
+    "valid_loss": "validation loss",
+    "steps_to_target": "steps to 95%",
+}
+THE_END = "the end"
+"""The target of tasks that say themselves when they are over."""
+
+
+def body(rows: Sequence[Row], untuned: Sequence[Row]) -> str:
+    parts = []
+    if untuned:
+        parts += ["### Nothing of LLQR tuned: at its base's best rate\n", markdown_table(untuned_lines(untuned))]
+    for task in dict.fromkeys(row["task"] for row in rows):
+        own = [row for row in rows if row["task"] == task]
+        parts += [f"### {task}, everybody tuned alike\n", markdown_table(everybody(own))]
+    still = [f"{row['optimizer']} on {row['task']} ({', '.join(row['unmoved'])})" for row in rows if row["unmoved"]]
+    moved = f"Parameters that never moved: {'; '.join(still)}." if still else "Every optimizer moved every parameter."
+    about = "With the first seed. A dash is a run of modular addition that didn't get there."
+    parts += [f"{moved}\n", "### The rates that were tried\n", f"{about}\n", markdown_table(tried(rows))]
+    return "\n".join(parts)
+
+
+def untuned_lines(rows: Sequence[Row]) -> list[list[str]]:
+    """A line for each task and base, both at the base's best rate."""
+    header = ["task", "base", "rate", "base: steps", "LLQR: steps", "steps (least, most)", "time (least, most)"]
+    header += ["base: training loss", "LLQR: training loss"]
+    lines = []
+    for row in rows:
+        sides = [row["alone"], row["llqr"]]
+        steps = [", ".join(shown(each, "{:.0f}") for each in side["steps"]) or "–" for side in sides]
+        ratios = [ratio(row, what) for what in ("steps", "seconds")]
+        lines.append([row["task"], row["base"], f"{row['lr']:g}", *steps, *ratios, *map(_spread, sides)])
+    return [header, *lines]
+
+
+def ratio(row: Row, what: str) -> str:
+    """LLQR's steps or seconds by its base's: the median of the seeds, its extremes, and how many seeds count if not all."""
+    ratios = [math.inf if each is None else each for each in row[f"{what}_ratios"]]
+    if not ratios:
+        return "–"
+    middle, least, most = (
+        "never" if each == math.inf else f"×{each:.2f}" for each in (median(ratios), min(ratios), max(ratios))
+    )
+    some = "" if len(ratios) == row["seeds"] else f"; {len(ratios)} of {row['seeds']} seeds"
+    return f"{middle} ({least}, {most}{some})"
+
+
+def everybody(rows: Sequence[Row]) -> list[list[str]]:
+    """Of one task, a line an optimizer."""
+    labels = list(rows[0]["targets"])
+    goals = [rows[0]["targets"][label]["loss"] for label in labels]
+    score = next((row["score_name"] for row in rows if row["score_name"]), "")
+    names = [label if goal is None else f"{label}'s {goal:.4g}" for label, goal in zip(labels, goals, strict=True)]
+    header = [
+        "optimizer",
+        "rate",
+        "training loss (least, most)",
+        SCORES.get(score, score),
+        *(f"to {name}: steps, seconds" for name in names),
+    ]
+    header += ["ms a step", "MB"]
+    lines = []
+    for row in rows:
+        times = [reached(row["targets"][label], row["seeds"]) for label in labels]
+        ends = [shown(row["lr"], "{:g}"), _spread(row), shown(row["score"], "{:.4g}")]
+        rest = [shown(_times(row["step_seconds"], 1e3), "{:.1f}"), shown(_times(row["peak_bytes"], 1e-6), "{:.0f}")]
+        lines.append([row["optimizer"], *ends, *times, *rest])
+    return [header, *lines]
+
+
+def _spread(row: Row) -> str:
+    """The training loss at the end: the median of the seeds, and its extremes."""
+    middle = shown(row["train_loss"], "{:.4f}")
+    known = [loss for loss in row["train_losses"] if loss is not None]
+    return f"{middle} ({min(known):.4g}, {max(known):.4g})" if known else middle
+
+
+def tried(rows: Sequence[Row]) -> list[list[str]]:
+    """How each run of the grids ended."""
+    lines = []
+    for row in rows:
+        ends = [
+            f"{rate}: {'diverged' if rate in row['diverged'] else '–' if end is None else f'{end:.4g}'}"
+            for rate, end in sorted(row["tried"].items(), key=lambda each: float(each[0]))
+        ]
+        lines.append([row["task"], row["optimizer"], "; ".join(ends)])
+    return [["task", "optimizer", "rate: training loss at the end (modular addition: steps)"], *lines]
+
+
+def reached(target: Row, seeds: int) -> str:
+    if target["steps"] is None:
+        return f"– ({target['reached']} of {seeds} seeds)"
+    return f"{target['steps']:.0f}, {target['seconds']:.1f}"
+
+
+def _times(number: float | None, factor: float) -> float | None:
+    return None if number is None else factor * number
+
+
+def shown(number: float | None, form: str) -> str:
+    return "–" if number is None else form.format(number)
+
+
+# the picture
+
+LINES = {
+    "SGDM": (ORANGE, "--"),
+    "AdamW": (GREEN, "--"),
+    "Muon": (PINK, "--"),
+    "SOAP": (GREY, "-."),
+    "Shampoo": (GREY, ":"),
+    "SINGD": (GREY, (0, (1, 3))),
+    "LLQR on SGDM": (ORANGE, "-"),
+    "LLQR on AdamW": (GREEN, "-"),
+    "LLQR on Muon": (PINK, "-"),
+}
+"""LLQR has the colour of its base, unbroken."""
+PLAIN = ("SGDM", "AdamW")
+"""Twice the time of these is shown: the slowest would take most of the picture."""
+COLUMNS = 3
+
+
+def draw(rows: list[Row], untuned: list[Row], path: Path) -> None:
+    # the bases alone of a task are beside LLQR at their rates too
+    shown = {row["task"] for row in rows if row["optimizer"] not in PLAIN}
+    rows = [row for row in rows if row["task"] in shown or row["task"] not in {each["task"] for each in untuned}]
+    tuned, same = (list(dict.fromkeys(row["task"] for row in each)) for each in (rows, untuned))
+    columns = max(1, min(COLUMNS, max(len(tuned), len(same))))
+    heights = [math.ceil(len(tasks) / columns) for tasks in (tuned, same)]
+    with drawing(path, 4.5 * columns, 3.6 * max(1, sum(heights)) + 0.6) as figure:
+        grid = list(figure.subplots(max(1, sum(heights)), columns, squeeze=False).flat)
+        for axes, task in zip(grid, tuned, strict=False):
+            _by_seconds(axes, task, [row for row in rows if row["task"] == task])
+        for axes, task in zip(grid[heights[0] * columns :], same, strict=False):
+            _by_steps(axes, task, [row for row in untuned if row["task"] == task])
+        for axes in grid:
+            axes.set_visible(axes.has_data())
+        drawn = {
+            label: handle for axes in grid for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
+        labels = [name for name in LINES if name in drawn]
+        if labels:
+            figure.legend(
+                [drawn[label] for label in labels], labels, loc="outside lower center", ncols=min(5, 2 * columns)
+            )
+
+
+def _by_seconds(axes: Axes, task: str, rows: list[Row]) -> None:
+    for row in rows:
+        if row["curve"] and row["step_seconds"]:
+            seconds = [step * row["step_seconds"] for step in row["curve"]["step"]]
+            _line(axes, row["optimizer"], seconds, row["curve"])
+    _labelled(axes, f"{task}, tuned alike", "seconds of training")
+    plain = [(row["step_seconds"] or 0.0) * (row["steps"] or 0.0) for row in rows if row["optimizer"] in PLAIN]
+    if max(plain, default=0.0) > 0:
+        axes.set_xlim(0, 2 * max(plain))
+
+
+def _by_steps(axes: Axes, task: str, rows: list[Row]) -> None:
+    for row in rows:
+        for name, side in ((row["base"], row["alone"]), (f"LLQR on {row['base']}", row["llqr"])):
+            if side["curve"]:
+                _line(axes, name, side["curve"]["step"], side["curve"])
+    _labelled(axes, f"{task}, LLQR at its base's rate", "steps")
+
+
+def _line(axes: Axes, name: str, at: list[float], curve: dict[str, list[Any]]) -> None:
+    colour, style = LINES.get(name, (BLUE, "-"))
+    axes.plot(at, curve["train_loss"], color=colour, linestyle=style, label=name)
+
+
+def _labelled(axes: Axes, title: str, below: str) -> None:
+    axes.set_title(title)
+    axes.set_yscale("log")
+    axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+    for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        ticks("{x:g}")
+    axes.set_xlabel(below)
+    axes.set_ylabel("training loss")

@@ -1,1 +1,0 @@
-"""`llqr compare`: what optimizers would do at several moments of a training, held against the exact step."""

@@ -1,0 +1,152 @@
+"""Files of data sets: where they are, reading them without trust, and where to keep what is made from them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tarfile
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from hashlib import blake2b, sha256
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llqr_lab.errors import DataError, MissingDataError
+
+VARIABLE = "LLQR_DATA"
+T = TypeVar("T")
+
+
+def data_folder(folder: Path | None) -> Path | None:
+    """The folder given, or else the one that LLQR_DATA names, or else none."""
+    return folder or (Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None)
+
+
+def data_path(folder: Path | None, name: str, source: str) -> Path:
+    """The file or folder of this name in the data folder."""
+    chosen = data_folder(folder)
+    if chosen is None:
+        where = f"say where the data is, by --data FOLDER or {VARIABLE}; wanted there"
+        raise MissingDataError(f"{where}: {name}, from {source}")
+    if not (chosen / name).exists():
+        raise MissingDataError(f"there is no {name} in '{chosen}': put it there, from {source}")
+    return chosen / name
+
+
+@contextmanager
+def reading(path: Path, source: str, *errors: type[Exception]) -> Iterator[None]:
+    """Errors of a reader, as one that names the file and says where to get it again."""
+    caught: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error, *errors)
+    try:
+        yield
+    except caught as error:
+        told = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise DataError(f"'{path}' can't be read ({told}): get it again from {source}") from error
+
+
+def tar_members(path: Path, names: Collection[str], source: str) -> dict[str, bytes]:
+    """The contents of these members, which have to be regular files; others aren't looked at."""
+    found: dict[str, bytes] = {}
+    with reading(path, source, tarfile.TarError), tarfile.open(path) as archive:
+        for member in archive:
+            if member.name in names:
+                file = archive.extractfile(member) if member.isreg() else None
+                if file is None:
+                    raise DataError(f"{member.name!r} in '{path}' isn't a regular file: get it again from {source}")
+                found[member.name] = file.read()
+    missing = sorted(set(names) - found.keys())
+    if missing:
+        raise DataError(f"'{path}' holds no {', '.join(missing)}: get it again from {source}")
+    return found
+
+
+def unpacked(path: Path, source: str) -> Path:
+    """The cache folder with an archive's files, unpacked there unless they are already.
+
+    Python's data filter lets nothing out of that folder. Its name has the archive's hash in it, so another archive of the same
+    name gets another folder. It appears all at once: a run that is stopped midway leaves no half of it.
+    """
+    with reading(path, source):
+        target = cache_folder() / f"{path.stem}-{sha256(path.read_bytes()).hexdigest()[:16]}"
+    if target.is_dir():
+        return target
+    with reading(cache_folder(), "nowhere: it must be a folder that can be written; LLQR_CACHE names another"):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix=f".{path.stem}-", dir=target.parent))
+    try:
+        with reading(path, source, tarfile.TarError), tarfile.open(path, "r:") as archive:
+            members = archive.getmembers()
+            if not members or any(not (member.isreg() or member.isdir()) for member in members):
+                raise DataError(f"'{path}' is empty, or holds more than files and folders: get it again from {source}")
+            archive.extractall(made, filter="data")
+        with suppress(OSError):  # where another process was first, its folder has the same files
+            made.rename(target)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    return target
+
+
+KEYS = ("x_train", "y_train", "x_test", "y_test")
+
+
+def read_npz(path: Path, side: int, source: str) -> list[tuple[Tensor, Tensor]]:
+    """Training and test pictures (uint8 NCHW) with labels, of an .npz with bytes NHWC."""
+    with (
+        reading(path, source, zipfile.BadZipFile, ValueError),
+        path.open("rb") as content,
+        np.load(content, allow_pickle=False) as file,
+    ):
+        missing = [key for key in KEYS if key not in file.files]
+        if missing:
+            raise DataError(f"'{path}' has no {', '.join(missing)}: get it again from {source}")
+        arrays = {key: file[key] for key in KEYS}
+    for key, array in arrays.items():
+        if key.startswith("x") and (array.shape[1:] != (side, side, 3) or array.dtype != np.uint8):
+            shape = f"{array.dtype} of {array.shape}, not bytes of (pictures, {side}, {side}, 3)"
+            raise DataError(f"{key} in '{path}' is {shape}: get it again from {source}")
+        if key.startswith("y") and array.dtype.kind not in "iu":
+            raise DataError(f"labels in '{path}' are {array.dtype}, not integers: get it again from {source}")
+    return [
+        (
+            torch.from_numpy(arrays[f"x_{part}"]).permute(0, 3, 1, 2),
+            torch.from_numpy(arrays[f"y_{part}"].astype(np.int64)),
+        )
+        for part in ("train", "test")
+    ]
+
+
+def cache_folder() -> Path:
+    """For what takes a while to make: LLQR_CACHE, or else ~/.cache/llqr. A data folder may be read-only."""
+    given = os.environ.get("LLQR_CACHE")
+    return Path(given) if given else Path.home() / ".cache" / "llqr"
+
+
+def cached(kind: str, made_from: Any, make: Callable[[], T], fits: Callable[[Any], bool]) -> T:
+    """What `make` gives, as JSON in the cache folder under a hash of all that it is made from.
+
+    A file that isn't whole, or whose content doesn't fit, is made again and replaced. A folder that can't be written to
+    costs the time of making it, and nothing else.
+    """
+    digest = blake2b(json.dumps(made_from, sort_keys=True).encode(), digest_size=16).hexdigest()
+    path = cache_folder() / f"{kind}-{digest}.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if fits(found):
+            return found  # type: ignore[no-any-return]
+    except (OSError, ValueError):
+        pass
+    made = make()
+    with suppress(OSError):  # under a name of its own first: two processes may write at once
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", encoding="utf-8", delete=False) as file:
+            file.write(json.dumps(made, ensure_ascii=False))
+        os.replace(file.name, path)
+    return made

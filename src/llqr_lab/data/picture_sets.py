@@ -1,0 +1,270 @@
+"""Data sets of pictures: scikit-learn's digits, Fashion-MNIST, CIFAR and what stands in for it, ImageNet and a sample of it."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn.functional import avg_pool2d
+
+from llqr.errors import LLQRError, unknown
+from llqr_lab.data.batches import Split
+from llqr_lab.data.files import data_folder, data_path, read_npz, reading, tar_members, unpacked
+from llqr_lab.data.pictures import Normalisation, Pictures, pictures_in_memory
+from llqr_lab.errors import DataError
+
+INPUTS, CLASSES = 16, 10
+"""Of `small_digits`."""
+
+
+def _digits(seed: int) -> tuple[Tensor, Tensor]:
+    """The 1,797 digits of scikit-learn as 1 × 8 × 8 pictures in float64, in random order."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
+    return torch.as_tensor(images).reshape(-1, 1, 8, 8)[order], torch.as_tensor(labels)[order].long()
+
+
+def small_digits(train: int, seed: int) -> Split:
+    """`train` random digits to learn from and the rest to test on, averaged to 4 × 4 pixels, in float64.
+
+    Centred and scaled by what the training digits show.
+    """
+    images, targets = _digits(seed)
+    inputs = avg_pool2d(images, 2).flatten(1)
+    inputs = (inputs - inputs[:train].mean(0)) / inputs[:train].std()
+    return Split(inputs[:train], targets[:train], inputs[train:], targets[train:])
+
+
+def digits(train: int = 1400) -> Split:
+    """The digits in float32, the first `train` of an order that is always the same to learn from; all pixels scaled alike."""
+    images, targets = _digits(0)
+    inputs = images.float()
+    inputs = (inputs - inputs[:train].mean()) / inputs[:train].std()
+    return Split(inputs[:train], targets[:train], inputs[train:], targets[train:])
+
+
+# Fashion-MNIST
+
+FASHION_SOURCE = "https://github.com/zalandoresearch/fashion-mnist/tree/master/data/fashion"
+FASHION_FILES = tuple(
+    f"fashion_mnist/{part}-{kind}-ubyte.gz" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")
+)
+
+
+def fashion(folder: Path | None = None) -> Pictures:
+    """Fashion-MNIST from its four original files: 60,000 + 10,000 grey pictures of clothes, 28 × 28, ten classes."""
+    paths = [data_path(folder, name, FASHION_SOURCE) for name in FASHION_FILES]
+    contents = [read_idx(path) for path in paths]
+    for images, labels, path in zip(contents[::2], contents[1::2], paths[::2], strict=True):
+        if images.dim() != 3 or labels.dim() != 1 or len(images) != len(labels):
+            shapes = f"sides {tuple(images.shape)} and {tuple(labels.shape)}"
+            raise DataError(
+                f"'{path}' and its labels don't belong together, with {shapes}: get both from {FASHION_SOURCE}"
+            )
+    train, test = ((images.unsqueeze(1), labels) for images, labels in zip(contents[::2], contents[1::2], strict=True))
+    return pictures_in_memory("Fashion-MNIST", train, test, 10)
+
+
+def read_idx(path: Path) -> Tensor:
+    """A gzipped IDX file of bytes: two zeros, the type (8: unsigned byte), the number of sides, the sides, the numbers."""
+    with reading(path, FASHION_SOURCE), gzip.open(path) as file:
+        content = file.read()
+    count = content[3] if len(content) > 3 else 0
+    sides = [int.from_bytes(content[4 + 4 * i : 8 + 4 * i], "big") for i in range(count)]
+    header = 4 + 4 * len(sides)
+    if content[:3] != b"\0\0\x08" or not math.prod(sides) or len(content) != header + math.prod(sides):
+        raise DataError(f"'{path}' isn't an IDX file of bytes: get it again from {FASHION_SOURCE}")
+    return torch.frombuffer(bytearray(content[header:]), dtype=torch.uint8).reshape(sides)
+
+
+# CIFAR, and a hundred classes of Tiny ImageNet that stand in for CIFAR-100
+
+SIDE = 32
+
+
+@dataclass(frozen=True)
+class Cifar:
+    """One of the two data sets: what is in the original "binary version". The "python version" is a pickle and never read."""
+
+    name: str
+    classes: int
+    folder: str
+    """In the archive."""
+    train: tuple[str, ...]
+    test: str
+    labels: int
+    """Bytes before each picture; the last of them is its class."""
+
+    @property
+    def archive(self) -> str:
+        return f"{self.name.replace('cifar', 'cifar-')}-binary.tar.gz"
+
+    @property
+    def source(self) -> str:
+        return f"https://www.cs.toronto.edu/~kriz/{self.archive}"
+
+    def rows(self, where: str, content: bytes) -> tuple[Tensor, Tensor]:
+        """Pictures and classes. Each row is the labels and then 3 × 32 × 32 bytes."""
+        row = self.labels + 3 * SIDE**2
+        if not content or len(content) % row:
+            size = f"{len(content):,} bytes, not some rows of {row:,}"
+            raise DataError(f"{where} has {size}: get it again from {self.source}")
+        table = torch.frombuffer(bytearray(content), dtype=torch.uint8).reshape(-1, row)
+        return table[:, self.labels :].reshape(-1, 3, SIDE, SIDE), table[:, self.labels - 1].long()
+
+
+BATCHES = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
+CIFARS = {
+    "cifar10": Cifar("cifar10", 10, "cifar-10-batches-bin", BATCHES, "test_batch.bin", 1),
+    "cifar100": Cifar("cifar100", 100, "cifar-100-binary", ("train.bin",), "test.bin", 2),
+}
+
+
+def cifar(name: str, folder: Path | None = None) -> Pictures:
+    """CIFAR-10, or CIFAR-100 with its fine labels, from cifar10.npz or the original archive in the data folder."""
+    if name not in CIFARS:
+        raise unknown("data set", name, CIFARS)
+    kind, chosen = CIFARS[name], data_folder(folder)
+    if chosen is not None and (chosen / f"{name}.npz").is_file():
+        return _pictures_of_npz(chosen / f"{name}.npz", kind.classes, kind.source)
+    path = data_path(folder, kind.archive, f"{kind.source} (or put an {name}.npz there)")
+    members = tar_members(path, [f"{kind.folder}/{file}" for file in (*kind.train, kind.test)], kind.source)
+    parts = [kind.rows(f"{file} in '{path}'", content) for file, content in members.items()]
+    by_name = dict(zip(members, parts, strict=True))
+    training = [by_name[f"{kind.folder}/{file}"] for file in kind.train]
+    images, labels = (torch.cat([part[i] for part in training]) for i in (0, 1))
+    return pictures_in_memory(f"'{path}'", (images, labels), by_name[f"{kind.folder}/{kind.test}"], kind.classes)
+
+
+TINY_IMAGENET = "tiny_imagenet32_100c.npz"
+TINY_SOURCE = "a subset of Tiny ImageNet at 32 × 32: github.com/DhanashriPalodkar/imageet32x32, made into this .npz"
+
+
+def tiny_imagenet32(folder: Path | None = None) -> Pictures:
+    """A hundred classes of Tiny ImageNet at 32 × 32. It has the shape of CIFAR-100 and is not CIFAR-100."""
+    return _pictures_of_npz(data_path(folder, TINY_IMAGENET, TINY_SOURCE), 100, TINY_SOURCE)
+
+
+def _pictures_of_npz(path: Path, classes: int, source: str) -> Pictures:
+    train, test = read_npz(path, SIDE, source)
+    return pictures_in_memory(f"'{path}'", train, test, classes)
+
+
+# folders of class folders of pictures, as ImageNet comes: train/<class>/*.JPEG and val/<class>/*.JPEG
+
+IMAGENET_SOURCE = "https://image-net.org/download (ILSVRC 2012, after signing up), as train/<class>/ and val/<class>/"
+IMAGENETTE = "imagenette_sample.tar"
+IMAGENETTE_SOURCE = "a sample of github.com/thunderInfy/imagenette, as imagenette_sample/{train,val}/<class>/*.JPEG"
+IMAGENET_NORMALISATION = Normalisation((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+ENDINGS = (".jpeg", ".jpg", ".png", ".webp", ".bmp")
+FITS = ("shorter", "stretch")
+
+
+@dataclass(frozen=True)
+class FilePictures:
+    """Pictures in files, each decoded and made a square of the same side when it is asked for."""
+
+    root: Path
+    names: tuple[str, ...]
+    """Paths below the root; a million of them, and strings are smaller than paths."""
+    labels: Tensor
+    side: int
+    fit: str
+
+    def take(self, rows: Tensor) -> Tensor:
+        return torch.stack([square_picture(self.root / self.names[row], self.side, self.fit) for row in rows.tolist()])
+
+
+def imagenet(folder: Path | None = None, side: int = 256, fit: str = "shorter") -> Pictures:
+    """ImageNet from `imagenet/` in the data folder."""
+    return image_folder(data_path(folder, "imagenet", IMAGENET_SOURCE), side, fit)
+
+
+def imagenette(folder: Path | None = None, side: int = 256, fit: str = "shorter") -> Pictures:
+    """Ten classes of ImageNet from `imagenette_sample.tar` in the data folder, unpacked into the cache folder."""
+    root = unpacked(data_path(folder, IMAGENETTE, IMAGENETTE_SOURCE), IMAGENETTE_SOURCE)
+    return image_folder(root / Path(IMAGENETTE).stem, side, fit)
+
+
+def image_folder(root: Path, side: int = 256, fit: str = "shorter") -> Pictures:
+    """Pictures of side × side bytes, RGB, normalised by ImageNet's constants; classes are numbered by their sorted names.
+
+    `fit="shorter"` scales the shorter side to `side` and takes the middle of the longer one; `"stretch"` scales both.
+    """
+    if fit not in FITS:
+        raise unknown("fit", fit, FITS)
+    if side < 1:
+        raise LLQRError(f"pictures have a side of at least 1 pixel, not {side}")
+    parts = {part: _class_folders(root / part) for part in ("train", "val")}
+    alone = sorted(set(parts["train"]) ^ set(parts["val"]))
+    if alone:
+        listed = f"{', '.join(alone[:5])}{', …' if len(alone) > 5 else ''}"
+        raise DataError(
+            f"'{root}': the classes of train and val differ, by {listed}; both need a folder for each class"
+        )
+    train, val = (_listed(root / part, classes, side, fit) for part, classes in parts.items())
+    return Pictures(train, val, len(parts["train"]), IMAGENET_NORMALISATION)
+
+
+def _class_folders(part: Path) -> tuple[str, ...]:
+    if not part.is_dir():
+        raise DataError(f"there is no folder '{part}': pictures are looked for in train/<class>/ and val/<class>/")
+    with os.scandir(part) as entries:
+        names = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+    if not names:
+        raise DataError(f"there is no class folder in '{part}'")
+    return tuple(names)
+
+
+def _listed(part: Path, classes: tuple[str, ...], side: int, fit: str) -> FilePictures:
+    names: list[str] = []
+    labels: list[int] = []
+    for label, name in enumerate(classes):
+        # sorted, because the order that a folder lists its files in differs from one machine to the next
+        listed = sorted(os.listdir(part / name))
+        files = [file for file in listed if file.lower().endswith(ENDINGS) and not file.startswith(".")]
+        if not files:
+            raise DataError(f"there is no picture in '{part / name}' ({', '.join(ENDINGS)}): fill it or remove it")
+        names += [f"{name}/{file}" for file in files]
+        labels += [label] * len(files)
+    return FilePictures(part, tuple(names), torch.tensor(labels), side, fit)
+
+
+def square_picture(path: Path, side: int, fit: str) -> Tensor:
+    """One picture as 3 × side × side bytes, grey ones with three equal channels."""
+    try:
+        with Image.open(path) as file:
+            picture = file.convert("RGB")
+    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+        raise DataError(f"'{path}' isn't a picture that can be read ({error}): replace it or remove it") from error
+    width, height = picture.size
+    cut = min(width, height)
+    left, top = (width - cut) / 2, (height - cut) / 2
+    box = (left, top, left + cut, top + cut) if fit == "shorter" else (0, 0, width, height)
+    if picture.size != (side, side):
+        picture = picture.resize((side, side), Image.Resampling.BILINEAR, box=box)
+    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
+
+
+def random_pictures(
+    classes: int = 10, pixels: int = 16, train: int = 128, test: int = 64, channels: int = 3
+) -> Pictures:
+    """Made up, so that every experiment can be tried with nothing at hand: each class is a pattern of its own, with noise."""
+    generator = torch.Generator().manual_seed(0)
+    patterns = torch.randint(256, (classes, channels, pixels, pixels), generator=generator).float()
+
+    def part(count: int) -> tuple[Tensor, Tensor]:
+        labels = torch.randint(classes, (count,), generator=generator)
+        noise = 64 * torch.randn(count, channels, pixels, pixels, generator=generator)
+        return (patterns[labels] + noise).clamp(0, 255).byte(), labels
+
+    return pictures_in_memory("generated pictures", part(train), part(test), classes)

@@ -1,1 +1,0 @@
-"""The Rosenbrock function, where every approximate step can be held against the exact one."""
