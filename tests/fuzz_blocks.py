@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from test_hidden_derivatives import Cut, Honest, Kept, Ramp, Rounded, Tripled
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import parametrizations, weight_norm
@@ -23,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from formulas import FORMULAS as WRITTEN
 from formulas import Layer, written
 from test_curvature import Silent, Square
+from test_handwritten_formulas import Cut, Honest, Kept, Ramp, Rounded, Tripled
 
 Shape = tuple[int, ...]
 Made = tuple[nn.Module, Shape]

@@ -147,7 +147,7 @@ def test_models_whose_graph_hides_something(kind: type[nn.Module]) -> None:
     model = kind()
     found = plan(model, torch.randn(5, 2, 3), repeats=1)
     assert all(how.startswith("along U m") for name, how in found.parameters.items() if "weight" in name)
-    assert found.refit > 1
+    assert found.refit > 0
     assert not any(p.grad is not None for p in model.parameters())
 
 
