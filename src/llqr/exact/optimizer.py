@@ -38,6 +38,8 @@ REFUSALS = 40
 """Steps that may be refused in a row, each with a larger damping than the one before."""
 GROWTH = 2.0
 """What the damping is multiplied by after the first refusal; after the second by twice as much, and so on."""
+AHEAD, MOST_BENT = 0.1, 0.75
+"""Where along a step its bend is looked for; and the most that the bend may be of the step."""
 COUNTS = ("steps", "refused", "stalled")
 
 
@@ -149,8 +151,9 @@ class Exact(torch.optim.Optimizer):
             while squared and refused < REFUSALS:
                 step, promised = self._solve(system, carried, mu)
                 if promised > 4 * torch.finfo(gradient.dtype).eps * abs(live.loss):
-                    self._set({name: start[name] + change for name, change in system.point.named(step).items()})
-                    ratio = (live.loss - live.again()) / promised
+                    step = step + self._bend(live, system, start, step, mu)
+                    self._move(system.point, start, step)
+                    ratio = (live.loss - live.again()[0]) / promised
                     if ratio > 0:
                         taken = True
                         break
@@ -166,7 +169,7 @@ class Exact(torch.optim.Optimizer):
             if not taken:
                 self._set(start)
         if taken:
-            group["mu"] = mu * (1 / 3 if ratio > 0.25 else 2.0)
+            group["mu"] = mu * max(1 / 3, 1 - (2 * ratio - 1) ** 3)  # Nielsen's rule
             for name, change in system.point.named(step).items():
                 self.state[self._named[name]]["step"] = change.clone()
         elif not refused:
@@ -187,10 +190,29 @@ class Exact(torch.optim.Optimizer):
     def _solve(self, system: System, carried: Tensor, mu: float) -> tuple[Tensor, float]:
         """The step, and how far the quadratic model says that it lowers the loss; NaN where it has no minimum."""
         try:
-            step = system.solve(carried, mu)
+            step = system.solve(system.point.slope, carried, mu)
         except DegenerateProblemError:
             return carried, math.nan
         return step, -float(system.point.gradient_vector @ step + 0.5 * step @ system.product(step))
+
+    def _bend(self, live: _Live, system: System, start: Parameters, step: Tensor, mu: float) -> Tensor:
+        """How the path to the minimum bends: ½ (H + μ)⁻¹ Jᵀ W x'', with x'' the second derivative of the output along the step
+        (geodesic acceleration), found by running the closure a little way along it. None where it isn't small beside the step,
+        or H isn't JᵀWJ."""
+        point = system.point
+        none = torch.zeros_like(step)
+        if not point.flat_terms or len(point.values) > 1:
+            return none
+        self._move(point, start, AHEAD * step)
+        change = live.again()[1].reshape(-1) - point.values[0].reshape(-1)
+        second = 2 / AHEAD * (change / AHEAD - point.push(step))
+        if not second.isfinite().all():
+            return none
+        bend = 0.5 * system.solve(point.weigh(second), none, mu)
+        return bend if 2 * bend.norm() <= MOST_BENT * step.norm() else none
+
+    def _move(self, point: Point, start: Parameters, step: Tensor) -> None:
+        self._set({name: start[name] + change for name, change in point.named(step).items()})
 
     def _set(self, values: Parameters) -> None:
         for name, value in values.items():
@@ -268,7 +290,8 @@ class Exact(torch.optim.Optimizer):
     def _point(self, live: _Live) -> Point:
         """g and H at the present parameters."""
         terms = list(self._divergence.terms())
-        parameters = sites.trainable(self._model, list(self._named))
+        held = sites.trainable(self._model, list(self._named))
+        parameters = {name: p.clone() for name, p in held.items()}  # products go on while steps are tried
         places = sites.places_of(self._model, terms)
         recorder = Recorder(self._model, list(places.values()), call=live.output, streams=live.streams)
         problem = Problem(recorder, parameters, live.loss_fn, terms, places)
@@ -332,12 +355,13 @@ class _Live:
         alone = len(calls) == 1 and not calls[0][2] and calls[0][3] is self._seen
         self.inputs: Inputs | None = calls[0][1] if alone else None
 
-    def again(self) -> float:
-        """The loss at other parameters, with the same random numbers; buffers stay as they are."""
+    def again(self) -> tuple[float, Tensor]:
+        """The loss and the output at other parameters, with the same random numbers; buffers stay as they are."""
         buffers = {buffer: buffer.clone() for buffer in self._model.buffers()}
         try:
             with torch.enable_grad(), self.streams.again():
-                return self._value(self.output())
+                output = self.output().detach()
+                return self._value(output), output
         finally:
             for buffer, value in buffers.items():
                 buffer.copy_(value)

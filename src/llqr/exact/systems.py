@@ -1,19 +1,20 @@
-"""Ways to one damped step: the minimiser of g·δ + ½ δ·Hδ + ½ μ‖δ - c‖², with c what is carried over from the step before.
+"""Ways to one damped step: the minimiser of s·Jδ + ½ δ·Hδ + ½ μ‖δ - c‖², s a slope at the output, c what μ pulls to.
 
 With H = JᵀWJ + d and m = μ + d, the same δ comes from whichever system is smallest:
 
-    dual      δ = c' - Jᵀ (W J Jᵀ + m)⁻¹ (s + W J c')    one row for each number of the output, s the loss's slope there
-    primal    δ = c' - (JᵀWJ + m)⁻¹ (g + JᵀWJ c')        one row for each parameter; also for H that isn't JᵀWJ
+    dual      δ = c' - Jᵀ (W J Jᵀ + m)⁻¹ (s + W J c'), c' = (μ/m) c    a row for each number of the output
+    primal    δ = c - (H + μ)⁻¹ (Jᵀs + H c)                            a row for each parameter; also where H isn't JᵀWJ + d
     cg        the same by conjugate gradients, with products alone
     riccati   the same along the stages of an nn.Sequential
 
-where c' = (μ/m) c. A point is prepared once; another damping costs a factorisation.
+A point is prepared once. Another damping costs a factorisation, and another slope at the same damping a solution.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,6 +96,21 @@ class Point(Part):
             [each.reshape(-1) for each in self._push(self._linear, [named[name] for name in self._shapes])]
         )
 
+    def pull_slope(self, slope: Tensor) -> Tensor:
+        """Jᵀs, of a slope at the output."""
+        if slope is self.slope:
+            return self.gradient_vector
+        assert self._linear is not None
+        return torch.cat([each.reshape(-1) for each in self._linear.pull(self._shaped(slope))])
+
+    def weigh(self, vector: Tensor) -> Tensor:
+        """W v."""
+        return torch.cat([each.reshape(-1) for each in self._curve(self._record(), self._shaped(vector))])
+
+    def _shaped(self, vector: Tensor) -> list[Tensor]:
+        parts = torch.split(vector, [value.numel() for value in self.values])
+        return [part.reshape(value.shape) for part, value in zip(parts, self.values, strict=True)]
+
     def rows(self) -> Rows:
         groups, start = [], 0
         for examples, columns in [*self._groups, *(_shape(value, self._piece.count) for value in self.values[1:])]:
@@ -146,14 +162,24 @@ class System(ABC):
 
     def __init__(self, point: Point) -> None:
         self.point = point
+        self._kept: tuple[float, Any] | None = None
 
     def product(self, step: Tensor) -> Tensor:
         """H δ."""
         return self.point.product(step)
 
     @abstractmethod
-    def solve(self, carried: Tensor, damping: float) -> Tensor:
+    def solve(self, slope: Tensor, carried: Tensor, damping: float) -> Tensor:
         """The step; a DegenerateProblemError where H + μ isn't positive definite."""
+
+    def factorised(self, damping: float) -> Any:
+        """What `_factorise` makes of a damping, kept for the next slope."""
+        if self._kept is None or self._kept[0] != damping:
+            self._kept = (damping, self._factorise(damping))
+        return self._kept[1]
+
+    def _factorise(self, damping: float) -> Any:
+        raise NotImplementedError
 
 
 class Dual(System):
@@ -174,20 +200,19 @@ class Dual(System):
     def product(self, step: Tensor) -> Tensor:
         return self._J.T @ self._weigh(self._J @ step) + self.point.diagonal * step
 
-    def solve(self, carried: Tensor, damping: float) -> Tensor:
+    def solve(self, slope: Tensor, carried: Tensor, damping: float) -> Tensor:
         assert self.point.uniform is not None
-        total = damping + self.point.uniform
-        carried = carried * (damping / total)
-        slope = self.point.slope + self._weigh(self._J @ carried)
+        carried = carried * (damping / (damping + self.point.uniform))
+        slope = (slope + self._weigh(self._J @ carried))[:, None]
+        factor = self.factorised(damping)
+        solved = torch.cholesky_solve(slope, factor) if self._multiple else torch.linalg.lu_solve(*factor, slope)
+        return carried - self._J.T @ solved[:, 0]
+
+    def _factorise(self, damping: float) -> Any:
+        assert self.point.uniform is not None
         matrix = self._system.clone()
-        matrix.diagonal().add_(total)
-        if self._multiple:
-            solved = _cholesky_solve(matrix, slope)
-        else:
-            solved, failed = torch.linalg.solve_ex(matrix, slope)
-            if failed or not solved.isfinite().all():
-                raise IndefiniteProblemError("the dual system is singular")
-        return carried - self._J.T @ solved
+        matrix.diagonal().add_(damping + self.point.uniform)
+        return _cholesky(matrix) if self._multiple else torch.linalg.lu_factor(matrix)
 
     def _weigh(self, matrix: Tensor) -> Tensor:
         parts = torch.split(matrix, [w.shape[0] for w in self._W])
@@ -231,10 +256,14 @@ class Primal(System):
     def product(self, step: Tensor) -> Tensor:
         return self._H @ step
 
-    def solve(self, carried: Tensor, damping: float) -> Tensor:
+    def solve(self, slope: Tensor, carried: Tensor, damping: float) -> Tensor:
+        gradient = self.point.pull_slope(slope) + self._H @ carried
+        return carried - torch.cholesky_solve(gradient[:, None], self.factorised(damping))[:, 0]
+
+    def _factorise(self, damping: float) -> Any:
         matrix = self._H.clone()
         matrix.diagonal().add_(damping)
-        return carried - _cholesky_solve(matrix, self.point.gradient_vector + self._H @ carried)
+        return _cholesky(matrix)
 
 
 class Conjugate(System):
@@ -247,17 +276,20 @@ class Conjugate(System):
         self._moments, gradient = point.moments()
         self._squares = [float(each.square().mean()) for each in point.named(gradient).values()]
 
-    def solve(self, carried: Tensor, damping: float) -> Tensor:
-        gradient = self.point.gradient_vector - damping * carried
-        begun = gradient + self.product(self._last) + damping * self._last
+    def solve(self, slope: Tensor, carried: Tensor, damping: float) -> Tensor:
+        gradient = self.point.pull_slope(slope) - damping * carried
+        own = slope is self.point.slope
+        start = self._last if own else torch.zeros_like(self._last)
+        begun = gradient + self.product(start) + damping * start
         tolerance = self._tolerance * float(gradient.norm() / begun.norm()) if begun.any() else 1.0
         solved = conjugate_gradients(
-            lambda v: self.product(v) + damping * v, begun, tolerance, 10 * len(begun), self._preconditioner(damping)
+            lambda v: self.product(v) + damping * v, begun, tolerance, 10 * len(begun), self.factorised(damping)
         )
-        self._last = self._last + solved.step
-        return self._last
+        if own:
+            self._last = start + solved.step
+        return start + solved.step
 
-    def _preconditioner(self, damping: float) -> Callable[[Tensor], Tensor]:
+    def _factorise(self, damping: float) -> Callable[[Tensor], Tensor]:
         sides = {index: _inverses(pair, damping) for index, pair in self._moments.items()}
 
         def apply(vector: Tensor) -> Tensor:
@@ -281,22 +313,26 @@ class Stages(System):
         self._lqr = lqr
         self._diagonals = [stage.diagonal for stage in lqr.stages]
 
-    def solve(self, carried: Tensor, damping: float) -> Tensor:
-        pushed = self.point.named(self.product(carried))
+    def solve(self, slope: Tensor, carried: Tensor, damping: float) -> Tensor:
+        riccati, pushed = self.factorised(damping), self.point.named(self.product(carried))
+        self._lqr.terminal_gradient = slope
+        for stage in self._lqr.stages:
+            stage.param_gradient = stage.stack(pushed)
+        pairs = zip(self._lqr.stages, riccati.solve().controls, strict=True)
+        return carried + self.point.flat({n: part for stage, c in pairs for n, part in stage.unstack(c).items()})
+
+    def _factorise(self, damping: float) -> Riccati:
         for stage, diagonal in zip(self._lqr.stages, self._diagonals, strict=True):
-            stage.diagonal, stage.param_gradient = diagonal + damping, stage.stack(pushed)
-        controls = Riccati(self._lqr).solve().controls
-        named = {
-            n: part for stage, c in zip(self._lqr.stages, controls, strict=True) for n, part in stage.unstack(c).items()
-        }
-        return carried + self.point.flat(named)
+            stage.diagonal = diagonal + damping
+        return Riccati(self._lqr)
 
 
-def _cholesky_solve(matrix: Tensor, right: Tensor) -> Tensor:
+def _cholesky(matrix: Tensor) -> Tensor:
+    factor: Tensor
     factor, failed = torch.linalg.cholesky_ex(matrix)
     if failed:
         raise IndefiniteProblemError("H + μ isn't positive definite")
-    return torch.cholesky_solve(right[:, None], factor)[:, 0]
+    return factor
 
 
 def _inverses(pair: tuple[Tensor, Tensor], damping: float) -> tuple[Tensor, Tensor]:
