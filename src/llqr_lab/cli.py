@@ -59,18 +59,6 @@ def demo(
 
 
 @app.command()
-def exact(
-    output: Annotated[Path, typer.Option(callback=writable_picture, help="The picture to write.")] = Path("exact.png"),
-    seed: Seed = 0,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of each optimizer.")] = 40,
-) -> None:
-    """Train a tiny network on digits with exact second-order steps, next to gradient descent."""
-    from llqr_lab.exact_training.command import show
-
-    show(output, seed, steps)
-
-
-@app.command()
 def plan(
     network: Annotated[
         str, typer.Argument(callback=known_network, help="mlp, convnet, resnet18 or transformer, of the lab.")

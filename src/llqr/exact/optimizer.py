@@ -339,6 +339,7 @@ class _Live:
         self._model, self._given, self._closure, self._newton = model, loss_fn, closure, newton
         self.loss_fn: Loss = loss_fn or squares
         self.targets: Any = None
+        self._seen: Tensor | None = None
         self.groups: list[tuple[int, int]] = []
         calls: list[tuple[Any, ...]] = []
         self.streams = Streams(model)

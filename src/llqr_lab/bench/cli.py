@@ -76,6 +76,26 @@ def bench_exact(
     main(output, figure, seed, repeats, quick)
 
 
+@bench.command("exact-training")
+def bench_exact_training(
+    output: Annotated[
+        Path, typer.Option(callback=writable_file, help="The JSON file; what is in it isn't repeated.")
+    ] = Path("results/exact_training.json"),
+    figure: Annotated[Path, typer.Option(callback=writable_picture, help="The figure to write.")] = Path(
+        "results/exact_training.png"
+    ),
+    pages: Annotated[
+        Path | None, typer.Option(help="A folder for the figures of the example pages too: docs/figures.")
+    ] = None,
+    seed: Seed = 0,
+    share: Annotated[float, typer.Option(min=0.001, max=1, help="This share of the time, to see that it works.")] = 1.0,
+) -> None:
+    """Small networks fitted by exact steps, Adam, L-BFGS and SOAP: error by seconds; what an exact step costs (15 minutes)."""
+    from llqr_lab.exact_training.bench import main
+
+    main(output, figure, pages, seed, share)
+
+
 @bench.command("engine")
 def bench_engine(
     output: Annotated[Path, typer.Option(callback=writable_file, help="The JSON file to write.")] = Path(
