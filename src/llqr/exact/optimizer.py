@@ -34,7 +34,7 @@ Method = Literal["auto", "dual", "primal", "cg", "riccati"]
 METHODS = ("auto", "dual", "primal", "cg", "riccati")
 Closure = Callable[[], Any]
 
-REFUSALS = 40
+REFUSALS = 12
 """Steps that may be refused in a row, each with a larger damping than the one before."""
 GROWTH = 2.0
 """What the damping is multiplied by after the first refusal; after the second by twice as much, and so on."""

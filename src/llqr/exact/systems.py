@@ -315,7 +315,7 @@ class Stages(System):
 
     def solve(self, slope: Tensor, carried: Tensor, damping: float) -> Tensor:
         riccati, pushed = self.factorised(damping), self.point.named(self.product(carried))
-        self._lqr.terminal_gradient = slope
+        self._lqr.terminal_gradient = slope[: len(self._lqr.terminal_gradient)]  # there are none at the other places
         for stage in self._lqr.stages:
             stage.param_gradient = stage.stack(pushed)
         pairs = zip(self._lqr.stages, riccati.solve().controls, strict=True)

@@ -141,9 +141,12 @@ def main(output: Path, figure: Path, pages: Path | None, seed: int, share: float
             done()
     result["summary"] = {name: summary(result["runs"], name) for name in PROBLEMS}
     write_json(output, result)
-    from llqr_lab.figures.exact_training import draw
+    from llqr_lab.figures.exact_training import draw, draw_pages
 
     draw(result, figure)
+    if pages is not None:
+        with one_thread():
+            draw_pages(result, pages, seed)
     console = Console()
     report(result, console)
     console.print(f"Wrote {output} and {figure}", highlight=False, soft_wrap=True)

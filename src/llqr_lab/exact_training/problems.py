@@ -25,6 +25,8 @@ class Problem:
     residuals: Callable[[], tuple[Tensor, ...]]
     """Of the network as it is; the loss is the sum of their mean squares."""
     error: Callable[[], float]
+    truth: Callable[[Tensor], Tensor]
+    """What the network should return at points of the unit square; of the autoencoder, the surface."""
 
     def loss(self) -> Tensor:
         return torch.stack([residual.square().mean() for residual in self.residuals()]).sum()
@@ -87,7 +89,7 @@ def poisson(seed: int = 0, width: int = 24, depth: int = 2, count: int = 600) ->
         laplacian = derivatives(u_x, x)[0] + derivatives(u_y, x)[1]
         return laplacian + source, WALL * model(boundary)[:, 0]
 
-    return Problem("poisson", model, residuals, _relative(model, solution, grid()))
+    return Problem("poisson", model, residuals, _relative(model, solution, grid()), solution)
 
 
 WALL = 10.0
@@ -114,7 +116,7 @@ def heat(seed: int = 0, width: int = 24, depth: int = 2, count: int = 600) -> Pr
             WALL * model(ends)[:, 0],
         )
 
-    return Problem("heat", model, residuals, _relative(model, solution, grid()))
+    return Problem("heat", model, residuals, _relative(model, solution, grid()), solution)
 
 
 def burgers(seed: int = 0, width: int = 24, depth: int = 2, count: int = 1000) -> Problem:
@@ -140,7 +142,10 @@ def burgers(seed: int = 0, width: int = 24, depth: int = 2, count: int = 1000) -
             WALL * model(ends)[:, 0],
         )
 
-    return Problem("burgers", model, residuals, _relative(model, lambda x: cole_hopf(x, viscosity), grid()))
+    def solution(x: Tensor) -> Tensor:
+        return cole_hopf(x, viscosity)
+
+    return Problem("burgers", model, residuals, _relative(model, solution, grid()), solution)
 
 
 def cole_hopf(x: Tensor, viscosity: float) -> Tensor:
@@ -164,7 +169,8 @@ def regression(seed: int = 0, width: int = 10, depth: int = 2, count: int = 400)
 
     noise = torch.randn(count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     targets = truth(inputs) + 0.1 * noise
-    return Problem("regression", model, lambda: (model(inputs)[:, 0] - targets,), _relative(model, truth, grid()))
+    error = _relative(model, truth, grid())
+    return Problem("regression", model, lambda: (model(inputs)[:, 0] - targets,), error, truth)
 
 
 def autoencoder(seed: int = 0, width: int = 16, count: int = 300) -> Problem:
@@ -183,7 +189,7 @@ def autoencoder(seed: int = 0, width: int = 16, count: int = 300) -> Problem:
         with torch.no_grad():
             return float((model(fresh) - fresh).norm() / (fresh - seen.mean(0)).norm())
 
-    return Problem("autoencoder", model, lambda: (model(seen) - seen,), error)
+    return Problem("autoencoder", model, lambda: (model(seen) - seen,), error, surface)
 
 
 PROBLEMS: dict[str, Callable[..., Problem]] = {
