@@ -156,7 +156,7 @@ class Part:
         steep = [(factor, problem.index(term), term) for factor, term in counted if not term.flat]
         arguments = (problem.recorder, problem.parameters, self._piece.inputs)
         second = SecondDerivative(*arguments) if steep else None
-        linear = Linearization(*arguments, self._forward) if problem.has_flat() or second is None else None
+        linear = self._linearized(*arguments) if problem.has_flat() or second is None else None
         run = linear or second
         assert run is not None
         bases, slope = self._bases(run.values)
@@ -170,6 +170,9 @@ class Part:
         if self._keep:
             self._recorded = recorded
         return recorded
+
+    def _linearized(self, recorder: Recorder, parameters: Parameters, inputs: Inputs) -> Linearization:
+        return Linearization(recorder, parameters, inputs, self._forward)
 
     def _examine(self, base: BasePoint, slope: Tensor | None, second: SecondDerivative | None) -> None:
         """Once a batch: raise for formulas written by hand that aren't what they say, or give wrong second derivatives."""

@@ -84,7 +84,7 @@ class Exact(torch.optim.Optimizer):
         *,
         damping: float = 1e-3,
         momentum: float = 0.0,
-        tolerance: float = 1e-6,
+        tolerance: float = 1e-3,
         memory: int = 2**31,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -205,7 +205,7 @@ class Exact(torch.optim.Optimizer):
             return none
         self._move(point, start, AHEAD * step)
         change = live.again()[1].reshape(-1) - point.values[0].reshape(-1)
-        second = 2 / AHEAD * (change / AHEAD - point.push(step))
+        second = 2 / AHEAD * (change / AHEAD - system.push(step))
         if not second.isfinite().all():
             return none
         bend = 0.5 * system.solve(point.weigh(second), none, mu)
@@ -297,12 +297,14 @@ class Exact(torch.optim.Optimizer):
         problem = Problem(recorder, parameters, live.loss_fn, terms, places)
         piece = Piece((), live.targets, None, slice(None), 1.0, 1.0, live.groups[0][0])
         with torch.enable_grad(), no_autocast(parameters):
-            point = Point(problem, piece, sites.diagonal(self._model, parameters, terms, 0.0), live.groups)
+            point = Point(
+                problem, piece, sites.diagonal(self._model, parameters, terms, 0.0), live.groups, self._method == "cg"
+            )
             loss = float(live.loss_fn(point.values[0], live.targets))
         if abs(loss - live.loss) > torch.finfo(point.values[0].dtype).eps ** 0.5 * abs(live.loss):
             raise LLQRError(
                 f"the closure gave a loss of {live.loss:g} and then {loss:g} at the same parameters: it has to compute the "
-                "same thing each time that a step calls it. Draw batches and random points before step(), not in the closure"
+                "same thing each time that a step calls it. Draw batches and random points before step(); leave out autocast"
             )
         return point
 

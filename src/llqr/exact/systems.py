@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llqr.checks import check_finite
+from llqr.checks import Inputs, check_finite
 from llqr.chunks import Piece
 from llqr.divergences import L2, GaussNewton, OutputTerm
 from llqr.errors import IndefiniteProblemError
@@ -29,9 +29,9 @@ from llqr.exact.conjugate import conjugate_gradients
 from llqr.exact.derivatives import apply_to_each
 from llqr.exact.riccati import Riccati
 from llqr.exact.rows import Group, Rows, second_moments
-from llqr.linearize import Recording
+from llqr.linearize import Linearization
 from llqr.parts import Part, Problem
-from llqr.recorder import Parameters
+from llqr.recorder import Parameters, Recorder
 from llqr.rules import plain_rules
 
 
@@ -44,8 +44,11 @@ Groups = Sequence[tuple[int, int]]
 """(examples, columns) of the numbers of the output, in order."""
 
 
-class _Plain(Recording):
+class _Plain(Linearization):
     """A forward pass recorded by plain operations, whose nodes tell where parameters act."""
+
+    def __init__(self, recorder: Recorder, parameters: Parameters, inputs: Inputs, forward_mode: bool) -> None:
+        super().__init__(recorder, parameters, inputs, forward_mode, plain_rules())
 
     def rows(self, groups: Sequence[Group], push: Callable[[Tensor], Tensor]) -> Rows:
         return Rows(self._outputs, self._leaves, groups, push)
@@ -58,8 +61,11 @@ class _Plain(Recording):
 class Point(Part):
     """g and H of a closure at θ_k, in flat vectors."""
 
-    def __init__(self, problem: Problem, piece: Piece, diagonal: dict[str, float], groups: Groups) -> None:
+    def __init__(
+        self, problem: Problem, piece: Piece, diagonal: dict[str, float], groups: Groups, by_products: bool
+    ) -> None:
         super().__init__(problem, piece, keep=True)
+        self._by_products = by_products  # rules make products quicker, and hide where parameters act
         self._shapes = {name: p.shape for name, p in problem.parameters.items()}
         self._groups, recorded = groups, self._record()
         self.gradient_vector = self.flat(self.gradient())
@@ -144,8 +150,13 @@ class Point(Part):
                 total[0] = total[0] + factor**0.5 * term.draw(self._expanded[0], generator)
         return self._plain().second_moments(total)
 
+    def _linearized(self, recorder: Recorder, parameters: Parameters, inputs: Inputs) -> Linearization:
+        return (Linearization if self._by_products else _Plain)(recorder, parameters, inputs, self._forward)
+
     def _plain(self) -> _Plain:
-        return _Plain(self._problem.recorder, self._problem.parameters, self._piece.inputs, plain_rules())
+        if isinstance(self._linear, _Plain):
+            return self._linear
+        return _Plain(self._problem.recorder, self._problem.parameters, self._piece.inputs, False)
 
     def _slopes(self, slope: Tensor | None) -> list[Tensor]:
         assert slope is not None
@@ -168,6 +179,10 @@ class System(ABC):
         """H δ."""
         return self.point.product(step)
 
+    def push(self, step: Tensor) -> Tensor:
+        """J δ."""
+        return self.point.push(step)
+
     @abstractmethod
     def solve(self, slope: Tensor, carried: Tensor, damping: float) -> Tensor:
         """The step; a DegenerateProblemError where H + μ isn't positive definite."""
@@ -188,7 +203,7 @@ class Dual(System):
         self._J = point.rows().whole()
         check_finite(self._J, "the Jacobian")
         self._W = point.weights()
-        if any(bool((torch.linalg.eigvalsh(w.blocks)[:, 0] < -1e-10 * w.blocks.abs().max()).any()) for w in self._W):
+        if any(_least(w.blocks) < -(torch.finfo(self._J.dtype).eps ** 0.7) for w in self._W):
             raise IndefiniteProblemError(
                 "method='dual' needs a loss that is convex in the output: write method='primal'"
             )
@@ -198,7 +213,10 @@ class Dual(System):
         self._system = self._weigh(self._J @ self._J.T)
 
     def product(self, step: Tensor) -> Tensor:
-        return self._J.T @ self._weigh(self._J @ step) + self.point.diagonal * step
+        return self._J.T @ self._weigh(self.push(step)) + self.point.diagonal * step
+
+    def push(self, step: Tensor) -> Tensor:
+        return self._J @ step
 
     def solve(self, slope: Tensor, carried: Tensor, damping: float) -> Tensor:
         assert self.point.uniform is not None
@@ -222,6 +240,8 @@ class Dual(System):
 class Primal(System):
     def __init__(self, point: Point, chunk: int) -> None:
         super().__init__(point)
+        self._J: Tensor | None = None
+        """Where there is room for all of it."""
         like = point.gradient_vector
         if point.flat_terms:
             self._H = self._squared(point, chunk)
@@ -245,25 +265,38 @@ class Primal(System):
         total = torch.zeros(
             rows.width, rows.width, dtype=point.gradient_vector.dtype, device=point.gradient_vector.device
         )
+        parts: list[Tensor] = []
         for start, part in rows.chunks(chunk if aligned else rows.count):
             index = next(i for i in range(len(weights)) if starts[i] <= start < starts[i + 1])
             size = weights[index].blocks.shape[1]
             first = (start - starts[index]) // size
             blocks = BlockDiagonal(weights[index].blocks[first : first + len(part) // size])
             total += part.T @ blocks.apply(part)
+            parts.append(part)
+            if 2 * rows.count > chunk:
+                parts.clear()
+        self._J = torch.cat(parts) if parts else None
         return total
 
     def product(self, step: Tensor) -> Tensor:
         return self._H @ step
 
+    def push(self, step: Tensor) -> Tensor:
+        return super().push(step) if self._J is None else self._J @ step
+
     def solve(self, slope: Tensor, carried: Tensor, damping: float) -> Tensor:
-        gradient = self.point.pull_slope(slope) + self._H @ carried
+        known = slope is self.point.slope
+        gradient = self.point.pull_slope(slope) if known or self._J is None else self._J.T @ slope
+        gradient = gradient + self._H @ carried
         return carried - torch.cholesky_solve(gradient[:, None], self.factorised(damping))[:, 0]
 
     def _factorise(self, damping: float) -> Any:
         matrix = self._H.clone()
         matrix.diagonal().add_(damping)
         return _cholesky(matrix)
+
+
+MOST_PRODUCTS = 1000
 
 
 class Conjugate(System):
@@ -283,7 +316,11 @@ class Conjugate(System):
         begun = gradient + self.product(start) + damping * start
         tolerance = self._tolerance * float(gradient.norm() / begun.norm()) if begun.any() else 1.0
         solved = conjugate_gradients(
-            lambda v: self.product(v) + damping * v, begun, tolerance, 10 * len(begun), self.factorised(damping)
+            lambda v: self.product(v) + damping * v,
+            begun,
+            tolerance,
+            min(10 * len(begun), MOST_PRODUCTS),
+            self.factorised(damping),
         )
         if own:
             self._last = start + solved.step
@@ -325,6 +362,12 @@ class Stages(System):
         for stage, diagonal in zip(self._lqr.stages, self._diagonals, strict=True):
             stage.diagonal = diagonal + damping
         return Riccati(self._lqr)
+
+
+def _least(blocks: Tensor) -> float:
+    """The least eigenvalue, as a share of the largest number."""
+    largest = float(blocks.abs().max())
+    return float(torch.linalg.eigvalsh(blocks).min()) / largest if largest else 0.0
 
 
 def _cholesky(matrix: Tensor) -> Tensor:

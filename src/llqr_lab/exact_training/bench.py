@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from llqr import Exact
+from llqr.errors import LLQRError
 from llqr_lab.bench.measure import one_thread
 from llqr_lab.exact_training.problems import PROBLEMS, Problem, poisson
 from llqr_lab.progress import bar
@@ -156,7 +157,10 @@ def costs(sizes: list[dict[str, int]], seed: int, most: float) -> list[dict[str,
     rows: list[dict[str, Any]] = []
     for method in ("auto", "dual", "primal", "cg"):
         for options in sizes:
-            rows.append(cost(options, method, seed))
+            try:
+                rows.append(cost(options, method, seed))
+            except LLQRError:  # beyond its memory
+                break
             if rows[-1]["seconds"] > most:
                 break
     return rows

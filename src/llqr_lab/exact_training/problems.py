@@ -159,7 +159,7 @@ def cole_hopf(x: Tensor, viscosity: float) -> Tensor:
     return -((math.pi * y).sin() * density).sum(1) / density.sum(1)
 
 
-def regression(seed: int = 0, width: int = 10, depth: int = 2, count: int = 400) -> Problem:
+def regression(seed: int = 0, width: int = 6, depth: int = 1, count: int = 400) -> Problem:
     """y = x₁ sin 6x₀ + noise of 0.1; the error is that against the truth without noise, on a grid."""
     model = network(2, width, depth, seed)
     inputs = points(count)
