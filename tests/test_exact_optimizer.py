@@ -331,6 +331,8 @@ def test_a_state_goes_on_bit_for_bit() -> None:
         second.step(lambda: (model(inputs), targets))
     assert torch.equal(flat(model), expected)
     assert second.stats.steps == 6
+    with pytest.raises(LLQRError, match="other parameters"):
+        Exact(network(4, 3, 5)).load_state_dict(loaded["optimizer"])
     loaded["optimizer"]["param_groups"][0]["mu"] = math.nan
     with pytest.raises(LLQRError, match="'mu' in the state"):
         second.load_state_dict(loaded["optimizer"])
@@ -501,6 +503,10 @@ def test_what_cannot_be_stepped_says_so() -> None:
         Exact(model).add_param_group({"params": [nn.Parameter(torch.ones(1))]})
     with pytest.raises(NonFiniteError, match="what the closure returned"):
         Exact(model).step(lambda: model(inputs) / 0)
+    optimizer = Exact(model)
+    model[0].bias.requires_grad_(False)  # type: ignore[operator, union-attr]
+    with pytest.raises(LLQRError, match="no longer requires a gradient"):
+        optimizer.step(lambda: model(inputs))
     broken = network(4, 3)
     nn.init.constant_(broken[0].weight, math.nan)  # type: ignore[arg-type]
     with pytest.raises(NonFiniteError, match="parameter"):

@@ -137,6 +137,9 @@ class Exact(torch.optim.Optimizer):
                 "step() needs a closure that returns residuals, or with a loss_fn the output and its targets"
             )
         check_model(self._model, (), without_inputs=True)
+        for name, parameter in self._named.items():
+            if not parameter.requires_grad:
+                raise LLQRError(f"{name!r} no longer requires a gradient: make another Exact(model)")
         live = _Live(self._model, self._loss_fn, closure, isinstance(self._divergence, Newton))
         system, method = self._system(live)
         gradient, group = system.point.gradient_vector, self.param_groups[0]
@@ -184,7 +187,11 @@ class Exact(torch.optim.Optimizer):
         for group in state_dict["param_groups"]:
             for name in self.defaults:
                 check_amount(f"{name!r} in the state", group.get(name))
-        check_tensors("the state", {k: v.get("step") for k, v in state_dict["state"].items()})
+        steps = {number: held.get("step") for number, held in state_dict["state"].items()}
+        check_tensors("the state", steps)
+        shapes = [p.shape for p in self._named.values()]
+        if any(number not in range(len(shapes)) or step.shape != shapes[number] for number, step in steps.items()):
+            raise LLQRError("the state is of a model with other parameters")
         super().load_state_dict(state_dict)
 
     def _solve(self, system: System, carried: Tensor, mu: float) -> tuple[Tensor, float]:
