@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.ticker import NullFormatter
 
 from llqr import Exact
 from llqr_lab.exact_training.bench import GRIDS, best
@@ -35,6 +36,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
                     places, [row["seconds"] for row in own], color=colour, marker=marker, linestyle=line, label=method
                 )
             axes.set(xscale="log", yscale="log", title=f"one step, by {sweep}")
+            axes.xaxis.set_minor_formatter(NullFormatter())
+            axes.yaxis.set_minor_formatter(NullFormatter())
             axes.set_xlabel("residuals" if sweep == "residuals" else "parameters")
         panels[1][0].set_ylabel("seconds of one core")
         panels[1][0].legend()
@@ -72,7 +75,7 @@ def _surface(figure: Any, fitted: Any, wrong: Any, problem: Problem) -> None:
         (wrong, values - truth, "its error", "coolwarm"),
     ):
         image = axes.imshow(shown, origin="lower", extent=(0, 1, 0, 1), cmap=colours, aspect="auto")
-        axes.set(title=title, xlabel="x", ylabel=second)
+        axes.set(title=title, xlabel="(x + 1)/2" if problem.name == "burgers" else "x", ylabel=second)
         axes.grid(visible=False)
         figure.colorbar(image, ax=axes)
 
