@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,15 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from typer.testing import CliRunner
 
-from llqr.divergences import KL, Newton
 from llqr_lab.bench import measure, overhead
 from llqr_lab.cli import app
-from llqr_lab.data.picture_sets import small_digits
-from llqr_lab.exact_training import command as exact_command
-from llqr_lab.exact_training import loops
+from llqr_lab.exact_training import bench as exact_training
+from llqr_lab.exact_training.problems import PROBLEMS, cole_hopf, points
 from llqr_lab.results import write_json
 
 PNG = b"\x89PNG"
@@ -37,45 +35,37 @@ def _one_thread() -> Iterator[None]:
         yield
 
 
-def test_exact_prints_its_table_and_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact_command, "TRAIN", 30)
-    monkeypatch.setattr(exact_command, "MOST", 5)
-    output = tmp_path / "exact.png"
-    code, printed = invoke("exact", "--steps", "2", "--output", output)
+def test_bench_exact_training_goes_on_from_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every optimizer ends below the loss that it began with; a second call trains nothing again."""
+    output, figure = tmp_path / "exact_training.json", tmp_path / "exact_training.png"
+    monkeypatch.setattr(exact_training, "PROBLEMS", {name: PROBLEMS[name] for name in ("poisson", "heat", "burgers")})
+    monkeypatch.setattr(exact_training, "SECONDS", dict.fromkeys(PROBLEMS, 10.0))
+    given = ("bench", "exact-training", "--share", "0.01", "--output", output, "--figure", figure)
+    code, printed = invoke(*given)
     assert code == 0, printed
-    for name in ("gradient descent", "natural gradient", "damped Newton", "relative error", "> 5"):
+    assert figure.read_bytes().startswith(PNG)
+    result = json.loads(output.read_text())
+    assert len(result["runs"]) == 3 * sum(map(len, exact_training.GRIDS.values()))
+    for run in result["runs"].values():
+        assert run["loss"][-1] < run["loss"][0]
+        assert run["seconds"] == sorted(run["seconds"])
+    assert {row["method"] for row in result["costs"]["width"]} == {"auto", "dual", "primal", "cg"}
+    for name in exact_training.GRIDS:
         assert name in printed
-    assert output.read_bytes().startswith(PNG)
+    again, _ = invoke(*given)
+    assert again == 0
+    assert json.loads(output.read_text()) == result
 
 
-def test_exact_is_the_same_each_time_and_its_exact_steps_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact_command, "MOST", 5)
-    data = small_digits(30, seed=1)
-    assert exact_command.disagreement(data, seed=1) < 1e-8
-    first, rate = exact_command.train(data, 1, 3, lambda: None)
-    second, again = exact_command.train(data, 1, 3, lambda: None)
-    assert rate == again
-    for name, run in first.items():
-        assert run.losses == second[name].losses
-        assert run.accuracy == second[name].accuracy
-        assert len(run.losses) == len(run.seconds)
-
-
-def test_an_exact_step_is_taken_only_where_it_lowers_the_loss() -> None:
-    data = small_digits(30, seed=0)
-    run = loops.exact_descend(exact_command.network(0), data, KL(), 6)
-    assert all(after <= before for before, after in zip(run.losses, run.losses[1:], strict=False))
-    assert run.losses[-1] < 0.9 * run.losses[0]
-
-
-def test_a_newton_step_without_a_minimum_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loops, "START", 1e-3)
-    data, model = small_digits(30, seed=0), exact_command.network(0)
-    before = nn.utils.parameters_to_vector(model.parameters()).clone()
-    run = loops.exact_descend(model, data, Newton(), 1)
-    assert run.refused == 1
-    assert run.losses[0] == run.losses[1]
-    assert torch.equal(nn.utils.parameters_to_vector(model.parameters()), before)
+def test_the_solutions_of_the_equations_solve_them() -> None:
+    """Cole and Hopf's u has u_t + u u_x = ν u_xx, by differences in the network's coordinates (x + 1)/2."""
+    nu, h = 0.1 / math.pi, 1e-4
+    x = 0.1 + 0.8 * points(50)
+    step_x, step_t = torch.tensor([h, 0.0]).double(), torch.tensor([0.0, h]).double()
+    u, right, left = (cole_hopf(at, nu) for at in (x, x + step_x, x - step_x))
+    u_t = (cole_hopf(x + step_t, nu) - cole_hopf(x - step_t, nu)) / (2 * h)
+    u_x, u_xx = (right - left) / (4 * h), (right - 2 * u + left) / (4 * h * h)
+    assert (u_t + u * u_x - nu * u_xx).abs().max() < 1e-4 * u_t.abs().max()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from llqr import diagnostics, divergences, solvers, structures
 from llqr.curvature.quadratic import QuadraticModel
 from llqr.divergences import LayerwiseLoss
 from llqr.exact import cg_step, dense_step, exact_step
+from llqr.exact.optimizer import Exact
 from llqr.optimizer import LLQR
 from llqr.plan import Plan, plan
 from llqr.preconditioner import Preconditioner
@@ -12,6 +13,7 @@ from llqr.relaxation import fit
 __version__ = "0.1.0.dev0"
 __all__ = [
     "LLQR",
+    "Exact",
     "LayerwiseLoss",
     "Plan",
     "Preconditioner",

@@ -47,18 +47,6 @@ def demo(
 
 
 @command(app)
-def exact(
-    output: options.Picture = Path("exact.png"),
-    seed: options.Seed = 0,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of each optimizer.")] = 40,
-) -> None:
-    """Train a tiny network on digits with exact second-order steps, next to gradient descent."""
-    from llqr_lab.exact_training.command import show
-
-    show(output, seed, steps)
-
-
-@command(app)
 def scaling(
     ranks: Annotated[
         list[int] | None, typer.Option(min=1, help="Numbers of ranks; may be given several times.")

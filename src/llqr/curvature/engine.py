@@ -78,8 +78,15 @@ class Recording:
 class JacobianProducts(Recording):
     """F at one θ, for products with its Jacobian."""
 
-    def __init__(self, recorder: Recorder, parameters: Parameters, inputs: Inputs, forward_mode: bool = False) -> None:
-        super().__init__(recorder, parameters, inputs, linear_rules())
+    def __init__(
+        self,
+        recorder: Recorder,
+        parameters: Parameters,
+        inputs: Inputs,
+        forward_mode: bool = False,
+        rules: TorchFunctionMode | None = None,
+    ) -> None:
+        super().__init__(recorder, parameters, inputs, rules or linear_rules())
         self._cotangents: list[Tensor] | None = None
         self._transposed: list[GradientEdge | None] = []
         self.forward_mode, self._plain = forward_mode, False

@@ -156,7 +156,7 @@ class RecordedChunk:
         steep = [(factor, context.index(term), term) for factor, term in counted if not term.flat]
         arguments = (context.recorder, context.parameters, self._piece.inputs)
         second = HessianProducts(*arguments) if steep else None
-        linear = JacobianProducts(*arguments, self._forward) if context.has_flat() or second is None else None
+        linear = self._linearized(*arguments) if context.has_flat() or second is None else None
         run = linear or second
         assert run is not None
         bases, slope = self._bases(run.values)
@@ -170,6 +170,9 @@ class RecordedChunk:
         if self._keep:
             self._recorded = recorded
         return recorded
+
+    def _linearized(self, recorder: Recorder, parameters: Parameters, inputs: Inputs) -> JacobianProducts:
+        return JacobianProducts(recorder, parameters, inputs, self._forward)
 
     def _examine(self, base: BasePoint, slope: Tensor | None, second: HessianProducts | None) -> None:
         """Once a batch: raise for formulas written by hand that aren't what they say, or give wrong second derivatives."""

@@ -21,14 +21,19 @@ class Solved(NamedTuple):
 
 
 def conjugate_gradients(
-    curvature: Callable[[Tensor], Tensor], gradient: Tensor, tolerance: float, max_steps: int
+    curvature: Callable[[Tensor], Tensor],
+    gradient: Tensor,
+    tolerance: float,
+    max_steps: int,
+    precondition: Callable[[Tensor], Tensor] = lambda residual: residual,
 ) -> Solved:
     """Hδ = -g from δ = 0, until the residual is `tolerance` times the gradient or for so many steps.
 
-    Where H is singular, the iterates stay in its range: the least-norm step.
+    Where H is singular, the iterates stay in its range: the least-norm step (if nothing preconditions).
     """
     step, residual = torch.zeros_like(gradient), -gradient
-    direction, squared = residual, residual @ residual
+    direction = precondition(residual)
+    squared, scaled = residual @ residual, residual @ direction
     start, goal = squared, tolerance**2 * squared
     products = 0
     while products < max_steps and not squared <= goal:  # a NaN goes on, to be met below
@@ -43,9 +48,10 @@ def conjugate_gradients(
                     "the damping, or use GaussNewton or KL"
                 )
             break
-        length = squared / bend
+        length = scaled / bend
         step = step + length * direction
         residual = residual - length * product
-        before, squared = squared, residual @ residual
-        direction = residual + (squared / before) * direction
+        following = precondition(residual)
+        before, squared, scaled = scaled, residual @ residual, residual @ following
+        direction = following + (scaled / before) * direction
     return Solved(step, float((squared / start).sqrt()) if start > 0 else 0.0, products)

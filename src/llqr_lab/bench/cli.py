@@ -41,6 +41,22 @@ def epoch(
     main(preset, scale, tuple(name_list(methods)), target, data, seed, repeats, threads, device, changes or [])
 
 
+@command(bench, "exact-training")
+def exact_training(
+    output: options.Output = Path("results/exact_training.json"),
+    figure: options.Picture = Path("results/exact_training.png"),
+    pages: Annotated[
+        Path | None, typer.Option(help="A folder for the figures of the example pages too: docs/figures.")
+    ] = None,
+    seed: options.Seed = 0,
+    share: Annotated[float, typer.Option(min=0.001, max=1, help="This share of the time, to see that it works.")] = 1.0,
+) -> None:
+    """Small networks fitted by exact steps, Adam, L-BFGS and SOAP: error by seconds; what an exact step costs (15 minutes)."""
+    from llqr_lab.exact_training.bench import main
+
+    main(output, figure, pages, seed, share)
+
+
 @command(bench)
 def engine(
     output: options.Output = Path("results/engine.json"),

@@ -1,1 +1,1 @@
-"""`llqr exact`: exact second-order steps next to gradient descent."""
+"""`llqr bench exact-training`: small networks fitted to high accuracy by exact steps, beside Adam, L-BFGS and SOAP."""

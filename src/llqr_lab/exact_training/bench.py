@@ -1,0 +1,208 @@
+"""`llqr bench exact-training`: small networks fitted by exact steps, and by Adam, L-BFGS and SOAP: error by seconds.
+
+Every optimizer has the same processor time on one thread, and is shown with the best setting of its grid (by the least error at
+the end). A second part times one exact step as the network gets wider and deeper and the residuals more.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from llqr import Exact
+from llqr.errors import LLQRError
+from llqr_lab.bench.measure import one_thread
+from llqr_lab.exact_training.problems import PROBLEMS, Problem, poisson
+from llqr_lab.results import bar, provenance, show_table, write_json
+
+Step = Callable[[], object]
+GRIDS: dict[str, tuple[float, ...]] = {
+    "Adam": (1e-3, 3e-3, 1e-2),
+    "L-BFGS": (10, 100),
+    "SOAP": (3e-3, 1e-2),
+    "Exact": (0,),
+}
+"""Learning rates; of L-BFGS how many steps it remembers; of Exact nothing."""
+SECONDS = {"poisson": 12.0, "heat": 12.0, "burgers": 25.0, "regression": 5.0, "autoencoder": 5.0}
+ROUGH, FINE = 1e-3, 1e-5
+"""The errors that seconds are counted to: the best of the others to the first, Exact to the second."""
+SIZES: dict[str, list[dict[str, int]]] = {
+    "width": [{"width": width} for width in (8, 16, 32, 64, 128)],
+    "residuals": [{"count": count} for count in (200, 400, 800, 1600, 3200)],
+    "depth": [{"depth": depth} for depth in (1, 2, 4, 8, 16)],
+}
+MOST_SECONDS = 20.0
+"""A method that took as long at a size isn't timed at larger ones."""
+
+
+def stepper(name: str, setting: float, problem: Problem) -> Step:
+    """One step of an optimizer."""
+    parameters = list(problem.model.parameters())
+    if name == "Exact":
+        exact = Exact(problem.model)
+        return lambda: exact.step(problem.residuals)
+    optimizer: torch.optim.Optimizer
+    if name == "L-BFGS":
+        optimizer = torch.optim.LBFGS(parameters, history_size=int(setting), line_search_fn="strong_wolfe")
+    elif name == "SOAP":
+        from pytorch_optimizer import SOAP
+
+        optimizer = SOAP(parameters, lr=setting, weight_decay=0.0)
+    else:
+        optimizer = torch.optim.Adam(parameters, lr=setting)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = problem.loss()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.item()
+
+    return lambda: optimizer.step(closure)
+
+
+def train(problem: Problem, step: Step, seconds: float) -> dict[str, list[float]]:
+    """Seconds of processor time, steps, loss and error, at times that grow by a tenth; looking at them isn't counted."""
+    spent, steps, due = 0.0, 0, 0.0
+    curve: dict[str, list[float]] = {"seconds": [], "steps": [], "loss": [], "error": []}
+    while True:
+        if spent >= due or spent >= seconds:
+            for key, value in zip(curve, (spent, steps, float(problem.loss().detach()), problem.error()), strict=True):
+                curve[key].append(value)
+            due = max(1.1 * spent, 0.05)
+            if spent >= seconds or not math.isfinite(curve["loss"][-1]):
+                return curve
+        begun = time.process_time()
+        step()
+        spent += time.process_time() - begun
+        steps += 1
+
+
+def reached(curve: dict[str, list[float]], error: float) -> float | None:
+    """The seconds after which the error is this small."""
+    return next((s for s, e in zip(curve["seconds"], curve["error"], strict=True) if e <= error), None)
+
+
+def best(runs: dict[str, Any], problem: str, name: str) -> tuple[str, dict[str, list[float]]]:
+    """The run of an optimizer that ends with the least error, and its key."""
+    own = {key: run for key, run in runs.items() if key.startswith(f"{problem}/{name}/")}
+    key = min(own, key=lambda key: own[key]["error"][-1] if math.isfinite(own[key]["error"][-1]) else math.inf)
+    return key, own[key]
+
+
+def cost(options: dict[str, int], method: str, seed: int) -> dict[str, Any]:
+    """Seconds of one exact step of Poisson's problem, the second one."""
+    problem = poisson(seed, **options)
+    optimizer = Exact(problem.model, method=method)  # type: ignore[arg-type]
+    optimizer.step(problem.residuals)
+    begun = time.process_time()
+    optimizer.step(problem.residuals)
+    return {
+        **options,
+        "method": method,
+        "parameters": sum(p.numel() for p in problem.model.parameters()),
+        "residuals": sum(residual.numel() for residual in problem.residuals()),
+        "seconds": time.process_time() - begun,
+        "taken": optimizer.stats.method,
+    }
+
+
+def main(output: Path, figure: Path, pages: Path | None, seed: int, share: float) -> None:
+    """Run what isn't in the file yet, write it and the figure, and print the tables."""
+    command = f"llqr bench exact-training --seed {seed} --share {share:g}"
+    result: dict[str, Any] = {**provenance(command, seed), "runs": {}, "costs": {}}
+    if output.exists():
+        found = json.loads(output.read_text(encoding="utf-8"))
+        if found.get("command") == command:
+            result |= {"runs": found["runs"], "costs": found["costs"]}
+    jobs = [(p, name, setting) for p in PROBLEMS for name, settings in GRIDS.items() for setting in settings]
+    with one_thread(), bar(len(jobs) + len(SIZES), "training") as done:
+        for problem_name, name, setting in jobs:
+            key = f"{problem_name}/{name}/{setting:g}"
+            if key not in result["runs"]:
+                problem = PROBLEMS[problem_name](seed)
+                stepper(name, setting, PROBLEMS[problem_name](seed))()  # what torch loads at its first step isn't timed
+                result["runs"][key] = train(problem, stepper(name, setting, problem), share * SECONDS[problem_name])
+                write_json(output, result)
+            done()
+        for sweep, sizes in SIZES.items():
+            if sweep not in result["costs"]:
+                result["costs"][sweep] = costs(sizes[: max(1, round(share * len(sizes)))], seed, share * MOST_SECONDS)
+                write_json(output, result)
+            done()
+    result["summary"] = {name: summary(result["runs"], name) for name in PROBLEMS}
+    write_json(output, result)
+    from llqr_lab.figures.exact_training import draw, draw_pages
+
+    draw(result, figure)
+    if pages is not None:
+        with one_thread():
+            draw_pages(result, pages, seed)
+    console = Console()
+    report(result, console)
+    console.print(f"Wrote {output} and {figure}", highlight=False, soft_wrap=True)
+
+
+def costs(sizes: list[dict[str, int]], seed: int, most: float) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for method in ("auto", "dual", "primal", "cg"):
+        for options in sizes:
+            try:
+                rows.append(cost(options, method, seed))
+            except LLQRError:  # beyond its memory
+                break
+            if rows[-1]["seconds"] > most:
+                break
+    return rows
+
+
+def summary(runs: dict[str, Any], problem: str) -> dict[str, Any]:
+    """For each optimizer the setting, the error at the end and the seconds to both errors."""
+    found: dict[str, Any] = {}
+    for name in GRIDS:
+        key, curve = best(runs, problem, name)
+        found[name] = {
+            "setting": key.rpartition("/")[2],
+            "steps": curve["steps"][-1],
+            "loss": curve["loss"][-1],
+            "error": curve["error"][-1],
+            "seconds_to_rough": reached(curve, ROUGH),
+            "seconds_to_fine": reached(curve, FINE),
+        }
+    return found
+
+
+def report(result: dict[str, Any], console: Console) -> None:
+    table = Table(title="Best of each grid, the same processor time for all", title_justify="left", box=box.SIMPLE_HEAD)
+    for header in ("problem", "optimizer", "setting"):
+        table.add_column(header, no_wrap=True)
+    for header in ("steps", "loss", "error", f"s to {ROUGH:g}", f"s to {FINE:g}"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for problem, rows in result["summary"].items():
+        for name, row in rows.items():
+            seconds = ["–" if row[k] is None else f"{row[k]:.1f}" for k in ("seconds_to_rough", "seconds_to_fine")]
+            table.add_row(
+                problem,
+                name,
+                row["setting"],
+                f"{row['steps']:.0f}",
+                f"{row['loss']:.1e}",
+                f"{row['error']:.1e}",
+                *seconds,
+            )
+    show_table(console, table)
+    for sweep, rows in result["costs"].items():
+        listed = ", ".join(
+            f"{r['parameters']} × {r['residuals']}: {r['seconds']:.2f} s ({r['taken']})"
+            for r in rows
+            if r["method"] == "auto"
+        )
+        console.print(f"One exact step by {sweep}, parameters × residuals: {listed}", highlight=False)
