@@ -56,20 +56,20 @@ def test_the_sdist_has_what_make_test_needs(built: Path) -> None:
 
 def test_the_lab_asks_for_all_that_it_imports() -> None:
     """And the library for torch alone."""
-    for folder, project in (("llqr_lab", ROOT / "lab"), ("llqr", ROOT)):
+    for folder, project in (("lab", ROOT / "lab"), ("src", ROOT)):
         content = tomllib.loads(text_of(project / "pyproject.toml"))["project"]
         extras = content.get("optional-dependencies", {})
         asked = {
             each.partition(">")[0].partition("=")[0] for each in (*content["dependencies"], *extras.get("peers", []))
         }
-        imported: set[str] = set()
-        for path in (ROOT / "src" / folder).rglob("*.py"):
+        imported, own = set[str](), {"llqr"} if folder == "src" else {"llqr_lab"}
+        for path in (ROOT / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Import):
                     imported |= {each.name.partition(".")[0] for each in node.names}
                 elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                     imported.add(node.module.partition(".")[0])
-        foreign = {PACKAGES.get(name, name) for name in imported - set(sys.stdlib_module_names) - {"llqr_lab", folder}}
+        foreign = {PACKAGES.get(name, name) for name in imported - set(sys.stdlib_module_names) - own}
         missing = foreign - asked - {"torch", "markupsafe"}  # which come with llqr and with jinja2
         assert not missing, f"{project.name} doesn't ask for {missing}"
     assert "llqr_lab" not in text_of(ROOT / "pyproject.toml")
