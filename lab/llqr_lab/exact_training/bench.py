@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,29 +69,51 @@ def stepper(name: str, setting: float, problem: Problem) -> Step:
     return lambda: optimizer.step(closure)
 
 
-def train(problem: Problem, step: Step, seconds: float) -> dict[str, list[float]]:
-    """Seconds of processor time, steps, loss and error, at times that grow by a tenth; looking at them isn't counted."""
+Curve = dict[str, list[float]]
+
+
+def train(problem: Problem, step: Step, seconds: float, curve: Curve) -> Iterator[None]:
+    """Seconds of processor time, steps, loss and error, at times that grow by a tenth; looking at them isn't counted.
+
+    It pauses after each of them, so that all optimizers of a problem can be run in turns, whatever else the machine does.
+    """
     spent, steps, due = 0.0, 0, 0.0
-    curve: dict[str, list[float]] = {"seconds": [], "steps": [], "loss": [], "error": []}
     while True:
         if spent >= due or spent >= seconds:
-            for key, value in zip(curve, (spent, steps, float(problem.loss().detach()), problem.error()), strict=True):
-                curve[key].append(value)
+            seen = {"seconds": spent, "steps": steps, "loss": float(problem.loss().detach()), "error": problem.error()}
+            for key, value in seen.items():
+                curve.setdefault(key, []).append(value)
             due = max(1.1 * spent, 0.05)
-            if spent >= seconds or not math.isfinite(curve["loss"][-1]):
-                return curve
+            if spent >= seconds or not math.isfinite(seen["loss"]):
+                return
+            yield
         begun = time.process_time()
         step()
         spent += time.process_time() - begun
         steps += 1
 
 
-def reached(curve: dict[str, list[float]], error: float) -> float | None:
+def trained(name: str, seconds: float, seed: int) -> dict[str, Curve]:
+    """All optimizers on one problem, in turns."""
+    curves: dict[str, Curve] = {}
+    going: list[Iterator[None]] = []
+    for optimizer, settings in GRIDS.items():
+        for setting in settings:
+            problem = PROBLEMS[name](seed)
+            stepper(optimizer, setting, PROBLEMS[name](seed))()  # what torch loads at its first step isn't timed
+            curve = curves[f"{name}/{optimizer}/{setting:g}"] = {}
+            going.append(train(problem, stepper(optimizer, setting, problem), seconds, curve))
+    while going:
+        going = [run for run in going if next(run, going) is None]
+    return curves
+
+
+def reached(curve: Curve, error: float) -> float | None:
     """The seconds after which the error is this small."""
     return next((s for s, e in zip(curve["seconds"], curve["error"], strict=True) if e <= error), None)
 
 
-def best(runs: dict[str, Any], problem: str, name: str) -> tuple[str, dict[str, list[float]]]:
+def best(runs: dict[str, Any], problem: str, name: str) -> tuple[str, Curve]:
     """The run of an optimizer that ends with the least error, and its key."""
     own = {key: run for key, run in runs.items() if key.startswith(f"{problem}/{name}/")}
     key = min(own, key=lambda key: own[key]["error"][-1] if math.isfinite(own[key]["error"][-1]) else math.inf)
@@ -123,14 +145,10 @@ def main(output: Path, figure: Path, pages: Path | None, seed: int, share: float
         found = json.loads(output.read_text(encoding="utf-8"))
         if found.get("command") == command:
             result |= {"runs": found["runs"], "costs": found["costs"]}
-    jobs = [(p, name, setting) for p in PROBLEMS for name, settings in GRIDS.items() for setting in settings]
-    with one_thread(), bar(len(jobs) + len(SIZES), "training") as done:
-        for problem_name, name, setting in jobs:
-            key = f"{problem_name}/{name}/{setting:g}"
-            if key not in result["runs"]:
-                problem = PROBLEMS[problem_name](seed)
-                stepper(name, setting, PROBLEMS[problem_name](seed))()  # what torch loads at its first step isn't timed
-                result["runs"][key] = train(problem, stepper(name, setting, problem), share * SECONDS[problem_name])
+    with one_thread(), bar(len(PROBLEMS) + len(SIZES), "training") as done:
+        for name in PROBLEMS:
+            if not any(key.startswith(f"{name}/") for key in result["runs"]):
+                result["runs"] |= trained(name, share * SECONDS[name], seed)
                 write_json(output, result)
             done()
         for sweep, sizes in SIZES.items():
