@@ -23,7 +23,7 @@ from llqr.exact.derivatives import graph_nodes
 STEPS = (1e-10, 1e-6, 1e-3)
 """Of finite differences: the shortest meets no kink and no sharp bend, the longest is for formulas that compute in float32."""
 
-CLOSE = 0.01
+CLOSE = 0.001
 """How far from each other the two may be: relative to the difference, and to B itself for a change as large as x."""
 
 Run = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
