@@ -458,3 +458,26 @@ def test_maps_of_one_shape_are_stepped_together() -> None:
         assert found.keys() == apart.keys()
         for name, step in found.items():
             torch.testing.assert_close(step, apart[name], rtol=1e-12, atol=1e-14)
+
+
+class _TwoBiases(nn.Module):
+    def __init__(self, second: bool) -> None:
+        super().__init__()
+        self.w, self.b1 = nn.Parameter(torch.randn(2, 3)), nn.Parameter(torch.zeros(2))
+        self.b2 = nn.Parameter(torch.zeros(2)) if second else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.w, self.b1) + nn.functional.linear(x.sin(), self.w, self.b2)
+
+
+@pytest.mark.parametrize("second", [True, False])
+@pytest.mark.parametrize("structure", ["diagonal", "dense", "kfac"])
+def test_uses_of_a_weight_whose_moments_are_not_arranged_alike_are_not_added_up(structure: str, second: bool) -> None:
+    """A moment of all numbers of (W, b) has no place for those of (W, b') or of W alone: the base steps W. By sides it has."""
+    model = _TwoBiases(second)
+    optimizer = LLQR(torch.optim.SGD(model.parameters(), lr=0.01), model, structure=structure)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(20, 3)).square().mean().backward()
+        optimizer.step()
+    assert bool(optimizer.blocks) == (structure == "kfac")
