@@ -74,6 +74,12 @@ class Recording:
             torch.autograd.grad(self._outputs, self._leaves, cotangents, retain_graph=True, materialize_grads=True)
         )
 
+    def depends(self) -> bool:
+        """Whether a way leads from the outputs to a parameter."""
+        zeros = [torch.zeros_like(value) for value in self.values]
+        found = torch.autograd.grad(self._outputs, self._leaves, zeros, retain_graph=True, allow_unused=True)
+        return any(gradient is not None for gradient in found)
+
 
 class JacobianProducts(Recording):
     """F at one θ, for products with its Jacobian."""

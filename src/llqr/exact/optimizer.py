@@ -10,28 +10,27 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from llqr.checks import Inputs, Loss, check_amount, check_callable, check_finite, check_model, check_tensors
+from llqr.checks import Loss, check_amount, check_callable, check_model, check_tensors
 from llqr.curvature import locations
 from llqr.curvature.chunks import Piece
 from llqr.curvature.precision import no_autocast
 from llqr.curvature.recorded_chunk import ChunkContext
-from llqr.curvature.recorder import Parameters, Recorder, Streams
+from llqr.curvature.recorder import Parameters, Recorder
 from llqr.divergences import Divergence, LayerwiseLoss, Newton, resolve
 from llqr.errors import (
     ChainError,
     DegenerateProblemError,
     IndefiniteProblemError,
     LLQRError,
-    NonFiniteError,
     unknown,
 )
 from llqr.exact.blocks import build
 from llqr.exact.chain import Chain
-from llqr.exact.systems import Conjugate, Dual, Point, Primal, Stages, System, squares
+from llqr.exact.closure import Closure, Live
+from llqr.exact.systems import Conjugate, Dual, Point, Primal, Stages, System
 
 Method = Literal["auto", "dual", "primal", "cg", "riccati"]
 METHODS = ("auto", "dual", "primal", "cg", "riccati")
-Closure = Callable[[], Any]
 
 REFUSALS = 12
 """Steps that may be refused in a row, each with a larger damping than the one before."""
@@ -109,7 +108,7 @@ class Exact(torch.optim.Optimizer):
         for name, parameter in locations.trainable(model).items():
             if torch.finfo(parameter.dtype).bits < 32:
                 raise LLQRError(f"{name!r} is {parameter.dtype}, too coarse for exact steps: write model.float()")
-        self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._named = _steppable(model)
         if len({(p.dtype, p.device) for p in self._named.values()}) > 1:
             raise LLQRError("the parameters have several dtypes or devices: convert the model to one")
         defaults = {"damping": float(damping), "momentum": float(momentum), "mu": 0.0, **dict.fromkeys(COUNTS, 0)}
@@ -129,17 +128,21 @@ class Exact(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     @torch.no_grad()
-    def step(self, closure: Closure) -> Tensor:  # type: ignore[override]
+    def step(self, closure: Closure | None = None) -> Tensor:  # type: ignore[override]
         """One step on what the closure returns; the loss before it. On Ctrl-C the parameters are the best ones so far."""
-        if not callable(closure):
+        if closure is None or not callable(closure):
             raise LLQRError(
                 "step() needs a closure that returns residuals, or with a loss_fn the output and its targets"
             )
         check_model(self._model, (), without_inputs=True)
-        for name, parameter in self._named.items():
-            if not parameter.requires_grad:
-                raise LLQRError(f"{name!r} no longer requires a gradient: make another Exact(model)")
-        live = _Live(self._model, self._loss_fn, closure, isinstance(self._divergence, Newton))
+        named = _steppable(self._model)
+        for name in {**self._named, **named}:
+            if named.get(name) is not self._named.get(name):
+                raise LLQRError(
+                    f"{name!r} was replaced, added, taken away, or requires a gradient no longer or only now: make another "
+                    "Exact(model)"
+                )
+        live = Live(self._model, self._loss_fn, closure, isinstance(self._divergence, Newton))
         system, method = self._system(live)
         gradient, group = system.point.gradient_vector, self.param_groups[0]
         start = {name: p.detach().clone() for name, p in self._named.items()}
@@ -201,7 +204,7 @@ class Exact(torch.optim.Optimizer):
             return carried, math.nan
         return step, -float(system.point.gradient_vector @ step + 0.5 * step @ system.product(step))
 
-    def _bend(self, live: _Live, system: System, start: Parameters, step: Tensor, mu: float) -> Tensor:
+    def _bend(self, live: Live, system: System, start: Parameters, step: Tensor, mu: float) -> Tensor:
         """How the path to the minimum bends: ½ (H + μ)⁻¹ Jᵀ W x'', with x'' the second derivative of the output along the step
         (geodesic acceleration), found by running the closure a little way along it. None where it isn't small beside the step,
         or H isn't JᵀWJ."""
@@ -228,7 +231,7 @@ class Exact(torch.optim.Optimizer):
         held = {name: self.state[p].get("step", torch.zeros_like(p)) for name, p in self._named.items()}
         return point.flat(held)
 
-    def _system(self, live: _Live) -> tuple[System, str]:
+    def _system(self, live: Live) -> tuple[System, str]:
         """The system that takes the least arithmetic of those that fit into memory, and its name."""
         point = self._point(live)
         ways = self._ways(live, point)
@@ -251,7 +254,7 @@ class Exact(torch.optim.Optimizer):
                     errors[name] = error
         raise errors[names[0]]
 
-    def _ways(self, live: _Live, point: Point) -> dict[str, _Way]:
+    def _ways(self, live: Live, point: Point) -> dict[str, _Way]:
         n, p, item = point.rows_of_output, len(point.gradient_vector), point.gradient_vector.element_size()
         largest = max(each.numel() for each in self._named.values())
         examples = sum(count for count, _ in live.groups)
@@ -269,7 +272,7 @@ class Exact(torch.optim.Optimizer):
             "riccati": self._riccati(live, point),
         }
 
-    def _riccati(self, live: _Live, point: Point) -> _Way:
+    def _riccati(self, live: Live, point: Point) -> _Way:
         if self._loss_fn is None or not isinstance(self._model, nn.Sequential) or live.inputs is None:
             return _Way(
                 math.inf, 0, "it is for an nn.Sequential and a closure that returns model(inputs), targets", _no
@@ -293,7 +296,7 @@ class Exact(torch.optim.Optimizer):
 
         return _Way(work, held, "", make)
 
-    def _point(self, live: _Live) -> Point:
+    def _point(self, live: Live) -> Point:
         """g and H at the present parameters."""
         terms = list(self._divergence.terms())
         held = locations.trainable(self._model, list(self._named))
@@ -344,92 +347,9 @@ class _Way(NamedTuple):
     make: Callable[[], System]
 
 
-class _Live:
-    """What a closure returns, run with the model as it is: one time for good, and again as often as a step is tried."""
-
-    def __init__(self, model: nn.Module, loss_fn: Loss | None, closure: Closure, newton: bool) -> None:
-        self._model, self._given, self._closure, self._newton = model, loss_fn, closure, newton
-        self.loss_fn: Loss = loss_fn or squares
-        self.targets: Any = None
-        self._seen: Tensor | None = None
-        self.groups: list[tuple[int, int]] = []
-        calls: list[tuple[Any, ...]] = []
-        self.streams = Streams(model)
-        hook = model.register_forward_hook(lambda *seen: calls.append(seen), with_kwargs=True)
-        try:
-            with torch.enable_grad():
-                output = self.output()
-        finally:
-            hook.remove()
-        check_finite(output.detach(), "what the closure returned")
-        self.loss = self._value(output)
-        if not math.isfinite(self.loss):
-            raise NonFiniteError(f"the loss is {self.loss}: start from other parameters, or look at the data")
-        alone = len(calls) == 1 and not calls[0][2] and calls[0][3] is self._seen
-        self.inputs: Inputs | None = calls[0][1] if alone else None
-
-    def again(self) -> tuple[float, Tensor]:
-        """The loss and the output at other parameters, with the same random numbers; buffers stay as they are."""
-        buffers = {buffer: buffer.clone() for buffer in self._model.buffers()}
-        try:
-            with torch.enable_grad(), self.streams.again():
-                output = self.output().detach()
-                return self._value(output), output
-        finally:
-            for buffer, value in buffers.items():
-                buffer.copy_(value)
-
-    def _value(self, output: Tensor) -> float:
-        with torch.no_grad():
-            return float(self.loss_fn(output, self.targets))
-
-    def output(self) -> Tensor:
-        """What the loss is a function of; its targets and groups are noted."""
-        returned = self._closure()
-        if self._given is not None:
-            if not isinstance(returned, (tuple, list)) or len(returned) != 2:
-                raise LLQRError(
-                    f"with a loss_fn the closure returns (output, targets), not a {type(returned).__name__}"
-                )
-            output: Tensor
-            output, self.targets = returned
-            _check_residual(output, "the output")
-            self._seen = output
-            examples = len(output) if output.dim() else 1
-            self.groups = [(examples, output.numel() // examples)]
-            return output
-        if isinstance(returned, Tensor) and returned.dim() == 0:
-            if not self._newton:
-                raise LLQRError(
-                    "the closure returned one number, a loss: return the residuals that it is the mean square of, or give a "
-                    "loss_fn and return (output, targets), without backward(); of a loss alone divergence='newton' can be taken"
-                )
-            self.loss_fn, self.groups = _itself, [(1, 1)]
-            return returned
-        residuals = list(returned) if isinstance(returned, (tuple, list)) else [returned]
-        for residual in residuals:
-            _check_residual(residual, "a residual")
-            if residual.dim() == 0:
-                raise LLQRError(
-                    "a residual among several has no dimension: write residual.reshape(1), or return what it sums up"
-                )
-        self.groups = [(len(r), r.numel() // len(r)) for r in residuals]
-        return torch.cat([r.reshape(-1, 1) / r.numel() ** 0.5 for r in residuals])
-
-
-def _check_residual(value: Any, what: str) -> None:
-    if not isinstance(value, Tensor) or not value.is_floating_point() or value.numel() == 0:
-        got = (
-            f"a tensor of {value.dtype} with {value.numel()} numbers"
-            if isinstance(value, Tensor)
-            else f"a {type(value).__name__}"
-        )
-        raise LLQRError(f"{what} is a tensor of floating-point numbers, not {got}")
+def _steppable(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def _no() -> System:
     raise AssertionError
-
-
-def _itself(loss: Tensor, targets: Any) -> Tensor:
-    return loss

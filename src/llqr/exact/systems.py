@@ -26,7 +26,7 @@ from llqr.curvature.recorded_chunk import ChunkContext, RecordedChunk
 from llqr.curvature.recorder import Parameters, Recorder
 from llqr.curvature.rules import plain_rules
 from llqr.divergences import L2, GaussNewton, OutputTerm
-from llqr.errors import IndefiniteProblemError
+from llqr.errors import IndefiniteProblemError, LLQRError
 from llqr.exact.blockdiagonal import BlockDiagonal, materialise_transposed
 from llqr.exact.blocks import LQR
 from llqr.exact.conjugate import conjugate_gradients
@@ -77,6 +77,11 @@ class Point(RecordedChunk):
         self._expanded, self._linear = recorded.bases, recorded.linear
         run = recorded.linear or recorded.second
         assert run is not None
+        if not like.any() and not run.depends():
+            raise LLQRError(
+                "what the closure returned doesn't depend on the parameters of the model that Exact was given: is it computed "
+                "with another model, or with a copy?"
+            )
         self.values = run.values
         self.rows_of_output = sum(value.numel() for value in self.values)
         self.flat_terms = recorded.second is None

@@ -1,0 +1,104 @@
+"""What the closure of an exact step returns: looked at, and run again at other parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llqr.checks import Inputs, Loss, check_finite
+from llqr.curvature.recorder import Streams
+from llqr.errors import LLQRError, NonFiniteError
+from llqr.exact.systems import squares
+
+Closure = Callable[[], Any]
+
+
+class Live:
+    """What a closure returns, run with the model as it is: one time for good, and again as often as a step is tried."""
+
+    def __init__(self, model: nn.Module, loss_fn: Loss | None, closure: Closure, newton: bool) -> None:
+        self._model, self._given, self._closure, self._newton = model, loss_fn, closure, newton
+        self.loss_fn: Loss = loss_fn or squares
+        self.targets: Any = None
+        self._seen: Tensor | None = None
+        self.groups: list[tuple[int, int]] = []
+        calls: list[tuple[Any, ...]] = []
+        self.streams = Streams(model)
+        hook = model.register_forward_hook(lambda *seen: calls.append(seen), with_kwargs=True)
+        try:
+            with torch.enable_grad():
+                output = self.output()
+        finally:
+            hook.remove()
+        check_finite(output.detach(), "what the closure returned")
+        self.loss = self._value(output)
+        if not math.isfinite(self.loss):
+            raise NonFiniteError(f"the loss is {self.loss}: start from other parameters, or look at the data")
+        alone = len(calls) == 1 and not calls[0][2] and calls[0][3] is self._seen
+        self.inputs: Inputs | None = calls[0][1] if alone else None
+
+    def again(self) -> tuple[float, Tensor]:
+        """The loss and the output at other parameters, with the same random numbers; buffers stay as they are."""
+        buffers = {buffer: buffer.clone() for buffer in self._model.buffers()}
+        try:
+            with torch.enable_grad(), self.streams.again():
+                output = self.output().detach()
+                return self._value(output), output
+        finally:
+            for buffer, value in buffers.items():
+                buffer.copy_(value)
+
+    def _value(self, output: Tensor) -> float:
+        with torch.no_grad():
+            return float(self.loss_fn(output, self.targets))
+
+    def output(self) -> Tensor:
+        """What the loss is a function of; its targets and groups are noted."""
+        returned = self._closure()
+        if self._given is not None:
+            if not isinstance(returned, (tuple, list)) or len(returned) != 2:
+                raise LLQRError(
+                    f"with a loss_fn the closure returns (output, targets), not a {type(returned).__name__}"
+                )
+            output: Tensor
+            output, self.targets = returned
+            _check_residual(output, "the output")
+            self._seen = output
+            examples = len(output) if output.dim() else 1
+            self.groups = [(examples, output.numel() // examples)]
+            return output
+        if isinstance(returned, Tensor) and returned.dim() == 0:
+            if not self._newton:
+                raise LLQRError(
+                    "the closure returned one number, a loss: return the residuals that it is the mean square of, or give a "
+                    "loss_fn and return (output, targets), without backward(); of a loss alone divergence='newton' can be taken"
+                )
+            self.loss_fn, self.groups = _itself, [(1, 1)]
+            return returned
+        residuals = list(returned) if isinstance(returned, (tuple, list)) else [returned]
+        for residual in residuals:
+            _check_residual(residual, "a residual")
+            if residual.dim() == 0:
+                raise LLQRError(
+                    "a residual among several has no dimension: write residual.reshape(1), or return what it sums up"
+                )
+        self.groups = [(len(r), r.numel() // len(r)) for r in residuals]
+        return torch.cat([r.reshape(-1, 1) / r.numel() ** 0.5 for r in residuals])
+
+
+def _check_residual(value: Any, what: str) -> None:
+    if not isinstance(value, Tensor) or not value.is_floating_point() or value.numel() == 0:
+        got = (
+            f"a tensor of {value.dtype} with {value.numel()} numbers"
+            if isinstance(value, Tensor)
+            else f"a {type(value).__name__}"
+        )
+        raise LLQRError(f"{what} is a tensor of floating-point numbers, not {got}")
+
+
+def _itself(loss: Tensor, targets: Any) -> Tensor:
+    return loss
