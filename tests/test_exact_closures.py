@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from llqr import Exact
 from llqr.errors import LLQRError
@@ -60,3 +60,41 @@ def test_other_parameters_than_those_that_were_given() -> None:
     change(lambda model: setattr(model[0], "weight", nn.Parameter(torch.randn(6, 2).double())))
     change(lambda model: model.append(nn.Linear(1, 1).double()))
     change(lambda model: model[0].requires_grad_(False))
+
+
+def test_the_same_loss_of_other_outputs() -> None:
+    """Rows in another order in each call: the loss is the same, and J would be that of other rows than r."""
+    model, generator = network(), torch.Generator().manual_seed(0)
+
+    def shuffled() -> Tensor:
+        order = torch.randperm(20, generator=generator)
+        difference: Tensor = model(X[order]) - Y[order]
+        return difference
+
+    refused("one output and then another", Exact(model), shuffled)
+
+
+@pytest.mark.parametrize("at", [2, 3, 4])
+def test_another_number_of_rows_in_a_later_call(at: int) -> None:
+    model, calls = network(), [0]
+
+    def closure() -> Tensor:
+        calls[0] += 1
+        rows = 20 if calls[0] < at else 15
+        difference: Tensor = model(X[:rows]) - Y[:rows]
+        return difference
+
+    refused("Draw batches", Exact(model), closure)
+
+
+def test_spectral_norm_is_to_be_evaluated() -> None:
+    """Its forward pass in training moves the singular vectors that it divides by; batch statistics change nothing."""
+    model = network()
+    nn.utils.parametrizations.spectral_norm(model[0])
+    norm = model[0].parametrizations.weight[0]  # type: ignore[union-attr, index]
+    norm._v.copy_(torch.tensor([0.6, 0.8]))  # not converged
+    refused(r"0.parametrizations.weight.0._[uv].*model.eval\(\)", Exact(model), lambda: model(X) - Y)
+    model.eval()
+    optimizer = Exact(model)
+    optimizer.step(lambda: model(X) - Y)
+    assert optimizer.stats.stalled == 0

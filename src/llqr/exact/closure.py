@@ -35,7 +35,7 @@ class Live:
         finally:
             hook.remove()
         check_finite(output.detach(), "what the closure returned")
-        self.loss = self._value(output)
+        self._first, self.loss = output.detach(), self._value(output)
         if not math.isfinite(self.loss):
             raise NonFiniteError(f"the loss is {self.loss}: start from other parameters, or look at the data")
         alone = len(calls) == 1 and not calls[0][2] and calls[0][3] is self._seen
@@ -47,10 +47,31 @@ class Live:
         try:
             with torch.enable_grad(), self.streams.again():
                 output = self.output().detach()
+                if output.shape != self._first.shape:
+                    raise self._other(f"{self._first.numel()} numbers and then {output.numel()}")
                 return self._value(output), output
         finally:
             for buffer, value in buffers.items():
                 buffer.copy_(value)
+
+    def compare(self, output: Tensor) -> None:
+        """Raise unless the output, and with its targets the loss, are those of the first run: both at the same parameters."""
+        rounding, same = torch.finfo(output.dtype).eps ** 0.5, output.shape == self._first.shape
+        if not same or (output - self._first).norm() > rounding * self._first.norm():
+            raise self._other("one output and then another at the same parameters")
+        loss = self._value(output)
+        if abs(loss - self.loss) > rounding * abs(self.loss):
+            raise self._other(f"a loss of {self.loss:g} and then {loss:g} at the same parameters")
+
+    def _other(self, what: str) -> LLQRError:
+        before = {name: buffer.clone() for name, buffer in self._model.named_buffers()}
+        self.output()
+        changed = [name for name, b in self._model.named_buffers() if not torch.equal(b, before[name])]
+        advice = f". Each run changes {changed[0]!r} (spectral_norm?): write model.eval()" if changed else ""
+        return LLQRError(
+            f"the closure gave {what}: it has to compute the same thing each time that a step calls it. Draw batches and "
+            f"random points before step(); leave out autocast{advice}"
+        )
 
     def _value(self, output: Tensor) -> float:
         with torch.no_grad():
