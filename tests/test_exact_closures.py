@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -98,3 +99,73 @@ def test_spectral_norm_is_to_be_evaluated() -> None:
     optimizer = Exact(model)
     optimizer.step(lambda: model(X) - Y)
     assert optimizer.stats.stalled == 0
+
+
+def test_what_a_closure_may_not_return() -> None:
+    model = network()
+    refused("needs a closure", Exact(model))
+    refused("returned no residuals", Exact(model), lambda: ())
+    single = network().float()
+    for closure in (lambda: single(X.float()) - Y, lambda: (single(X.float()), single(X.float()) - Y)):
+        refused("is torch.float64, and the parameters are torch.float32", Exact(single), closure)
+    refused("torch.float64", Exact(single, divergence="newton"), lambda: (single(X.float()) - Y).square().mean())
+    refused("reduction='mean'", Exact(model, nn.MSELoss(reduction="none")), lambda: (model(X), Y))
+
+
+def test_a_closure_may_fail_on_a_trial() -> None:
+    """An error of its own goes through, and the parameters are those from before."""
+    point = nn.Linear(1, 1, bias=False).double()
+    nn.init.constant_(point.weight, 5.0)
+
+    def closure() -> Tensor:
+        if point.weight.item() <= 0:
+            raise ZeroDivisionError("outside")
+        return point.weight.log() + 8
+
+    optimizer = Exact(point)
+    with pytest.raises(ZeroDivisionError, match="outside"):
+        optimizer.step(closure)
+    assert point.weight.item() == 5.0
+    assert optimizer.stats.steps == 0
+
+
+def test_there_is_no_rate_to_schedule() -> None:
+    model = network()
+    optimizer = Exact(model)
+    for _ in range(2):
+        with pytest.raises(LLQRError, match="no learning rate"):
+            torch.optim.lr_scheduler.StepLR(optimizer, 3)
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_states_of_other_kinds() -> None:
+    optimizer = Exact(network())
+    for state in ({}, None, {"state": {}}):
+        with pytest.raises(LLQRError, match="this is no state"):
+            optimizer.load_state_dict(state)  # type: ignore[arg-type]
+    with pytest.raises(LLQRError, match="one group"):
+        optimizer.load_state_dict({"state": {}, "param_groups": []})
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_a_copy_steps_the_copy_of_the_model(copied: Callable[[Any], Any]) -> None:
+    model = network()
+    optimizer = Exact(model, momentum=0.5)
+    optimizer.step(lambda: model(X) - Y)
+    other, second = copied((model, optimizer))
+    before = copy.deepcopy(model.state_dict())
+    second.step(lambda: other(X) - Y)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    optimizer.step(lambda: model(X) - Y)
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
+    assert second.stats == optimizer.stats
+
+
+def test_parameters_without_numbers_and_converted_ones() -> None:
+    model = network()
+    model.register_parameter("empty", nn.Parameter(torch.zeros(0, 3).double()))
+    optimizer = Exact(model)
+    losses = [float(optimizer.step(lambda: model[:3](X) - Y)) for _ in range(3)]
+    assert losses[2] < losses[0]
+    model.float()
+    refused("converted since", optimizer, lambda: model[:3](X.float()) - Y.float())

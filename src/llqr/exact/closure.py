@@ -22,6 +22,7 @@ class Live:
 
     def __init__(self, model: nn.Module, loss_fn: Loss | None, closure: Closure, newton: bool) -> None:
         self._model, self._given, self._closure, self._newton = model, loss_fn, closure, newton
+        self._dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
         self.loss_fn: Loss = loss_fn or squares
         self.targets: Any = None
         self._seen: Tensor | None = None
@@ -75,7 +76,13 @@ class Live:
 
     def _value(self, output: Tensor) -> float:
         with torch.no_grad():
-            return float(self.loss_fn(output, self.targets))
+            loss = self.loss_fn(output, self.targets)
+        if isinstance(loss, Tensor) and loss.numel() != 1:
+            raise LLQRError(
+                f"loss_fn returned a tensor of shape {tuple(loss.shape)}: it must return one number, the mean over the batch "
+                "(reduction='mean')"
+            )
+        return float(loss)
 
     def output(self) -> Tensor:
         """What the loss is a function of; its targets and groups are noted."""
@@ -87,7 +94,7 @@ class Live:
                 )
             output: Tensor
             output, self.targets = returned
-            _check_residual(output, "the output")
+            self._check(output, "the output")
             self._seen = output
             examples = len(output) if output.dim() else 1
             self.groups = [(examples, output.numel() // examples)]
@@ -98,11 +105,14 @@ class Live:
                     "the closure returned one number, a loss: return the residuals that it is the mean square of, or give a "
                     "loss_fn and return (output, targets), without backward(); of a loss alone divergence='newton' can be taken"
                 )
+            self._check(returned, "the loss")
             self.loss_fn, self.groups = _itself, [(1, 1)]
             return returned
         residuals = list(returned) if isinstance(returned, (tuple, list)) else [returned]
+        if not residuals:
+            raise LLQRError("the closure returned no residuals: return a tensor, or a tuple of at least one")
         for residual in residuals:
-            _check_residual(residual, "a residual")
+            self._check(residual, "a residual")
             if residual.dim() == 0:
                 raise LLQRError(
                     "a residual among several has no dimension: write residual.reshape(1), or return what it sums up"
@@ -110,15 +120,19 @@ class Live:
         self.groups = [(len(r), r.numel() // len(r)) for r in residuals]
         return torch.cat([r.reshape(-1, 1) / r.numel() ** 0.5 for r in residuals])
 
-
-def _check_residual(value: Any, what: str) -> None:
-    if not isinstance(value, Tensor) or not value.is_floating_point() or value.numel() == 0:
-        got = (
-            f"a tensor of {value.dtype} with {value.numel()} numbers"
-            if isinstance(value, Tensor)
-            else f"a {type(value).__name__}"
-        )
-        raise LLQRError(f"{what} is a tensor of floating-point numbers, not {got}")
+    def _check(self, value: Any, what: str) -> None:
+        if not isinstance(value, Tensor) or not value.is_floating_point() or value.numel() == 0:
+            got = (
+                f"a tensor of {value.dtype} with {value.numel()} numbers"
+                if isinstance(value, Tensor)
+                else f"a {type(value).__name__}"
+            )
+            raise LLQRError(f"{what} is a tensor of floating-point numbers, not {got}")
+        if value.dtype != self._dtype:
+            raise LLQRError(
+                f"{what} is {value.dtype}, and the parameters are {self._dtype}: convert the data, or the model before Exact "
+                "is made; leave out autocast"
+            )
 
 
 def _itself(loss: Tensor, targets: Any) -> Tensor:

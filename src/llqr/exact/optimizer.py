@@ -109,8 +109,9 @@ class Exact(torch.optim.Optimizer):
             if torch.finfo(parameter.dtype).bits < 32:
                 raise LLQRError(f"{name!r} is {parameter.dtype}, too coarse for exact steps: write model.float()")
         self._named = _steppable(model)
-        if len({(p.dtype, p.device) for p in self._named.values()}) > 1:
+        if len(self._kinds()) > 1:
             raise LLQRError("the parameters have several dtypes or devices: convert the model to one")
+        self._kind = self._kinds()
         defaults = {"damping": float(damping), "momentum": float(momentum), "mu": 0.0, **dict.fromkeys(COUNTS, 0)}
         super().__init__(self._named.values(), defaults)
         self._method_taken, self._ratio = "", math.nan
@@ -125,7 +126,16 @@ class Exact(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self.param_groups:
             raise LLQRError("Exact steps all parameters in one system: there is one group")
-        super().add_param_group(param_group)
+        super().add_param_group(_Group(param_group))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(vars(self))  # a copy has a copy of the model
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "param_groups": [_Group(group) for group in state["param_groups"]]})
+
+    def _kinds(self) -> set[tuple[torch.dtype, torch.device]]:
+        return {(p.dtype, p.device) for p in self._named.values()}
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Tensor:  # type: ignore[override]
@@ -142,6 +152,8 @@ class Exact(torch.optim.Optimizer):
                     f"{name!r} was replaced, added, taken away, or requires a gradient no longer or only now: make another "
                     "Exact(model)"
                 )
+        if self._kinds() != self._kind:
+            raise LLQRError("the parameters were converted since Exact was made: make another Exact(model)")
         live = Live(self._model, self._loss_fn, closure, isinstance(self._divergence, Newton))
         system, method = self._system(live)
         gradient, group = system.point.gradient_vector, self.param_groups[0]
@@ -186,8 +198,12 @@ class Exact(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state, bit for bit."""
+        if not isinstance(state_dict, dict) or not {"param_groups", "state"} <= state_dict.keys():
+            raise LLQRError("this is no state: give what state_dict() of an Exact returned")
+        if len(state_dict["param_groups"]) != 1:
+            raise LLQRError("the state is of another optimizer: Exact has one group of parameters")
         for group in state_dict["param_groups"]:
-            for name in self.defaults:
+            for name in ("damping", "momentum", "mu", *COUNTS):
                 check_amount(f"{name!r} in the state", group.get(name))
         steps = {number: held.get("step") for number, held in state_dict["state"].items()}
         check_tensors("the state", steps)
@@ -343,7 +359,16 @@ class _Way(NamedTuple):
 
 
 def _steppable(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel()}
+
+
+class _Group(dict[str, Any]):
+    """Schedulers ask for a group's rate."""
+
+    def __missing__(self, key: str) -> Any:
+        if key == "lr":
+            raise LLQRError("Exact has no learning rate, so there is none to schedule: leave the scheduler out")
+        raise KeyError(key)
 
 
 def _no() -> System:
