@@ -16,6 +16,7 @@ from torch.nn import functional
 
 import llqr.exact.optimizer
 import llqr.exact.rows
+import llqr.exact.systems
 from llqr import Exact, LayerwiseLoss, QuadraticModel, dense_step
 from llqr.divergences import (
     KL,
@@ -30,7 +31,7 @@ from llqr.divergences import (
     Renyi,
     ReverseKL,
 )
-from llqr.errors import LLQRError, NonFiniteError
+from llqr.errors import LLQRError, LLQRWarning, NonFiniteError
 
 METHODS = ("dual", "primal", "cg", "riccati")
 Closure = Callable[[], Any]
@@ -535,3 +536,27 @@ def test_batches_and_momentum_train() -> None:
     for rows in torch.split(torch.randperm(400), 40):
         optimizer.step(lambda rows=rows: (model(inputs[rows]), targets[rows]))  # type: ignore[misc]
     assert float((model(inputs).argmax(1) == targets).double().mean()) > 0.85
+
+
+def test_conjugate_gradients_are_as_exact_as_the_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """‖(H + μ) δ + g‖ ≤ tolerance ‖g‖, with H = 2 JᵀJ; solutions that end before are told once, and counted."""
+    monkeypatch.setattr(llqr.exact.optimizer, "MOST_BENT", 0.0)
+    model, x, y = network(2, 1), POINTS, POINTS[:, :1].sin()
+    before, start = copy.deepcopy(model), flat(model)
+    optimizer = Exact(model, method="cg", tolerance=0.05)
+    optimizer.step(lambda: model(x) - y)
+    mu = optimizer.stats.damping / max(1 / 3, 1 - (2 * optimizer.stats.ratio - 1) ** 3)
+    H, g = curvature_and_gradient(before, x, y, functional.mse_loss, GaussNewton())
+    step = flat(model) - start
+    residual = (H @ step + mu * step + g).norm() / g.norm()
+    assert optimizer.stats.refused == 0
+    assert 1e-6 < residual <= 0.05
+    assert optimizer.stats.cut_short == 0
+    monkeypatch.setattr(llqr.exact.systems, "MOST_PRODUCTS", 2)
+    optimizer = Exact(model, method="cg", tolerance=1e-12)
+    with pytest.warns(LLQRWarning, match="limit of products"):
+        optimizer.step(lambda: model(x) - y)
+    counted = optimizer.stats.cut_short
+    assert counted >= 2  # of the step and of its bend
+    optimizer.step(lambda: model(x) - y)
+    assert optimizer.stats.cut_short > counted

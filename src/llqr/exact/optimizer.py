@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -22,6 +23,8 @@ from llqr.errors import (
     DegenerateProblemError,
     IndefiniteProblemError,
     LLQRError,
+    LLQRWarning,
+    callers_level,
     unknown,
 )
 from llqr.exact.blocks import build
@@ -38,11 +41,11 @@ GROWTH = 2.0
 """What the damping is multiplied by after the first refusal; after the second by twice as much, and so on."""
 AHEAD, MOST_BENT = 0.1, 0.75
 """Where along a step its bend is looked for; and the most that the bend may be of the step."""
-COUNTS = ("steps", "refused", "stalled")
+COUNTS = ("steps", "refused", "stalled", "cut_short")
 
 
 class Exact(torch.optim.Optimizer):
-    """Steps to the minimum of g·δ + ½ δ·Hδ + ½ μ‖δ‖², for networks and batches that are small enough.
+    """Steps to the minimum of g·δ + ½ δ·Hδ + ½ μ‖δ‖², plus its bend, for networks and batches that are small enough.
 
         optimizer = Exact(model)
         for _ in range(100):
@@ -65,8 +68,8 @@ class Exact(torch.optim.Optimizer):
         divergence: what gives H: an object of `llqr.divergences` or its name. Gauss–Newton unless you say otherwise; "ngd" for
             classifiers (the same matrix for a cross-entropy); "newton", where μ is raised until H + μ is positive definite.
         method: "dual" (a system with a row for each number of the output), "primal" (a row for each parameter), "cg" (conjugate
-            gradients), "riccati" (along the stages of an nn.Sequential), all for the same step. "auto" takes the one with
-            least arithmetic among those that fit into `memory`.
+            gradients), "riccati" (along the stages of an nn.Sequential), all for the same step; that of "cg" is as exact as
+            `tolerance`. "auto" takes the one with least arithmetic among those that fit into `memory`.
         damping: the first μ, as a share of the curvature along the gradient.
         momentum: μ pulls the step towards this share of the step before, and not towards zero: for batches that change.
         tolerance: of conjugate gradients, the residual as a share of the gradient.
@@ -191,7 +194,14 @@ class Exact(torch.optim.Optimizer):
                 self.state[self._named[name]]["step"] = change.clone()
         elif not refused:
             group["mu"] = mu / 3
-        for count, more in (("steps", 1), ("refused", refused), ("stalled", int(not taken))):
+        if system.cut_short and not group["cut_short"]:
+            warnings.warn(
+                "conjugate gradients stopped at their limit of products, before their residual was tolerance="
+                f"{self._tolerance:g} times the gradient: the steps are less exact than that (stats.cut_short counts them)",
+                LLQRWarning,
+                stacklevel=callers_level(),
+            )
+        for count, more in zip(COUNTS, (1, refused, int(not taken), system.cut_short), strict=True):
             group[count] += more
         self._method_taken, self._ratio = method, ratio
         return gradient.new_tensor(live.loss)
@@ -342,6 +352,8 @@ class Stats:
     """Steps that were tried and taken back."""
     stalled: int
     """Calls of step() that found no step that lowers the loss: at a minimum, to rounding."""
+    cut_short: int
+    """Solutions by conjugate gradients that stopped at their limit of products, before they met the tolerance."""
     damping: float
     """μ of the next step."""
     method: str

@@ -4,7 +4,7 @@ With H = JᵀWJ + d and m = μ + d, the same δ comes from whichever system is s
 
     dual      δ = c' - Jᵀ (W J Jᵀ + m)⁻¹ (s + W J c'), c' = (μ/m) c    a row for each number of the output
     primal    δ = c - (H + μ)⁻¹ (Jᵀs + H c)                            a row for each parameter; also where H isn't JᵀWJ + d
-    cg        the same by conjugate gradients, with products alone
+    cg        the same by conjugate gradients, with products alone, to a tolerance
     riccati   the same along the stages of an nn.Sequential
 
 A point is prepared once. Another damping costs a factorisation, and another slope at the same damping a solution.
@@ -179,6 +179,8 @@ class System(ABC):
     def __init__(self, point: Point) -> None:
         self.point = point
         self._kept: tuple[float, Any] | None = None
+        self.cut_short = 0
+        """Solutions that stopped before they were as exact as asked for."""
 
     def product(self, step: Tensor) -> Tensor:
         """H δ."""
@@ -320,13 +322,11 @@ class Conjugate(System):
         start = self._last if own else torch.zeros_like(self._last)
         begun = gradient + self.product(start) + damping * start
         tolerance = self._tolerance * float(gradient.norm() / begun.norm()) if begun.any() else 1.0
+        most = min(10 * len(begun), MOST_PRODUCTS)
         solved = conjugate_gradients(
-            lambda v: self.product(v) + damping * v,
-            begun,
-            tolerance,
-            min(10 * len(begun), MOST_PRODUCTS),
-            self.factorised(damping),
+            lambda v: self.product(v) + damping * v, begun, tolerance, most, self.factorised(damping)
         )
+        self.cut_short += solved.products == most and solved.residual > tolerance
         if own:
             self._last = start + solved.step
         return start + solved.step
