@@ -207,6 +207,7 @@ RESIDUALS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], tuple[
     "torch.func": (lambda: network(2, 1), lambda m: (torch.func.vmap(torch.func.jacrev(m))(POINTS)[:, 0],)),
     "one example": (lambda: network(2, 3), lambda m: single(m, POINTS[0])),
     "coupled": (lambda: network(2, 2), lambda m: (m(POINTS) - m(POINTS).mean(0),)),
+    "held back": (lambda: network(2, 1), lambda m: (m(POINTS), 0.1 * torch.cat([p.flatten() for p in m.parameters()]))),
     "on columns": (lambda: network(2, 2), lambda m: ((m[0].weight @ POINTS.T).T.tanh(),)),  # type: ignore[index]
 }
 POINTS, PICTURES, TOKENS = (
@@ -243,15 +244,16 @@ def test_few_backward_passes_give_the_jacobian(monkeypatch: pytest.MonkeyPatch) 
     left: list[int] = []
     made = llqr.exact.rows.Rows._by_products
 
-    def noted(self: Any, push: Any) -> Tensor:
-        left.append(len(self._rest))
-        return made(self, push)
+    def noted(self: Any, number: int, push: Any) -> Tensor:
+        left.append(len(self._rest[number]))
+        return made(self, number, push)
 
     monkeypatch.setattr(llqr.exact.rows.Rows, "_by_products", noted)
-    for name in ("derivatives", "convolutions"):
+    for name in ("derivatives", "convolutions", "held back"):
         model = RESIDUALS[name][0]()
         Exact(model).step(lambda name=name, model=model: RESIDUALS[name][1](model))  # type: ignore[misc]
-    assert left == [0, 0]
+    size = sum(p.numel() for p in network(2, 1).parameters())
+    assert left == [0, 0, 0, 0, size]  # two groups, one, and two of which one is the parameters themselves
 
 
 def test_the_minimum_is_that_of_least_squares() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,15 +17,16 @@ _PORTION = 2**24
 """How many numbers one batched application may hold at a time."""
 
 
-def apply_to_each(operator: Operator, vectors: Tensor) -> Tensor:
-    """The operator on each of a stack of vectors: all at once by vmap, in portions that bound the memory.
+def apply_to_each(operator: Operator, vectors: Tensor, at_once: int | None = None) -> Tensor:
+    """The operator on each of a stack of vectors: all at once by vmap, in portions that bound the memory,
+    or of `at_once` vectors if those are fewer.
 
     One by one where an operation has no batching rule, or a wrong one: the operator on a combination of the vectors is held
     against the combination of the results. (Torch has had wrong rules: torch.func.hessian of layer_norm in 2.13.)
     """
     weights = torch.linspace(1, 2, len(vectors), dtype=vectors.dtype, device=vectors.device)
     together = operator(torch.tensordot(weights, vectors, dims=1))
-    portion = max(1, _PORTION // (vectors[0].numel() + together.numel()))
+    portion = max(1, min(_PORTION // (vectors[0].numel() + together.numel()), at_once or len(vectors)))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "performance drop": where there is no rule, vmap loops by itself
@@ -68,6 +70,12 @@ def graph_nodes(tensors: Sequence[Tensor]) -> Iterator[Any]:
         seen.add(node)
         yield node
         waiting.extend(following for following, _ in node.next_functions)
+
+
+def graph_numbers(tensors: Sequence[Tensor]) -> int:
+    """How many numbers a backward pass goes through."""
+    shapes = (each.shape for node in graph_nodes(tensors) for each in node._input_metadata)
+    return sum(math.prod(shape) for shape in shapes)
 
 
 def puller(output: Tensor, inputs: list[Tensor]) -> Operator | None:

@@ -30,6 +30,7 @@ from llqr.errors import (
 from llqr.exact.blocks import build
 from llqr.exact.chain import Chain
 from llqr.exact.closure import Closure, Live
+from llqr.exact.rows import RoomError
 from llqr.exact.systems import Conjugate, Dual, Point, Primal, Stages, System
 
 Method = Literal["auto", "dual", "primal", "cg", "riccati"]
@@ -276,7 +277,7 @@ class Exact(torch.optim.Optimizer):
             else:
                 try:
                     return way.make(), name
-                except (ChainError, IndefiniteProblemError) as error:
+                except (ChainError, IndefiniteProblemError, RoomError) as error:
                     errors[name] = error
         raise errors[names[0]]
 
@@ -287,13 +288,19 @@ class Exact(torch.optim.Optimizer):
         a_pass = 100.0 * p * examples + 6e7  # small matrices run at a tenth of the speed of large ones
         flat = "" if point.flat_terms else "it is for divergences that are flat, as Gauss–Newton and KL are"
         uniform = "" if point.uniform is not None else "the divergence has other L2 weights for some parameters"
+        room = self._memory // item
         chunk = (self._memory // item - 3 * p * p) // (p + largest)
         primal_work = (2.0 * n if point.flat_terms else 2.0 * a_pass / p) * p * p + p**3 / 3
         return {
             "dual": _Way(
-                2.0 * n * n * p + n**3, item * (n * (p + largest) + 3 * n * n), flat or uniform, lambda: Dual(point)
+                2.0 * n * n * p + n**3,
+                item * (n * (p + largest) + 3 * n * n),
+                flat or uniform,
+                lambda: Dual(point, room),
             ),
-            "primal": _Way(primal_work, item * (3 * p * p + p + largest), "", lambda: Primal(point, max(1, chunk))),
+            "primal": _Way(
+                primal_work, item * (3 * p * p + p + largest), "", lambda: Primal(point, max(1, chunk), room)
+            ),
             "cg": _Way(600 * a_pass, 0, "", lambda: Conjugate(point, self._last_step(point), self._tolerance)),
             "riccati": self._riccati(live, point),
         }
