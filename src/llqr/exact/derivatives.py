@@ -24,6 +24,8 @@ def apply_to_each(operator: Operator, vectors: Tensor, at_once: int | None = Non
     One by one where an operation has no batching rule, or a wrong one: the operator on a combination of the vectors is held
     against the combination of the results. (Torch has had wrong rules: torch.func.hessian of layer_norm in 2.13.)
     """
+    if at_once == 1:
+        return torch.stack([operator(vector) for vector in vectors])
     weights = torch.linspace(1, 2, len(vectors), dtype=vectors.dtype, device=vectors.device)
     together = operator(torch.tensordot(weights, vectors, dims=1))
     portion = max(1, min(_PORTION // (vectors[0].numel() + together.numel()), at_once or len(vectors)))
