@@ -169,3 +169,19 @@ def test_parameters_without_numbers_and_converted_ones() -> None:
     assert losses[2] < losses[0]
     model.float()
     refused("converted since", optimizer, lambda: model[:3](X.float()) - Y.float())
+
+
+def test_columns_that_come_by_products_are_counted() -> None:
+    """A layer norm has 2 × 16 numbers that aren't a linear map's: 32 n numbers beside the chunks of J."""
+    model = nn.Sequential(nn.Linear(2, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 1)).double()
+    inputs = torch.rand(3000, 2).double()
+    size = sum(p.numel() for p in model.parameters())
+    least = 8 * (3 * size**2 + 2 * size)
+    assert least < 8 * 32 * 3000
+    optimizer = Exact(model, memory=least)
+    optimizer.step(lambda: model(inputs))
+    assert optimizer.stats.method == "cg"
+    refused("96,000 numbers .* room for", Exact(model, method="primal", memory=least), lambda: model(inputs))
+    optimizer = Exact(model, memory=8 * 32 * 3000)
+    optimizer.step(lambda: model(inputs))
+    assert optimizer.stats.method == "primal"

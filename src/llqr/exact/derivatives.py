@@ -25,14 +25,14 @@ def apply_to_each(operator: Operator, vectors: Tensor, at_once: int | None = Non
     against the combination of the results. (Torch has had wrong rules: torch.func.hessian of layer_norm in 2.13.)
     """
     if at_once == 1:
-        return torch.stack([operator(vector) for vector in vectors])
+        return _fill(lambda part: operator(part[0]), operator(vectors[0]), vectors, 1)
     weights = torch.linspace(1, 2, len(vectors), dtype=vectors.dtype, device=vectors.device)
     together = operator(torch.tensordot(weights, vectors, dims=1))
     portion = max(1, min(_PORTION // (vectors[0].numel() + together.numel()), at_once or len(vectors)))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "performance drop": where there is no rule, vmap loops by itself
-            results = torch.cat([torch.func.vmap(operator)(part) for part in torch.split(vectors, portion)])
+            results = _fill(torch.func.vmap(operator), together, vectors, portion)
     except RuntimeError:
         return torch.stack([operator(vector) for vector in vectors])
     difference = (torch.tensordot(weights, results, dims=1) - together).abs()
@@ -40,6 +40,14 @@ def apply_to_each(operator: Operator, vectors: Tensor, at_once: int | None = Non
     if bool((difference <= torch.finfo(vectors.dtype).eps ** 0.5 * size).all()):
         return results
     return torch.stack([operator(vector) for vector in vectors])
+
+
+def _fill(operator: Operator, like: Tensor, vectors: Tensor, portion: int) -> Tensor:
+    """Results in one place: small ones between large ones would keep freed memory from being used again."""
+    results = like.new_empty(len(vectors), *like.shape)
+    for place, part in zip(torch.split(results, portion), torch.split(vectors, portion), strict=True):
+        place.copy_(operator(part))
+    return results
 
 
 def refuse_once_differentiable(gradients: Sequence[Tensor]) -> None:

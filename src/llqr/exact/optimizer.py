@@ -74,7 +74,8 @@ class Exact(torch.optim.Optimizer):
         damping: the first μ, as a share of the curvature along the gradient.
         momentum: μ pulls the step towards this share of the step before, and not towards zero: for batches that change.
         tolerance: of conjugate gradients, the residual as a share of the gradient.
-        memory: the bytes that Jacobians and systems may take (the graph of a forward pass isn't counted).
+        memory: the bytes that Jacobians and systems may take, and in turn the products that run at once. Not counted is the
+            graph of a forward pass, nor its gradients, which "dual" and "primal" keep for each column of the output.
     """
 
     def __init__(
