@@ -16,6 +16,7 @@ from torch.nn import functional
 
 import llqr.exact.optimizer
 import llqr.exact.rows
+import llqr.exact.systems
 from llqr import Exact, LayerwiseLoss, QuadraticModel, dense_step
 from llqr.divergences import (
     KL,
@@ -30,7 +31,7 @@ from llqr.divergences import (
     Renyi,
     ReverseKL,
 )
-from llqr.errors import LLQRError, NonFiniteError
+from llqr.errors import LLQRError, LLQRWarning, NonFiniteError
 
 METHODS = ("dual", "primal", "cg", "riccati")
 Closure = Callable[[], Any]
@@ -206,6 +207,7 @@ RESIDUALS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], tuple[
     "torch.func": (lambda: network(2, 1), lambda m: (torch.func.vmap(torch.func.jacrev(m))(POINTS)[:, 0],)),
     "one example": (lambda: network(2, 3), lambda m: single(m, POINTS[0])),
     "coupled": (lambda: network(2, 2), lambda m: (m(POINTS) - m(POINTS).mean(0),)),
+    "held back": (lambda: network(2, 1), lambda m: (m(POINTS), 0.1 * torch.cat([p.flatten() for p in m.parameters()]))),
     "on columns": (lambda: network(2, 2), lambda m: ((m[0].weight @ POINTS.T).T.tanh(),)),  # type: ignore[index]
 }
 POINTS, PICTURES, TOKENS = (
@@ -242,15 +244,16 @@ def test_few_backward_passes_give_the_jacobian(monkeypatch: pytest.MonkeyPatch) 
     left: list[int] = []
     made = llqr.exact.rows.Rows._by_products
 
-    def noted(self: Any, push: Any) -> Tensor:
-        left.append(len(self._rest))
-        return made(self, push)
+    def noted(self: Any, number: int, push: Any) -> Tensor:
+        left.append(len(self._rest[number]))
+        return made(self, number, push)
 
     monkeypatch.setattr(llqr.exact.rows.Rows, "_by_products", noted)
-    for name in ("derivatives", "convolutions"):
+    for name in ("derivatives", "convolutions", "held back"):
         model = RESIDUALS[name][0]()
         Exact(model).step(lambda name=name, model=model: RESIDUALS[name][1](model))  # type: ignore[misc]
-    assert left == [0, 0]
+    size = sum(p.numel() for p in network(2, 1).parameters())
+    assert left == [0, 0, 0, 0, size]  # two groups, one, and two of which one is the parameters themselves
 
 
 def test_the_minimum_is_that_of_least_squares() -> None:
@@ -505,7 +508,7 @@ def test_what_cannot_be_stepped_says_so() -> None:
         Exact(model).step(lambda: model(inputs) / 0)
     optimizer = Exact(model)
     model[0].bias.requires_grad_(False)  # type: ignore[operator, union-attr]
-    with pytest.raises(LLQRError, match="no longer requires a gradient"):
+    with pytest.raises(LLQRError, match="requires a gradient no longer"):
         optimizer.step(lambda: model(inputs))
     broken = network(4, 3)
     nn.init.constant_(broken[0].weight, math.nan)  # type: ignore[arg-type]
@@ -535,3 +538,27 @@ def test_batches_and_momentum_train() -> None:
     for rows in torch.split(torch.randperm(400), 40):
         optimizer.step(lambda rows=rows: (model(inputs[rows]), targets[rows]))  # type: ignore[misc]
     assert float((model(inputs).argmax(1) == targets).double().mean()) > 0.85
+
+
+def test_conjugate_gradients_are_as_exact_as_the_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """‖(H + μ) δ + g‖ ≤ tolerance ‖g‖, with H = 2 JᵀJ; solutions that end before are told once, and counted."""
+    monkeypatch.setattr(llqr.exact.optimizer, "MOST_BENT", 0.0)
+    model, x, y = network(2, 1), POINTS, POINTS[:, :1].sin()
+    before, start = copy.deepcopy(model), flat(model)
+    optimizer = Exact(model, method="cg", tolerance=0.05)
+    optimizer.step(lambda: model(x) - y)
+    mu = optimizer.stats.damping / max(1 / 3, 1 - (2 * optimizer.stats.ratio - 1) ** 3)
+    H, g = curvature_and_gradient(before, x, y, functional.mse_loss, GaussNewton())
+    step = flat(model) - start
+    residual = (H @ step + mu * step + g).norm() / g.norm()
+    assert optimizer.stats.refused == 0
+    assert 1e-6 < residual <= 0.05
+    assert optimizer.stats.cut_short == 0
+    monkeypatch.setattr(llqr.exact.systems, "MOST_PRODUCTS", 2)
+    optimizer = Exact(model, method="cg", tolerance=1e-12)
+    with pytest.warns(LLQRWarning, match="limit of products"):
+        optimizer.step(lambda: model(x) - y)
+    counted = optimizer.stats.cut_short
+    assert counted >= 2  # of the step and of its bend
+    optimizer.step(lambda: model(x) - y)
+    assert optimizer.stats.cut_short > counted

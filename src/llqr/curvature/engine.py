@@ -30,7 +30,7 @@ from llqr.curvature.recorder import Parameters, Recorder
 from llqr.curvature.rules import BeyondRulesError, ChangedError, hessian_rules, linear_rules, plain_rules, twice_rules
 from llqr.curvature.rules.segments import in_segments, refuse_leaks
 from llqr.errors import LLQRError, NotTwiceDifferentiableError, callers_level
-from llqr.exact.derivatives import refuse_once_differentiable, refuse_wrong_formulas
+from llqr.exact.derivatives import graph_numbers, refuse_once_differentiable, refuse_wrong_formulas
 
 
 class Recording:
@@ -73,6 +73,16 @@ class Recording:
         return list(
             torch.autograd.grad(self._outputs, self._leaves, cotangents, retain_graph=True, materialize_grads=True)
         )
+
+    def numbers(self) -> int:
+        """How many numbers a backward pass goes through."""
+        return graph_numbers(self._outputs)
+
+    def depends(self) -> bool:
+        """Whether a way leads from the outputs to a parameter."""
+        zeros = [torch.zeros_like(value) for value in self.values]
+        found = torch.autograd.grad(self._outputs, self._leaves, zeros, retain_graph=True, allow_unused=True)
+        return any(gradient is not None for gradient in found)
 
 
 class JacobianProducts(Recording):

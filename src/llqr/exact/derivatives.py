@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,19 +17,22 @@ _PORTION = 2**24
 """How many numbers one batched application may hold at a time."""
 
 
-def apply_to_each(operator: Operator, vectors: Tensor) -> Tensor:
-    """The operator on each of a stack of vectors: all at once by vmap, in portions that bound the memory.
+def apply_to_each(operator: Operator, vectors: Tensor, at_once: int | None = None) -> Tensor:
+    """The operator on each of a stack of vectors: all at once by vmap, in portions that bound the memory,
+    or of `at_once` vectors if those are fewer.
 
     One by one where an operation has no batching rule, or a wrong one: the operator on a combination of the vectors is held
     against the combination of the results. (Torch has had wrong rules: torch.func.hessian of layer_norm in 2.13.)
     """
+    if at_once == 1:
+        return _fill(lambda part: operator(part[0]), operator(vectors[0]), vectors, 1)
     weights = torch.linspace(1, 2, len(vectors), dtype=vectors.dtype, device=vectors.device)
     together = operator(torch.tensordot(weights, vectors, dims=1))
-    portion = max(1, _PORTION // (vectors[0].numel() + together.numel()))
+    portion = max(1, min(_PORTION // (vectors[0].numel() + together.numel()), at_once or len(vectors)))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "performance drop": where there is no rule, vmap loops by itself
-            results = torch.cat([torch.func.vmap(operator)(part) for part in torch.split(vectors, portion)])
+            results = _fill(torch.func.vmap(operator), together, vectors, portion)
     except RuntimeError:
         return torch.stack([operator(vector) for vector in vectors])
     difference = (torch.tensordot(weights, results, dims=1) - together).abs()
@@ -36,6 +40,14 @@ def apply_to_each(operator: Operator, vectors: Tensor) -> Tensor:
     if bool((difference <= torch.finfo(vectors.dtype).eps ** 0.5 * size).all()):
         return results
     return torch.stack([operator(vector) for vector in vectors])
+
+
+def _fill(operator: Operator, like: Tensor, vectors: Tensor, portion: int) -> Tensor:
+    """Results in one place: small ones between large ones would keep freed memory from being used again."""
+    results = like.new_empty(len(vectors), *like.shape)
+    for place, part in zip(torch.split(results, portion), torch.split(vectors, portion), strict=True):
+        place.copy_(operator(part))
+    return results
 
 
 def refuse_once_differentiable(gradients: Sequence[Tensor]) -> None:
@@ -68,6 +80,12 @@ def graph_nodes(tensors: Sequence[Tensor]) -> Iterator[Any]:
         seen.add(node)
         yield node
         waiting.extend(following for following, _ in node.next_functions)
+
+
+def graph_numbers(tensors: Sequence[Tensor]) -> int:
+    """How many numbers a backward pass goes through."""
+    shapes = (each.shape for node in graph_nodes(tensors) for each in node._input_metadata)
+    return sum(math.prod(shape) for shape in shapes)
 
 
 def puller(output: Tensor, inputs: list[Tensor]) -> Operator | None:

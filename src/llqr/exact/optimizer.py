@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -10,28 +11,30 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from llqr.checks import Inputs, Loss, check_amount, check_callable, check_finite, check_model, check_tensors
+from llqr.checks import Loss, check_amount, check_callable, check_model, check_tensors
 from llqr.curvature import locations
 from llqr.curvature.chunks import Piece
 from llqr.curvature.precision import no_autocast
 from llqr.curvature.recorded_chunk import ChunkContext
-from llqr.curvature.recorder import Parameters, Recorder, Streams
+from llqr.curvature.recorder import Parameters, Recorder
 from llqr.divergences import Divergence, LayerwiseLoss, Newton, resolve
 from llqr.errors import (
     ChainError,
     DegenerateProblemError,
     IndefiniteProblemError,
     LLQRError,
-    NonFiniteError,
+    LLQRWarning,
+    callers_level,
     unknown,
 )
 from llqr.exact.blocks import build
 from llqr.exact.chain import Chain
-from llqr.exact.systems import Conjugate, Dual, Point, Primal, Stages, System, squares
+from llqr.exact.closure import Closure, Live
+from llqr.exact.rows import RoomError
+from llqr.exact.systems import Conjugate, Dual, Point, Primal, Stages, System
 
 Method = Literal["auto", "dual", "primal", "cg", "riccati"]
 METHODS = ("auto", "dual", "primal", "cg", "riccati")
-Closure = Callable[[], Any]
 
 REFUSALS = 12
 """Steps that may be refused in a row, each with a larger damping than the one before."""
@@ -39,11 +42,11 @@ GROWTH = 2.0
 """What the damping is multiplied by after the first refusal; after the second by twice as much, and so on."""
 AHEAD, MOST_BENT = 0.1, 0.75
 """Where along a step its bend is looked for; and the most that the bend may be of the step."""
-COUNTS = ("steps", "refused", "stalled")
+COUNTS = ("steps", "refused", "stalled", "cut_short")
 
 
 class Exact(torch.optim.Optimizer):
-    """Steps to the minimum of g·δ + ½ δ·Hδ + ½ μ‖δ‖², for networks and batches that are small enough.
+    """Steps to the minimum of g·δ + ½ δ·Hδ + ½ μ‖δ‖², plus its bend, for networks and batches that are small enough.
 
         optimizer = Exact(model)
         for _ in range(100):
@@ -66,12 +69,13 @@ class Exact(torch.optim.Optimizer):
         divergence: what gives H: an object of `llqr.divergences` or its name. Gauss–Newton unless you say otherwise; "ngd" for
             classifiers (the same matrix for a cross-entropy); "newton", where μ is raised until H + μ is positive definite.
         method: "dual" (a system with a row for each number of the output), "primal" (a row for each parameter), "cg" (conjugate
-            gradients), "riccati" (along the stages of an nn.Sequential), all for the same step. "auto" takes the one with
-            least arithmetic among those that fit into `memory`.
+            gradients), "riccati" (along the stages of an nn.Sequential), all for the same step; that of "cg" is as exact as
+            `tolerance`. "auto" takes the one with least arithmetic among those that fit into `memory`.
         damping: the first μ, as a share of the curvature along the gradient.
         momentum: μ pulls the step towards this share of the step before, and not towards zero: for batches that change.
         tolerance: of conjugate gradients, the residual as a share of the gradient.
-        memory: the bytes that Jacobians and systems may take (the graph of a forward pass isn't counted).
+        memory: the bytes that Jacobians and systems may take, and in turn the products that run at once. Not counted is the
+            graph of a forward pass, nor its gradients, which "dual" and "primal" keep for each column of the output.
     """
 
     def __init__(
@@ -109,9 +113,10 @@ class Exact(torch.optim.Optimizer):
         for name, parameter in locations.trainable(model).items():
             if torch.finfo(parameter.dtype).bits < 32:
                 raise LLQRError(f"{name!r} is {parameter.dtype}, too coarse for exact steps: write model.float()")
-        self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        if len({(p.dtype, p.device) for p in self._named.values()}) > 1:
+        self._named = _steppable(model)
+        if len(self._kinds()) > 1:
             raise LLQRError("the parameters have several dtypes or devices: convert the model to one")
+        self._kind = self._kinds()
         defaults = {"damping": float(damping), "momentum": float(momentum), "mu": 0.0, **dict.fromkeys(COUNTS, 0)}
         super().__init__(self._named.values(), defaults)
         self._method_taken, self._ratio = "", math.nan
@@ -126,20 +131,35 @@ class Exact(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self.param_groups:
             raise LLQRError("Exact steps all parameters in one system: there is one group")
-        super().add_param_group(param_group)
+        super().add_param_group(_Group(param_group))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(vars(self))  # a copy has a copy of the model
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "param_groups": [_Group(group) for group in state["param_groups"]]})
+
+    def _kinds(self) -> set[tuple[torch.dtype, torch.device]]:
+        return {(p.dtype, p.device) for p in self._named.values()}
 
     @torch.no_grad()
-    def step(self, closure: Closure) -> Tensor:  # type: ignore[override]
+    def step(self, closure: Closure | None = None) -> Tensor:  # type: ignore[override]
         """One step on what the closure returns; the loss before it. On Ctrl-C the parameters are the best ones so far."""
-        if not callable(closure):
+        if closure is None or not callable(closure):
             raise LLQRError(
                 "step() needs a closure that returns residuals, or with a loss_fn the output and its targets"
             )
         check_model(self._model, (), without_inputs=True)
-        for name, parameter in self._named.items():
-            if not parameter.requires_grad:
-                raise LLQRError(f"{name!r} no longer requires a gradient: make another Exact(model)")
-        live = _Live(self._model, self._loss_fn, closure, isinstance(self._divergence, Newton))
+        named = _steppable(self._model)
+        for name in {**self._named, **named}:
+            if named.get(name) is not self._named.get(name):
+                raise LLQRError(
+                    f"{name!r} was replaced, added, taken away, or requires a gradient no longer or only now: make another "
+                    "Exact(model)"
+                )
+        if self._kinds() != self._kind:
+            raise LLQRError("the parameters were converted since Exact was made: make another Exact(model)")
+        live = Live(self._model, self._loss_fn, closure, isinstance(self._divergence, Newton))
         system, method = self._system(live)
         gradient, group = system.point.gradient_vector, self.param_groups[0]
         start = {name: p.detach().clone() for name, p in self._named.items()}
@@ -176,15 +196,26 @@ class Exact(torch.optim.Optimizer):
                 self.state[self._named[name]]["step"] = change.clone()
         elif not refused:
             group["mu"] = mu / 3
-        for count, more in (("steps", 1), ("refused", refused), ("stalled", int(not taken))):
+        if system.cut_short and not group["cut_short"]:
+            warnings.warn(
+                "conjugate gradients stopped at their limit of products, before their residual was tolerance="
+                f"{self._tolerance:g} times the gradient: the steps are less exact than that (stats.cut_short counts them)",
+                LLQRWarning,
+                stacklevel=callers_level(),
+            )
+        for count, more in zip(COUNTS, (1, refused, int(not taken), system.cut_short), strict=True):
             group[count] += more
         self._method_taken, self._ratio = method, ratio
         return gradient.new_tensor(live.loss)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state, bit for bit."""
+        if not isinstance(state_dict, dict) or not {"param_groups", "state"} <= state_dict.keys():
+            raise LLQRError("this is no state: give what state_dict() of an Exact returned")
+        if len(state_dict["param_groups"]) != 1:
+            raise LLQRError("the state is of another optimizer: Exact has one group of parameters")
         for group in state_dict["param_groups"]:
-            for name in self.defaults:
+            for name in ("damping", "momentum", "mu", *COUNTS):
                 check_amount(f"{name!r} in the state", group.get(name))
         steps = {number: held.get("step") for number, held in state_dict["state"].items()}
         check_tensors("the state", steps)
@@ -201,7 +232,7 @@ class Exact(torch.optim.Optimizer):
             return carried, math.nan
         return step, -float(system.point.gradient_vector @ step + 0.5 * step @ system.product(step))
 
-    def _bend(self, live: _Live, system: System, start: Parameters, step: Tensor, mu: float) -> Tensor:
+    def _bend(self, live: Live, system: System, start: Parameters, step: Tensor, mu: float) -> Tensor:
         """How the path to the minimum bends: ½ (H + μ)⁻¹ Jᵀ W x'', with x'' the second derivative of the output along the step
         (geodesic acceleration), found by running the closure a little way along it. None where it isn't small beside the step,
         or H isn't JᵀWJ."""
@@ -228,7 +259,7 @@ class Exact(torch.optim.Optimizer):
         held = {name: self.state[p].get("step", torch.zeros_like(p)) for name, p in self._named.items()}
         return point.flat(held)
 
-    def _system(self, live: _Live) -> tuple[System, str]:
+    def _system(self, live: Live) -> tuple[System, str]:
         """The system that takes the least arithmetic of those that fit into memory, and its name."""
         point = self._point(live)
         ways = self._ways(live, point)
@@ -247,29 +278,35 @@ class Exact(torch.optim.Optimizer):
             else:
                 try:
                     return way.make(), name
-                except (ChainError, IndefiniteProblemError) as error:
+                except (ChainError, IndefiniteProblemError, RoomError) as error:
                     errors[name] = error
         raise errors[names[0]]
 
-    def _ways(self, live: _Live, point: Point) -> dict[str, _Way]:
+    def _ways(self, live: Live, point: Point) -> dict[str, _Way]:
         n, p, item = point.rows_of_output, len(point.gradient_vector), point.gradient_vector.element_size()
         largest = max(each.numel() for each in self._named.values())
         examples = sum(count for count, _ in live.groups)
         a_pass = 100.0 * p * examples + 6e7  # small matrices run at a tenth of the speed of large ones
         flat = "" if point.flat_terms else "it is for divergences that are flat, as Gauss–Newton and KL are"
         uniform = "" if point.uniform is not None else "the divergence has other L2 weights for some parameters"
+        room = self._memory // item
         chunk = (self._memory // item - 3 * p * p) // (p + largest)
         primal_work = (2.0 * n if point.flat_terms else 2.0 * a_pass / p) * p * p + p**3 / 3
         return {
             "dual": _Way(
-                2.0 * n * n * p + n**3, item * (n * (p + largest) + 3 * n * n), flat or uniform, lambda: Dual(point)
+                2.0 * n * n * p + n**3,
+                item * (n * (p + largest) + 3 * n * n),
+                flat or uniform,
+                lambda: Dual(point, room),
             ),
-            "primal": _Way(primal_work, item * (3 * p * p + p + largest), "", lambda: Primal(point, max(1, chunk))),
+            "primal": _Way(
+                primal_work, item * (3 * p * p + p + largest), "", lambda: Primal(point, max(1, chunk), room)
+            ),
             "cg": _Way(600 * a_pass, 0, "", lambda: Conjugate(point, self._last_step(point), self._tolerance)),
             "riccati": self._riccati(live, point),
         }
 
-    def _riccati(self, live: _Live, point: Point) -> _Way:
+    def _riccati(self, live: Live, point: Point) -> _Way:
         if self._loss_fn is None or not isinstance(self._model, nn.Sequential) or live.inputs is None:
             return _Way(
                 math.inf, 0, "it is for an nn.Sequential and a closure that returns model(inputs), targets", _no
@@ -293,7 +330,7 @@ class Exact(torch.optim.Optimizer):
 
         return _Way(work, held, "", make)
 
-    def _point(self, live: _Live) -> Point:
+    def _point(self, live: Live) -> Point:
         """g and H at the present parameters."""
         terms = list(self._divergence.terms())
         held = locations.trainable(self._model, list(self._named))
@@ -310,12 +347,7 @@ class Exact(torch.optim.Optimizer):
                 live.groups,
                 self._method == "cg",
             )
-            loss = float(live.loss_fn(point.values[0], live.targets))
-        if abs(loss - live.loss) > torch.finfo(point.values[0].dtype).eps ** 0.5 * abs(live.loss):
-            raise LLQRError(
-                f"the closure gave a loss of {live.loss:g} and then {loss:g} at the same parameters: it has to compute the "
-                "same thing each time that a step calls it. Draw batches and random points before step(); leave out autocast"
-            )
+            live.compare(point.values[0])
         return point
 
 
@@ -328,6 +360,8 @@ class Stats:
     """Steps that were tried and taken back."""
     stalled: int
     """Calls of step() that found no step that lowers the loss: at a minimum, to rounding."""
+    cut_short: int
+    """Solutions by conjugate gradients that stopped at their limit of products, before they met the tolerance."""
     damping: float
     """μ of the next step."""
     method: str
@@ -344,92 +378,18 @@ class _Way(NamedTuple):
     make: Callable[[], System]
 
 
-class _Live:
-    """What a closure returns, run with the model as it is: one time for good, and again as often as a step is tried."""
-
-    def __init__(self, model: nn.Module, loss_fn: Loss | None, closure: Closure, newton: bool) -> None:
-        self._model, self._given, self._closure, self._newton = model, loss_fn, closure, newton
-        self.loss_fn: Loss = loss_fn or squares
-        self.targets: Any = None
-        self._seen: Tensor | None = None
-        self.groups: list[tuple[int, int]] = []
-        calls: list[tuple[Any, ...]] = []
-        self.streams = Streams(model)
-        hook = model.register_forward_hook(lambda *seen: calls.append(seen), with_kwargs=True)
-        try:
-            with torch.enable_grad():
-                output = self.output()
-        finally:
-            hook.remove()
-        check_finite(output.detach(), "what the closure returned")
-        self.loss = self._value(output)
-        if not math.isfinite(self.loss):
-            raise NonFiniteError(f"the loss is {self.loss}: start from other parameters, or look at the data")
-        alone = len(calls) == 1 and not calls[0][2] and calls[0][3] is self._seen
-        self.inputs: Inputs | None = calls[0][1] if alone else None
-
-    def again(self) -> tuple[float, Tensor]:
-        """The loss and the output at other parameters, with the same random numbers; buffers stay as they are."""
-        buffers = {buffer: buffer.clone() for buffer in self._model.buffers()}
-        try:
-            with torch.enable_grad(), self.streams.again():
-                output = self.output().detach()
-                return self._value(output), output
-        finally:
-            for buffer, value in buffers.items():
-                buffer.copy_(value)
-
-    def _value(self, output: Tensor) -> float:
-        with torch.no_grad():
-            return float(self.loss_fn(output, self.targets))
-
-    def output(self) -> Tensor:
-        """What the loss is a function of; its targets and groups are noted."""
-        returned = self._closure()
-        if self._given is not None:
-            if not isinstance(returned, (tuple, list)) or len(returned) != 2:
-                raise LLQRError(
-                    f"with a loss_fn the closure returns (output, targets), not a {type(returned).__name__}"
-                )
-            output: Tensor
-            output, self.targets = returned
-            _check_residual(output, "the output")
-            self._seen = output
-            examples = len(output) if output.dim() else 1
-            self.groups = [(examples, output.numel() // examples)]
-            return output
-        if isinstance(returned, Tensor) and returned.dim() == 0:
-            if not self._newton:
-                raise LLQRError(
-                    "the closure returned one number, a loss: return the residuals that it is the mean square of, or give a "
-                    "loss_fn and return (output, targets), without backward(); of a loss alone divergence='newton' can be taken"
-                )
-            self.loss_fn, self.groups = _itself, [(1, 1)]
-            return returned
-        residuals = list(returned) if isinstance(returned, (tuple, list)) else [returned]
-        for residual in residuals:
-            _check_residual(residual, "a residual")
-            if residual.dim() == 0:
-                raise LLQRError(
-                    "a residual among several has no dimension: write residual.reshape(1), or return what it sums up"
-                )
-        self.groups = [(len(r), r.numel() // len(r)) for r in residuals]
-        return torch.cat([r.reshape(-1, 1) / r.numel() ** 0.5 for r in residuals])
+def _steppable(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel()}
 
 
-def _check_residual(value: Any, what: str) -> None:
-    if not isinstance(value, Tensor) or not value.is_floating_point() or value.numel() == 0:
-        got = (
-            f"a tensor of {value.dtype} with {value.numel()} numbers"
-            if isinstance(value, Tensor)
-            else f"a {type(value).__name__}"
-        )
-        raise LLQRError(f"{what} is a tensor of floating-point numbers, not {got}")
+class _Group(dict[str, Any]):
+    """Schedulers ask for a group's rate."""
+
+    def __missing__(self, key: str) -> Any:
+        if key == "lr":
+            raise LLQRError("Exact has no learning rate, so there is none to schedule: leave the scheduler out")
+        raise KeyError(key)
 
 
 def _no() -> System:
     raise AssertionError
-
-
-def _itself(loss: Tensor, targets: Any) -> Tensor:
-    return loss

@@ -4,8 +4,8 @@ Where row e of an output depends on example e alone, one backward pass from the 
 gradients: a weight that acts as y = W x in a product node has ∂(row e)/∂W = Σ b aᵀ over the places where it meets example e,
 with a the inputs of the node and b the gradients at its output. That holds for every use of W that autograd has recorded, in a
 forward pass or in the derivatives that a residual takes of it. Whether it holds is measured, not assumed: with random weights c
-the rows have to add up to Jᵀc. Parameters for which they don't (used otherwise, or examples that depend on each other) get
-their part of J by products, column by column or row by row, whichever are fewer.
+the rows have to add up to Jᵀc, group by group. Parameters for which they don't (used otherwise, or examples that depend on each
+other) get their part of these rows of J by products, column by column or row by row, whichever are fewer.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
-from torch.nn.functional import unfold
+from torch.nn import functional
 
-from llqr.exact.derivatives import apply_to_each, graph_nodes
+from llqr.errors import LLQRError
+from llqr.exact.derivatives import apply_to_each, graph_nodes, graph_numbers
 
 Move = Callable[[Tensor], Tensor]
 
@@ -48,38 +49,51 @@ Sides = dict[tuple[int, bool], tuple[Tensor, Tensor]]
 """By parameter and orientation: inputs (examples, T, k) and gradients (columns, examples, T, m) of all uses."""
 
 
+class RoomError(LLQRError):
+    """A Jacobian that takes more memory than it may."""
+
+
 class Rows:
-    """J, with the outputs in one vector and the parameters in one vector. `push` is v ↦ Jv."""
+    """J, with the outputs in one vector and the parameters in one vector. `push` is v ↦ Jv. There is room for so many numbers
+    beside the rows that are asked for and the graph."""
 
     def __init__(
-        self, outputs: Sequence[Tensor], leaves: Sequence[Tensor], groups: Sequence[Group], push: Move
+        self, outputs: Sequence[Tensor], leaves: Sequence[Tensor], groups: Sequence[Group], push: Move, room: int
     ) -> None:
         self._outputs, self._leaves = list(outputs), list(leaves)
         self._sizes = [leaf.numel() for leaf in leaves]
         self.count, self.width = sum(value.numel() for value in outputs), sum(self._sizes)
         uses = list(_uses(outputs, leaves))
+        self._at_once = max(1, room // (3 * graph_numbers(outputs)))  # a push is a backward pass of a backward pass
+        self._roots = self._parts(groups)
         self._groups = [(group, self._sides(group, uses)) for group in groups]
         places = torch.split(torch.arange(self.width, device=leaves[0].device), self._sizes)
         self._starts = [int(place[0]) for place in places]
-        self._rest = torch.cat([places[0][:0], *(places[i] for i in self._wrong())])
-        """The numbers whose columns come by products."""
-        self._others = self._by_products(push)
+        self._rest = [torch.cat([places[0][:0], *(places[i] for i in self._wrong(*each))]) for each in self._groups]
+        """For each group, the numbers whose columns come by products."""
+        kept = sum(group.examples * group.columns * len(rest) for group, rest in zip(groups, self._rest, strict=True))
+        if kept > room:
+            raise RoomError(
+                f"examples depend on each other, or parameters act in other ways than as linear maps, and {kept:,} numbers of "
+                f"the Jacobian would be kept where there is room for {room:,}: allow more memory, or write method='cg'"
+            )
+        self._others = [self._by_products(number, push) for number in range(len(groups))]
 
     def chunks(self, most: int) -> Iterator[tuple[int, Tensor]]:
         """J, about so many rows at a time (at least those of one example), each with the number of its first row."""
-        for group, sides in self._groups:
+        for (group, sides), rest, others in zip(self._groups, self._rest, self._others, strict=True):
             examples = max(1, most // group.columns)
             for first in range(0, group.examples, examples):
                 last = min(first + examples, group.examples)
-                rows = self._others.new_zeros((last - first) * group.columns, self.width)
+                rows = others.new_zeros((last - first) * group.columns, self.width)
                 for (parameter, outputs_first), (a, b) in sides.items():
                     form = "etk,cetm->ecmk" if outputs_first else "etk,cetm->eckm"
                     made = torch.einsum(form, a[first:last], b[:, first:last]).reshape(len(rows), -1)
                     rows[:, self._starts[parameter] :][:, : self._sizes[parameter]] += made
-                start = group.start + first * group.columns
-                if len(self._rest):
-                    rows[:, self._rest] = self._others[start : start + len(rows)]
-                yield start, rows
+                start = first * group.columns
+                if len(rest):
+                    rows[:, rest] = others[start : start + len(rows)]
+                yield group.start + start, rows
 
     def whole(self) -> Tensor:
         """J, count × width."""
@@ -90,10 +104,26 @@ class Rows:
         shaped = [part.reshape(value.shape) for part, value in zip(parts, self._outputs, strict=True)]
         return torch.autograd.grad(self._outputs, wanted, shaped, retain_graph=True, allow_unused=True)
 
-    def _gradient(self, cotangent: Tensor) -> Tensor:
-        """Jᵀc."""
-        pulled = zip(self._leaves, self._pull(cotangent, self._leaves), strict=True)
-        return torch.cat([(torch.zeros_like(leaf) if row is None else row).reshape(-1) for leaf, row in pulled])
+    def _gradient(self, number: int, cotangent: Tensor) -> Tensor:
+        """Jᵀc, of the rows of one group."""
+        group, root = self._groups[number][0], self._roots[number]
+        if root is None:
+            ends = (group.start, self.count - group.start - len(cotangent))
+            pulled = self._pull(functional.pad(cotangent, ends), self._leaves)
+        else:
+            shaped = cotangent.reshape(-1, 1)
+            pulled = torch.autograd.grad([root], self._leaves, [shaped], retain_graph=True, allow_unused=True)
+        pairs = zip(self._leaves, pulled, strict=True)
+        return torch.cat([(torch.zeros_like(leaf) if row is None else row).reshape(-1) for leaf, row in pairs])
+
+    def _parts(self, groups: Sequence[Group]) -> list[GradientEdge | None]:
+        """Where each group comes into the first output, if it is put together from them: a backward pass from there meets
+        nothing of the others."""
+        node: Any = self._outputs[0].grad_fn
+        edges = node.next_functions if node.name() == "CatBackward0" else ()
+        if len(edges) != len(groups) or any(node is None for node, _ in edges):
+            return [None] * len(groups)
+        return [GradientEdge(*edge) for edge in edges]
 
     def _sides(self, group: Group, uses: list[_Use]) -> Sides:
         edges = [GradientEdge(use.node, 0) for use in uses]
@@ -115,31 +145,36 @@ class Rows:
             sides[key] = (a, b) if known is None else (torch.cat((known[0], a), 1), torch.cat((known[1], b), 2))
         return sides
 
-    def _wrong(self) -> list[int]:
+    def _wrong(self, group: Group, sides: Sides) -> list[int]:
         """The parameters whose rows don't add up."""
         generator = torch.Generator().manual_seed(0)
-        cotangent = torch.randn(self.count, generator=generator, dtype=torch.float64).to(self._outputs[0])
+        weights = torch.randn(group.examples, group.columns, generator=generator, dtype=torch.float64)
+        weights = weights.to(self._outputs[0])
         found = [torch.zeros_like(leaf) for leaf in self._leaves]
-        for group, sides in self._groups:
-            weights = cotangent[group.start :][: group.examples * group.columns].reshape(group.examples, group.columns)
-            for (parameter, outputs_first), (a, b) in sides.items():
-                made = torch.einsum("ec,cetm->etm", weights, b).flatten(0, 1).T @ a.flatten(0, 1)
-                found[parameter] += (made if outputs_first else made.T).reshape(found[parameter].shape)
-        rounding = torch.finfo(cotangent.dtype).eps ** 0.5
-        pairs = zip(torch.split(self._gradient(cotangent), self._sizes), found, strict=True)
+        for (parameter, outputs_first), (a, b) in sides.items():
+            made = torch.einsum("ec,cetm->etm", weights, b).flatten(0, 1).T @ a.flatten(0, 1)
+            found[parameter] += (made if outputs_first else made.T).reshape(found[parameter].shape)
+        rounding = torch.finfo(weights.dtype).eps ** 0.5
+        number = next(i for i, (other, _) in enumerate(self._groups) if other is group)
+        pairs = zip(torch.split(self._gradient(number, weights.reshape(-1)), self._sizes), found, strict=True)
         return [i for i, (e, f) in enumerate(pairs) if not bool((e - f.reshape(-1)).norm() <= rounding * e.norm())]
 
-    def _by_products(self, push: Move) -> Tensor:
-        """What J has in the columns of the rest."""
-        rest = self._rest
-        units = torch.eye(min(len(rest), self.count), dtype=self._leaves[0].dtype, device=rest.device)
+    def _by_products(self, number: int, push: Move) -> Tensor:
+        """What the rows of a group have in the columns of its rest."""
+        group, rest = self._groups[number][0], self._rest[number]
+        count = group.examples * group.columns
+        units = torch.eye(min(len(rest), count), dtype=self._leaves[0].dtype, device=rest.device)
         if not len(rest):
-            return units.new_zeros(self.count, 0)
-        if len(rest) > self.count:
-            return apply_to_each(lambda c: self._gradient(c)[rest], units)
+            return units.new_zeros(count, 0)
+        if len(rest) >= count:
+            return apply_to_each(lambda c: self._gradient(number, c)[rest], units, self._at_once)
         zeros = units.new_zeros(self.width)
         push(zeros)  # the first product looks at J, which it can't under vmap
-        return apply_to_each(lambda v: push(zeros.index_copy(0, rest, v)), units).T
+
+        def column(unit: Tensor) -> Tensor:
+            return push(zeros.index_copy(0, rest, unit))[group.start : group.start + count]
+
+        return apply_to_each(column, units, self._at_once).T
 
 
 def second_moments(
@@ -208,7 +243,7 @@ def _uses(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> Iterator[_Use]
             if weight is None or weight[1] or node._saved_transposed:
                 continue
             kernel = tuple(leaves[weight[0]].shape[2:])
-            patches = unfold(
+            patches = functional.unfold(
                 node._saved_input.detach(), kernel, node._saved_dilation, node._saved_padding, node._saved_stride
             )
             yield _Use(weight[0], True, node, patches.mT.flatten(0, 1), _channels_last)

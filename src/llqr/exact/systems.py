@@ -4,7 +4,7 @@ With H = JᵀWJ + d and m = μ + d, the same δ comes from whichever system is s
 
     dual      δ = c' - Jᵀ (W J Jᵀ + m)⁻¹ (s + W J c'), c' = (μ/m) c    a row for each number of the output
     primal    δ = c - (H + μ)⁻¹ (Jᵀs + H c)                            a row for each parameter; also where H isn't JᵀWJ + d
-    cg        the same by conjugate gradients, with products alone
+    cg        the same by conjugate gradients, with products alone, to a tolerance
     riccati   the same along the stages of an nn.Sequential
 
 A point is prepared once. Another damping costs a factorisation, and another slope at the same damping a solution.
@@ -26,7 +26,7 @@ from llqr.curvature.recorded_chunk import ChunkContext, RecordedChunk
 from llqr.curvature.recorder import Parameters, Recorder
 from llqr.curvature.rules import plain_rules
 from llqr.divergences import L2, GaussNewton, OutputTerm
-from llqr.errors import IndefiniteProblemError
+from llqr.errors import IndefiniteProblemError, LLQRError
 from llqr.exact.blockdiagonal import BlockDiagonal, materialise_transposed
 from llqr.exact.blocks import LQR
 from llqr.exact.conjugate import conjugate_gradients
@@ -50,8 +50,8 @@ class _Plain(JacobianProducts):
     def __init__(self, recorder: Recorder, parameters: Parameters, inputs: Inputs, forward_mode: bool) -> None:
         super().__init__(recorder, parameters, inputs, forward_mode, plain_rules())
 
-    def rows(self, groups: Sequence[Group], push: Callable[[Tensor], Tensor]) -> Rows:
-        return Rows(self._outputs, self._leaves, groups, push)
+    def rows(self, groups: Sequence[Group], push: Callable[[Tensor], Tensor], room: int) -> Rows:
+        return Rows(self._outputs, self._leaves, groups, push, room)
 
     def second_moments(self, slopes: list[Tensor]) -> tuple[dict[int, tuple[Tensor, Tensor]], Tensor]:
         gradient = torch.cat([each.reshape(-1) for each in self.pull(slopes)])
@@ -77,6 +77,11 @@ class Point(RecordedChunk):
         self._expanded, self._linear = recorded.bases, recorded.linear
         run = recorded.linear or recorded.second
         assert run is not None
+        if not like.any() and not run.depends():
+            raise LLQRError(
+                "what the closure returned doesn't depend on the parameters of the model that Exact was given: is it computed "
+                "with another model, or with a copy?"
+            )
         self.values = run.values
         self.rows_of_output = sum(value.numel() for value in self.values)
         self.flat_terms = recorded.second is None
@@ -117,12 +122,17 @@ class Point(RecordedChunk):
         parts = torch.split(vector, [value.numel() for value in self.values])
         return [part.reshape(value.shape) for part, value in zip(parts, self.values, strict=True)]
 
-    def rows(self) -> Rows:
+    def rows(self, room: int) -> Rows:
         groups, start = [], 0
         for examples, columns in [*self._groups, *(_shape(value, self._piece.count) for value in self.values[1:])]:
             groups.append(Group(start, examples, columns))
             start += examples * columns
-        return self._plain().rows(groups, self.push)
+        return self._plain().rows(groups, self.push, room)
+
+    def products_at_once(self, room: int) -> int:
+        """How many products with H there is room for."""
+        recorded = self._record()
+        return max(1, room // (6 * sum(run.numbers() for run in (recorded.linear, recorded.second) if run is not None)))
 
     def weights(self) -> list[BlockDiagonal]:
         """W, one block-diagonal matrix for each value."""
@@ -174,6 +184,8 @@ class System(ABC):
     def __init__(self, point: Point) -> None:
         self.point = point
         self._kept: tuple[float, Any] | None = None
+        self.cut_short = 0
+        """Solutions that stopped before they were as exact as asked for."""
 
     def product(self, step: Tensor) -> Tensor:
         """H δ."""
@@ -198,9 +210,9 @@ class System(ABC):
 
 
 class Dual(System):
-    def __init__(self, point: Point) -> None:
+    def __init__(self, point: Point, room: int) -> None:
         super().__init__(point)
-        self._J = point.rows().whole()
+        self._J = point.rows(room).whole()
         check_finite(self._J, "the Jacobian")
         self._W = point.weights()
         if any(_least(w.blocks) < -(torch.finfo(self._J.dtype).eps ** 0.7) for w in self._W):
@@ -238,23 +250,24 @@ class Dual(System):
 
 
 class Primal(System):
-    def __init__(self, point: Point, chunk: int) -> None:
+    def __init__(self, point: Point, chunk: int, room: int) -> None:
         super().__init__(point)
         self._J: Tensor | None = None
         """Where there is room for all of it."""
         like = point.gradient_vector
         if point.flat_terms:
-            self._H = self._squared(point, chunk)
+            self._H = self._squared(point, chunk, room)
         else:
             point.product(like)  # looks at the derivatives once, without vmap
-            self._H = apply_to_each(point.product, torch.eye(len(like), dtype=like.dtype, device=like.device))
+            units = torch.eye(len(like), dtype=like.dtype, device=like.device)
+            self._H = apply_to_each(point.product, units, point.products_at_once(room))
             self._H.diagonal().sub_(point.diagonal)
         check_finite(self._H, "the Hessian of the divergence")
         self._H.diagonal().add_(point.diagonal)
 
-    def _squared(self, point: Point, chunk: int) -> Tensor:
+    def _squared(self, point: Point, chunk: int, room: int) -> Tensor:
         """JᵀWJ, some rows of J at a time."""
-        rows, weights = point.rows(), point.weights()
+        rows, weights = point.rows(room), point.weights()
         starts = [0]
         for w in weights:
             starts.append(starts[-1] + w.shape[0])
@@ -315,13 +328,11 @@ class Conjugate(System):
         start = self._last if own else torch.zeros_like(self._last)
         begun = gradient + self.product(start) + damping * start
         tolerance = self._tolerance * float(gradient.norm() / begun.norm()) if begun.any() else 1.0
+        most = min(10 * len(begun), MOST_PRODUCTS)
         solved = conjugate_gradients(
-            lambda v: self.product(v) + damping * v,
-            begun,
-            tolerance,
-            min(10 * len(begun), MOST_PRODUCTS),
-            self.factorised(damping),
+            lambda v: self.product(v) + damping * v, begun, tolerance, most, self.factorised(damping)
         )
+        self.cut_short += solved.products == most and solved.residual > tolerance
         if own:
             self._last = start + solved.step
         return start + solved.step
