@@ -88,6 +88,7 @@ def test_the_other_optimizers_of_table_4() -> None:
         "adafisher": ("adafisher", 1e-3, 200),
         "kfac": ("kfac", 0.3, 107),
         "shampoo": ("shampoo", 0.3, 36),
+        "soap": ("soap", 3e-3, 200),
     }
     assert {(each.batch, each.base.weight_decay, each.llqr) for each in found.values()} == {(256, 5e-4, None)}
     assert resolve("cifar100-resnet18-batch256", "cpu", "shampoo", 0).epochs == 6
@@ -97,7 +98,7 @@ def test_the_other_optimizers_of_table_4() -> None:
 
 def test_every_result_of_the_paper_belongs_to_a_preset_that_has_its_methods() -> None:
     for name, rows in RESULTS.items():
-        assert set(rows) - {PUBLISHED} == set(PRESETS[name].methods), name
+        assert {*rows, "default"} - {PUBLISHED} == set(PRESETS[name].methods), name
 
 
 @pytest.mark.parametrize(

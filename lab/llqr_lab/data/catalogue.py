@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llqr_lab.data import picture_sets, sequences, translation
-from llqr_lab.data.pictures import Augmentation, Pictures
+from llqr_lab.data.pictures import Augmentation, Pictures, reduced
 from llqr_lab.errors import DataError, check_names
 
 WHOLE = {"cifar10": 50_000, "cifar100": 50_000, "imagenet": 1_281_167, "iwslt14": 160_239, "multi30k": 29_000}
@@ -18,7 +18,7 @@ CROPPED: dict[str, Callable[[Path | None], Pictures]] = {
     "cifar100": partial(picture_sets.cifar, "cifar100"),
     "tiny-imagenet32": picture_sets.tiny_imagenet32,
 }
-"""Of 32 × 32 pixels, cropped with padding and flipped in training."""
+"""Of 32 × 32 pixels or averaged to fewer, cropped with padding and flipped in training."""
 SCALED: dict[str, Callable[..., Pictures]] = {"imagenet": picture_sets.imagenet, "imagenette": picture_sets.imagenette}
 """Of any size: brought to 8/7 of the wanted side, then cropped and flipped in training."""
 
@@ -35,12 +35,13 @@ def pictures(
         return made, Augmentation(padding=2, flip=True), None
     if name not in (*CROPPED, "fashion"):
         check_names([name], [*CROPPED, "fashion", *SCALED, "random-pictures"], "data set of pictures")
-    if pixels or options:
+    if options or (pixels and name == "fashion"):
         given = ", ".join(["pixels"] * bool(pixels) + list(options))
         raise DataError(f"{name} has a size of its own: leave out {given}")
     if name == "fashion":
         return picture_sets.fashion(folder), Augmentation(), None
-    return CROPPED[name](folder), Augmentation(padding=4, flip=True), None
+    side = pixels or picture_sets.SIDE
+    return reduced(CROPPED[name](folder), side), Augmentation(padding=side // 8, flip=True), None
 
 
 def characters(name: str, folder: Path | None) -> sequences.Characters:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -216,6 +216,23 @@ def pictures_in_memory(where: str, train: tuple[Tensor, Tensor], test: tuple[Ten
         raise DataError(f"{where}: training pictures are {shapes[0]} and test pictures {shapes[1]}; they must be alike")
     known, unseen = (MemoryPictures(images.contiguous(), labels.long()) for images, labels in (train, test))
     return Pictures(known, unseen, classes, Normalisation.of(known.images))
+
+
+def reduced(pictures: Pictures, side: int) -> Pictures:
+    """Pictures in memory with squares of pixels averaged, so that the side is this; normalised anew."""
+    parts = [cast(MemoryPictures, each) for each in (pictures.train, pictures.test)]
+    before = parts[0].images.shape[-1]
+    if side == before:
+        return pictures
+    if side < 1 or before % side:
+        raise DataError(f"pictures of {before} pixels can be averaged to a divisor of that, not to {side}: data.pixels")
+    train, test = (
+        MemoryPictures(
+            nn.functional.avg_pool2d(each.images.float(), before // side).round().to(torch.uint8), each.labels
+        )
+        for each in parts
+    )
+    return Pictures(train, test, pictures.classes, Normalisation.of(train.images))
 
 
 def check_pictures(where: str, part: str, images: Tensor, labels: Tensor, classes: int) -> None:

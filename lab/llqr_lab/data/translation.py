@@ -270,6 +270,11 @@ class Part(NamedTuple):
     references: list[str]
     """What translations are scored against: raw text, or detokenised where the corpus comes tokenised. None in training."""
 
+    def first(self, sentences: int) -> Part:
+        """So many of them; 0: all."""
+        some = slice(sentences or None)
+        return Part(self.source[some], self.target[some], self.references[some])
+
 
 @dataclass(frozen=True)
 class Translation:

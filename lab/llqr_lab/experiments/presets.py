@@ -1,7 +1,9 @@
-"""Every setting of the paper by name, at three scales.
+"""Every setting of the paper by name, at four scales.
 
 - `paper`: the paper's own hyperparameters (its appendix on experiment details), for a machine with a GPU.
-- `cpu`: hours on two cores: a smaller network or fewer steps, with settings that suit it. Not comparable with the paper.
+- `mini`: whole schedules with about as many refits as the paper has, of networks so small that a run takes a minute or a few
+  on one core, and many seeds can be had. Its base rates were tuned for the base, with a seed that isn't reported.
+- `cpu`: larger networks, hours on two cores, few epochs. Neither of the two is comparable with the paper.
 - `smoke`: seconds, on data of a test's size: shows that everything runs.
 
 A method is `base`; `default`, which is LLQR around it with nothing set; the paper's LLQR: a structure of U and a divergence,
@@ -20,13 +22,13 @@ from llqr_lab.errors import ConfigError, suggestion
 from llqr_lab.experiments.config import Config, parsed
 from llqr_lab.experiments.paper import PUBLISHED, RESULTS
 
-SCALES = ("paper", "cpu", "smoke")
+SCALES = ("paper", "mini", "cpu", "smoke")
 STRUCTURES = ("diagonal", "kfac", "ekfac")
 """Of the paper's experiments."""
 DIVERGENCES = ("newton", "ngd", "gauss-newton", "reverse-kl", "renyi")
 GEOMETRIES = ("default", *(f"ekfac-{each}" for each in ("ngd", "reverse-kl", "renyi", "newton")))
-PEERS = ("adam", "adafisher", "kfac", "shampoo")
-"""Methods of the table in AdaFisher's setting: other optimizers in the place of the base."""
+PEERS = ("adam", "adafisher", "kfac", "shampoo", "soap")
+"""Methods of the table in AdaFisher's setting, and SOAP: other optimizers in the place of the base."""
 BARE = ("base", "default", *PEERS)
 """Methods that no setting of the paper's LLQR is for."""
 SOLVER = {"name": "sgdm", "lr": 0.005, "momentum": 0.9, "clip": 5.0}
@@ -52,11 +54,14 @@ class Preset:
     """The base's run at the scale of the paper."""
     methods: tuple[str, ...]
     cpu: Changes = field(default_factory=dict)
+    mini: Changes = field(default_factory=dict)
+    """On top of what `cpu` changes."""
     smoke: Changes = field(default_factory=dict)
     """What the other scales change."""
     llqr: Changes = field(default_factory=dict)
     """What LLQR's settings are here, beside the paper's usual ones."""
     llqr_cpu: Changes = field(default_factory=dict)
+    llqr_mini: Changes = field(default_factory=dict)
     peers: dict[str, Changes] = field(default_factory=dict)
     """Other optimizers of the table, by what they change; of the length of the run at the scale of the paper only."""
     seeds: str = "0-4"
@@ -86,6 +91,7 @@ def _cifar(classes: int, network: str, name: str, base: dict[str, Any], batch: i
             "data": {"name": "cifar10" if classes == 10 else "tiny-imagenet32"},
             "epochs": 6,
         },
+        mini=_mini_cifar(classes, network, base, data, batch),
         smoke={
             "model": _tiny(network, classes),
             "data": {**data, "name": "random-pictures", "classes": classes, "pixels": 32},
@@ -94,18 +100,39 @@ def _cifar(classes: int, network: str, name: str, base: dict[str, Any], batch: i
         },
         llqr={"every": 500 * 128 // batch, **({"chunk_size": 32} if network == "pyramidnet110" else {})},
         llqr_cpu={"every": 100, "chunk_size": 0},
+        llqr_mini={"every": (18 if classes == 10 else 17) * 64 // min(batch // 2, 128), "chunk_size": 0},
         peers=_peers({"adam": 210, "kfac": 107, "shampoo": 36}) if adafisher else {},
     )
 
 
+def _mini_cifar(classes: int, network: str, base: dict[str, Any], data: dict[str, Any], batch: int) -> Changes:
+    """About 1,800 steps of 64 pictures, brought to 16 × 16 pixels but for VGG, whose five poolings need 32."""
+    side = 32 if network == "vgg16-bn" else 16
+    return {
+        "model": {"name": network, "classes": classes, **FORMS.get(network, {}), **MINI[network]},
+        "data": {
+            **data,
+            "name": "cifar10" if classes == 10 else "tiny-imagenet32",
+            "cutout": side // 2,
+            **({} if side == 32 else {"pixels": side}),
+        },
+        "batch": batch // 2,
+        "epochs": 8 if classes == 10 else 16,
+        "record_every": 37,
+        "base.lr": MINI_RATES[base["name"]],
+    }
+
+
 def _methods(name: str) -> tuple[str, ...]:
-    """Those of the paper's table."""
-    return tuple(method for method in RESULTS[name] if method != PUBLISHED)
+    """Those of the paper's table, and our default."""
+    return (*(method for method in RESULTS[name] if method != PUBLISHED), "default")
 
 
 def _peers(epochs: Mapping[str, int]) -> dict[str, Changes]:
-    """At AdaFisher's learning rates; each trains as many epochs as take the time of its 200, and decays over them."""
-    rates = {"adam": 1e-3, "adafisher": 1e-3, "kfac": 0.3, "shampoo": 0.3}
+    """At AdaFisher's learning rates; each trains as many epochs as take the time of its 200, and decays over them.
+
+    SOAP isn't in the paper's table: it has its authors' rate."""
+    rates = {"adam": 1e-3, "adafisher": 1e-3, "kfac": 0.3, "shampoo": 0.3, "soap": 3e-3}
     return {
         name: {"base.name": name, "base.lr": rates[name], **({"epochs": epochs[name]} if name in epochs else {})}
         for name in PEERS
@@ -140,6 +167,16 @@ TINY: dict[str, dict[str, Any]] = {
     "wrn28-10": {"depth": 10, "factor": 1},
     "pyramidnet110": {"depth": 20, "alpha": 12},
 }
+
+
+MINI: dict[str, dict[str, Any]] = {
+    "resnet18": {"width": 8, "blocks": [1, 1, 1, 1]},
+    "vgg16-bn": {"width": 4},
+    "wrn28-10": {"depth": 10, "width": 4, "factor": 2},
+    "pyramidnet110": {"depth": 11, "width": 4, "alpha": 12},
+}
+"""The same networks, so small that a whole schedule takes a minute: ResNet-10, WRN-10-2, PyramidNet-11."""
+MINI_RATES = {"sgdm": 0.1, "adamw": 3e-3}
 
 
 def _sgdm(lr: float, weight_decay: float) -> dict[str, Any]:
@@ -194,6 +231,14 @@ def _imagenet(epochs: int) -> Preset:
             "epochs": 10,
             "schedule.warmup": 15,
         },
+        mini={
+            "model": {"name": "resnet50", "classes": 10, "width": 8, "blocks": [1, 1, 1, 1]},
+            "batch": 32,
+            "epochs": epochs // 2,
+            "evaluate_every": 160,
+            "record_every": 32,
+            "schedule.warmup": 32 * epochs // 40,
+        },
         smoke={
             "model": _tiny("resnet50", 10),
             "data": {"name": "random-pictures", "classes": 10, "pixels": 32},
@@ -203,6 +248,7 @@ def _imagenet(epochs: int) -> Preset:
         },
         llqr={"every": 1500},
         llqr_cpu={"every": 30},
+        llqr_mini={"every": 15},
         peers=_peers({}) if epochs == 90 else {},
     )
 
@@ -220,13 +266,21 @@ def _grokking(operation: str) -> Preset:
             "evaluate_every": 50,
             "base": _adamw(1e-3, 0.0, beta2=0.98),
         },
-        methods=("base", "diagonal-ngd", "kfac-ngd"),
+        methods=("base", "diagonal-ngd", "kfac-ngd", "default"),
         # from torch's own start the plateau outlasts hours on two cores; from smaller weights it is a thousand steps
         cpu={"steps": 6_000, "model": {"name": "grokking-transformer", "start": 0.035}},
+        mini={
+            "data.p": 53,
+            "batch": 256,
+            "steps": 4_000,
+            "evaluate_every": 20,
+            "model": {"name": "grokking-transformer", "start": 0.035, "width": 64},
+        },
         smoke={"data.p": 11, "batch": 16, "steps": 6, "evaluate_every": 2, "model.width": 16},
         # the paper's decay is in [0.65, 0.8], another for each operation, and it doesn't say which: see GROKKING_EMA
         llqr={"ema": 0.7},
         llqr_cpu={"every": 100},
+        llqr_mini={"every": 25},
         seeds="0-9",
     )
 
@@ -246,8 +300,18 @@ def _translation(data: str, summary: str, of_paper: bool) -> Preset:
             "label_smoothing": 0.1,
             "schedule": {"name": "inverse-sqrt", "warmup": 4000},
         },
-        methods=("base", "ekfac-ngd") if of_paper else ("base", *(f"{each}-ngd" for each in STRUCTURES)),
+        methods=("base", "ekfac-ngd", "default"),
         cpu={"model": small, "data.bpe": 4000, "batch": 2048, "epochs": 8, "base.lr": 2e-3, "schedule.warmup": 400},
+        mini={
+            "model": {**small, "width": 64, "ffn": 128},
+            "data": {"name": data, "bpe": 2000, "beam": 1, "sentences": 1000},
+            "batch": 512,
+            "epochs": 0,
+            "steps": 2000,
+            "evaluate_every": 250,
+            "record_every": 50,
+            "schedule.warmup": 200,
+        },
         smoke={
             "model": {**small, "width": 16, "ffn": 32, "layers": 1},
             "data": {"name": "tiny-translation", "bpe": 60},
@@ -258,6 +322,7 @@ def _translation(data: str, summary: str, of_paper: bool) -> Preset:
         # the paper has full factors for embeddings, and the 8,848 words of IWSLT14's German are more than usual
         llqr={"every": 250, "ema": 0.925, "max_dim": 16384},
         llqr_cpu={"every": 100},
+        llqr_mini={"every": 20},
         of_paper=of_paper,
     )
 
@@ -276,7 +341,7 @@ def _shakespeare(base: dict[str, Any]) -> Preset:
             "base": base,
             "schedule": {"name": "cosine", "warmup": 100},
         },
-        methods=("base", *(f"{structure}-ngd" for structure in STRUCTURES)),
+        methods=("base", *(f"{structure}-ngd" for structure in STRUCTURES), "default"),
         cpu={
             "model": {**model, "width": 64, "layers": 2, "heads": 4, "length": 64, "dropout": 0.0},
             "batch": 32,
@@ -311,7 +376,7 @@ def _fashion(network: str, name: str, imbalance: float = 1.0) -> Preset:
             "base": _sgdm(0.05, 0.0),
             "schedule": {"name": "cosine"},
         },
-        methods=("base", *(GEOMETRIES if rare else [f"{each}-ngd" for each in STRUCTURES])),
+        methods=("base", *(GEOMETRIES if rare else [*(f"{each}-ngd" for each in STRUCTURES), "default"])),
         cpu={"epochs": 10}
         if rare
         else {"epochs": 3, "evaluate_every": 50, **({"model.width": 256} if network == "picture-mlp" else {})},
@@ -355,7 +420,7 @@ def resolve(name: str, scale: str, method: str, seed: int, changes: Mapping[str,
     preset = known_preset(name)
     if scale not in SCALES:
         raise ConfigError(f"there is no scale '{scale}'{suggestion(scale, SCALES)}")
-    own = dict(preset.cpu if scale == "cpu" else preset.smoke if scale == "smoke" else {})
+    own = {"cpu": preset.cpu, "mini": preset.cpu | preset.mini, "smoke": preset.smoke}.get(scale, {}).copy()
     if method in PEERS:
         if method not in preset.peers:
             raise ConfigError(f"{name} has no '{method}' in its table: take it as the base, --set base.name={method}")
@@ -377,8 +442,10 @@ def _wrapper(preset: Preset, scale: str, method: str) -> dict[str, Any] | None:
         raise ConfigError(f"there is no method '{method}'{suggestion(method, [*BARE, *known])}")
     own: dict[str, Any] = {"ema": 0.9 if divergence == "newton" else 0.95, "solver": dict(SOLVER), **preset.llqr}
     own["fresh_batch"] = scale != "cpu"  # as in the authors' code
-    if scale == "cpu":
+    if scale in ("cpu", "mini"):
         own |= preset.llqr_cpu
+    if scale == "mini":
+        own |= preset.llqr_mini
     if preset.settings["task"] == "grokking" and structure == "diagonal":
         own["solver"]["lr"] = 0.01
     if structure not in ("kfac", "ekfac"):

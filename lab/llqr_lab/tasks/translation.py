@@ -33,9 +33,11 @@ class Translating(Task):
         name: str,
         bpe: int = 10_000,
         beam: int = BEAM,
+        sentences: int = 0,
         label_smoothing: float = 0.0,
     ) -> None:
-        """`beam`: of the translations at the end; 0 is none of them, and the validation loss is the score."""
+        """`beam`: of the translations at the end; 0 is none of them, and the validation loss is the score.
+        `sentences`: how many of the validation and the test set are taken, from the first on; 0 is all."""
         if type(beam) is not int or beam < 0:
             raise DataError(f"data.beam is a number of translations kept at a time, or 0 for none, not {beam!r}")
         self.beam, self.score = beam, "bleu" if beam else "valid_loss"
@@ -44,7 +46,10 @@ class Translating(Task):
         self.examples = len(self.data.train.source) + self.data.empty + self.data.cleaned
         self.whole = WHOLE.get(name)
         self.train = TranslationBatches(self.data.train, batch, seed)
-        self.valid = all_batches(self.data.valid, batch)
+        if type(sentences) is not int or sentences < 0:
+            raise DataError(f"data.sentences is how many to validate and test on, or 0 for all, not {sentences!r}")
+        self.test = self.data.test.first(sentences)
+        self.valid = all_batches(self.data.valid.first(sentences), batch)
         self.label_smoothing = label_smoothing
         self.weights = real_tokens
 
@@ -63,8 +68,8 @@ class Translating(Task):
         """BLEU on the test set."""
         if not self.beam:
             return {}
-        numbers = translate(cast(Translator, model), self.data.test.source, self.beam, device=device)
-        score = bleu([self.data.text(each) for each in numbers], self.data.test.references)
+        numbers = translate(cast(Translator, model), self.test.source, self.beam, device=device)
+        score = bleu([self.data.text(each) for each in numbers], self.test.references)
         return {"bleu": score.score, "bleu_signature": score.signature}
 
 
