@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,16 @@ from typer.testing import CliRunner
 
 from llqr_lab.cli import app
 from llqr_lab.errors import ConfigError
-from llqr_lab.experiments.collect import summary
+from llqr_lab.experiments.collect import Result, summary
 from llqr_lab.experiments.command import parse_values
 from llqr_lab.experiments.config import Schedule
 from llqr_lab.experiments.folder import RunFolder
 from llqr_lab.experiments.optimizers import rate
 from llqr_lab.experiments.paper import PUBLISHED
 from llqr_lab.experiments.presets import resolve
+from llqr_lab.experiments.reproduction import shares
 from llqr_lab.experiments.sweep import Job, _started, configurations
-from llqr_lab.experiments.table import cells, shown, times, verdict
+from llqr_lab.experiments.table import cells, gains, shown, times, verdict
 from llqr_lab.figures.experiments import _point
 from llqr_lab.options import seed_list
 from llqr_lab.tasks.grokking import Grokking
@@ -28,7 +30,8 @@ from llqr_lab.tasks.grokking import Grokking
 def result(method: str, score: float | None, seconds: float = 10.0, **more: Any) -> dict[str, Any]:
     return {
         "preset": "cifar10-resnet18-sgdm",
-        "scale": "cpu",
+        "scale": "mini",
+        "seed": 0,
         "method": method,
         "score": "test_accuracy",
         "model": "resnet20",
@@ -89,21 +92,49 @@ def test_the_table_has_the_column_that_the_paper_took_from_elsewhere() -> None:
     assert published == [PUBLISHED, "", "", "", "76.56 ± 0.20", "×1"]
 
 
-def test_verdicts() -> None:
-    base = [result("base", score) for score in (0.50, 0.51, 0.52)]
-    better = [result("kfac-ngd", score) for score in (0.60, 0.61, 0.62)]
-    even = [result("ekfac-ngd", score) for score in (0.50, 0.52, 0.53)]
-    worse = [result("diagonal-ngd", score) for score in (0.40, 0.41, 0.42)]
+def seeded(method: str, scores: Sequence[float | None]) -> list[Result]:
+    return [result(method, score, seed=seed) for seed, score in enumerate(scores)]
+
+
+def test_verdicts_are_of_differences_seed_by_seed() -> None:
+    """Gain d_s = method_s - base_s; better where mean(d) > 2 sd(d)/√n, however far apart the seeds are."""
+    base = seeded("base", (0.40, 0.51, 0.62))
+    better = seeded("kfac-ngd", (0.45, 0.55, 0.66))
+    even = seeded("ekfac-ngd", (0.41, 0.50, 0.63))
+    worse = seeded("diagonal-ngd", (0.38, 0.50, 0.60))
     said = verdict(base + better + even + worse)
     assert "better than the base by over two standard errors: kfac-ngd" in said
     assert "within two standard errors of the base: ekfac-ngd" in said
     assert "worse by over two standard errors: diagonal-ngd" in said
+    assert gains(better[::-1], base) == pytest.approx([0.04, 0.04, 0.05])
     # two good seeds and one that diverged aren't better than three that all came to their end
-    failing = [*better[:2], result("kfac-ngd", None)]
+    failing = seeded("kfac-ngd", (0.45, 0.55, None))
     assert "failed more often than the base: kfac-ngd (2 of 3 seeds came to a score)" in verdict(base + failing)
     assert "no run of the base" in verdict(better)
     assert "came to no score" in verdict([result("base", None), *better])
     assert "one seed" in verdict([base[0], better[0]])
+    assert "no seed in common" in verdict([base[0], better[1]])
+
+
+def test_shares_are_of_the_bases_steps_and_seconds_to_its_last_loss() -> None:
+    """The first record whose mean of three losses is at most the base's last mean, over the base's whole run."""
+    steps, seconds = [10, 20, 30, 40], [1.0, 2.0, 3.0, 4.0]
+    base = result("base", 0.5, 4.0, curve={"step": steps, "seconds": seconds, "train_loss": [4.0, 3.0, 2.0, 1.0]})
+    own = result(
+        "default",
+        0.5,
+        8.0,
+        curve={"step": steps, "seconds": [2 * s for s in seconds], "train_loss": [3.0, 2.0, 1.0, 1.0]},
+    )
+    base, own = ({**each, "steps": 40} for each in (base, own))
+    assert shares(base, own) == (30 / 40, 6.0 / 4.0)
+    assert shares(own, base) == (math.inf, math.inf)
+    assert shares(base, {**own, "diverged": True}) == (math.inf, math.inf)
+    grokked = {"score": "steps_to_target", "steps_to_target": 100, "seconds_to_target": 3.0}
+    never = {"score": "steps_to_target", "steps_to_target": None, "seconds_to_target": None}
+    assert shares({**base, **never}, {**own, **grokked}) == (100 / 40, 3.0 / 4.0)
+    assert shares({**base, **grokked}, {**own, **never}) == (math.inf, math.inf)
+    assert shares({**base, **grokked}, {**own, **grokked}) == (1.0, 1.0)
 
 
 def test_curves_hold_what_was_measured_last_and_leave_out_what_diverged() -> None:

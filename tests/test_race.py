@@ -16,13 +16,11 @@ from typer.testing import CliRunner
 from llqr import LLQR
 from llqr_lab.bench.courses import COURSES, ENTRIES, Course, Entry
 from llqr_lab.bench.race import (
-    SMOOTH,
     Race,
     common_end,
     main,
     place,
     seconds_to,
-    smoothed,
     step_seconds,
     summary,
     untuned_rows,
@@ -30,7 +28,7 @@ from llqr_lab.bench.race import (
 from llqr_lab.bench.race_page import body, untuned_lines
 from llqr_lab.cli import app
 from llqr_lab.errors import ConfigError, DataError, RunError
-from llqr_lab.experiments.collect import value
+from llqr_lab.experiments.collect import SMOOTH, smoothed, value
 from llqr_lab.experiments.command import folder_of
 from llqr_lab.experiments.config import Base, Config
 from llqr_lab.experiments.loop import Run, train

@@ -24,7 +24,7 @@ from llqr_lab.bench.courses import COURSES, WIDEN, WIDEST, Course, Entry
 from llqr_lab.bench.measure import one_thread
 from llqr_lab.bench.race_page import COMMAND, THE_END, Row, body, draw
 from llqr_lab.errors import RunError
-from llqr_lab.experiments.collect import Result, curve, value
+from llqr_lab.experiments.collect import Result, curve, last_loss, reached_at, value
 from llqr_lab.experiments.command import folder_of
 from llqr_lab.experiments.config import Config
 from llqr_lab.experiments.loop import Run
@@ -39,8 +39,6 @@ Grids = dict[str, tuple[float | None, list[Result]]]
 Wanted = list[tuple[Config, dict[str, Any]]]
 TARGETS = ("SGDM", "AdamW", "Muon", "SOAP")
 """What these come to with every seed, at their best rates, is what everybody is timed to."""
-SMOOTH = 3
-"""Records that a training loss is the mean of, so that nobody is there by a lucky batch."""
 TIE = 0.02
 """Rates whose ends with the first seed differ by less than this share are run with all seeds: seeds differ by more."""
 ROUNDS = 3
@@ -335,21 +333,7 @@ def place(result: Result, course: Course, target: float | None) -> float | None:
         return result.get("steps_to_target")
     if target is None:
         return None
-    steps = result["curve"]["step"]
-    return next(
-        (step for step, loss in zip(steps, smoothed(result), strict=True) if loss is not None and loss <= target), None
-    )
-
-
-def smoothed(result: Result) -> list[float | None]:
-    """The training loss at each record: the mean of the last three."""
-    losses = result["curve"]["train_loss"]
-    windows = (losses[max(0, last - SMOOTH + 1) : last + 1] for last in range(len(losses)))
-    return [None if None in window else sum(window) / len(window) for window in windows]
-
-
-def last_loss(result: Result) -> float | None:
-    return None if result["diverged"] else smoothed(result)[-1]
+    return reached_at(result, target)
 
 
 def _middle(values: Sequence[float | None]) -> float | None:

@@ -110,6 +110,27 @@ def value(result: Result) -> float | None:
     return None if result["diverged"] or found is None else float(found)
 
 
+def smoothed(result: Result) -> list[float | None]:
+    """The training loss at each record: the mean of the last three."""
+    losses = result["curve"]["train_loss"]
+    windows = (losses[max(0, last - SMOOTH + 1) : last + 1] for last in range(len(losses)))
+    return [None if None in window else sum(window) / len(window) for window in windows]
+
+
+def last_loss(result: Result) -> float | None:
+    return None if result["diverged"] else smoothed(result)[-1]
+
+
+def reached_at(result: Result, target: float, along: str = "step") -> float | None:
+    """The step (or second) at which the training loss was this low for the first time; None if never."""
+    places = zip(result["curve"][along], smoothed(result), strict=True)
+    return next((place for place, loss in places if place is not None and loss is not None and loss <= target), None)
+
+
+SMOOTH = 3
+"""Records that a training loss is the mean of, so that nobody is there by a lucky batch."""
+
+
 @dataclass(frozen=True)
 class Summary:
     """Of several seeds."""

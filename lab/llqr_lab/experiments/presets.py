@@ -176,7 +176,7 @@ MINI: dict[str, dict[str, Any]] = {
     "pyramidnet110": {"depth": 11, "width": 4, "alpha": 12},
 }
 """The same networks, so small that a whole schedule takes a minute: ResNet-10, WRN-10-2, PyramidNet-11."""
-MINI_RATES = {"sgdm": 0.1, "adamw": 3e-3}
+MINI_RATES = {"sgdm": 0.1, "adamw": 1e-2}
 
 
 def _sgdm(lr: float, weight_decay: float) -> dict[str, Any]:

@@ -1,85 +1,59 @@
-"""docs/reproduction.md: every preset with its commands, the paper's results and ours. `llqr table --page` writes it."""
+"""docs/reproduction.md: the paper's tables and figures, with commands and what came of them. `llqr table --page` writes it."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
-from llqr_lab.experiments.collect import Result, summary
-from llqr_lab.experiments.paper import RESULTS
-from llqr_lab.experiments.presets import GROKKING_EMA, PRESETS, Preset
+from llqr_lab.experiments.collect import Result, last_loss, reached_at, summary, value
+from llqr_lab.experiments.presets import PRESETS
 from llqr_lab.experiments.sweep import ABLATIONS
-from llqr_lab.experiments.table import NAMES, UNITS, cells, grouped, methods_of, ours, scores, shown, verdict
+from llqr_lab.experiments.table import (
+    NAMES,
+    UNITS,
+    cells,
+    compared,
+    gains,
+    grouped,
+    methods_of,
+    ours,
+    scores,
+    shown,
+    verdict,
+)
 from llqr_lab.results import markdown_table, write_page
 
 COMMAND = "llqr table --page"
-CPU_SEEDS = "0-2"
 
 RESNET18 = [f"cifar{classes}-resnet18-{base}" for classes in (10, 100) for base in ("sgdm", "adamw")]
 ARCHITECTURES = [f"cifar{c}-{net}-sgdm" for c in (10, 100) for net in ("pyramidnet110", "vgg16bn", "wrn28x10")]
 LARGE = ["imagenet-resnet50-sgdm", "iwslt14-transformer-adamw"]
 ADAFISHER = ["cifar100-resnet18-batch256", "imagenet-resnet50-90epochs"]
 GROKKING = [name for name in PRESETS if name.startswith("grokking-")]
-ROSENBROCK = "run: [Rosenbrock](rosenbrock.md)"
+ABLATED = "cifar10-resnet18-sgdm"
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A table, a figure or a finding of the paper."""
+    """A table or a figure of the paper."""
 
     title: str
     presets: list[str]
-    commands: list[str]
-    """After the sweep of its presets."""
-    state: str = ""
-    """Where no presets have runs that tell."""
+    command: str
+    """That shows it, after the sweep of its presets; SCALE stands for the scale."""
 
 
 SHOWN = (
     Shown(
-        "Figure 1: training curves of ImageNet and IWSLT14",
-        LARGE,
-        [f"llqr figure curves {' '.join(LARGE)} --methods base,kfac-ngd,ekfac-ngd --scale paper --output figure1.png"],
+        "Table 1 and Figure 5: ResNet-18 on CIFAR", RESNET18, f"llqr figure curves {' '.join(RESNET18)} --scale SCALE"
     ),
-    Shown("Figure 2: Rosenbrock", [], ["llqr rosenbrock"], ROSENBROCK),
-    Shown("Table 1: ResNet-18 on CIFAR", RESNET18, ["llqr table --presets resnet18-sgdm,resnet18-adamw --scale paper"]),
-    Shown("Table 2: other networks on CIFAR", ARCHITECTURES, ["llqr table --presets pyramidnet,vgg,wrn --scale paper"]),
-    Shown("Table 3: ImageNet and IWSLT14", LARGE, [f"llqr table --presets {','.join(LARGE)} --scale paper"]),
-    Shown("Table 4: beside AdaFisher's", ADAFISHER, [f"llqr table --presets {','.join(ADAFISHER)} --scale paper"]),
-    Shown("Figure 3: grokking", GROKKING, ["llqr figure grokking --scale paper --output figure3.png"]),
-    Shown("Figure 4: Rosenbrock's paths and directions", [], ["llqr rosenbrock"], ROSENBROCK),
-    Shown(
-        "Figure 5: training curves on CIFAR",
-        RESNET18,
-        [f"llqr figure curves {' '.join(RESNET18)} --scale paper --output figure5.png"],
-    ),
-    Shown(
-        "The cost of an epoch",
-        [],
-        [f"llqr bench epoch {name}" for name in (*RESNET18, *LARGE)],
-        "not run by us since the last change to refits; it takes any `--device`",
-    ),
-    Shown(
-        "Ablations: damping, the inner loop, the EMA, warm start, inner solvers",
-        [],
-        [
-            line
-            for name in ABLATIONS
-            for line in (
-                f"llqr sweep cifar100-resnet18-sgdm --scale paper --seeds 0-4 --ablation {name}",
-                f"llqr figure {name} cifar100-resnet18-sgdm --scale paper --output {name}.png",
-            )
-        ],
-        "not run by us",
-    ),
-    Shown(
-        "The EMA of grokking, for each operation",
-        [],
-        [
-            f"llqr sweep {' '.join(GROKKING)} --scale paper --seeds 0-9 --set llqr.ema={','.join(map(str, GROKKING_EMA))}"
-        ],
-        "not run by us. The paper took one of these for each operation, and doesn't say which; the presets have 0.7",
-    ),
+    Shown("Table 2: other networks on CIFAR", ARCHITECTURES, "llqr table --presets pyramidnet,vgg,wrn --scale SCALE"),
+    Shown("Table 3 and Figure 1: ImageNet and IWSLT14", LARGE, f"llqr figure curves {' '.join(LARGE)} --scale SCALE"),
+    Shown("Table 4: beside AdaFisher's", ADAFISHER, f"llqr table --presets {','.join(ADAFISHER)} --scale SCALE"),
+    Shown("Figure 3: grokking", GROKKING, "llqr figure grokking --scale SCALE"),
+    Shown("Beyond the paper", [name for name, each in PRESETS.items() if not each.of_paper], ""),
 )
 
 
@@ -89,79 +63,100 @@ def write(page: Path, results: list[Result]) -> None:
 
 
 def body(results: list[Result]) -> str:
+    plain = [each for each in results if "+" not in each["method"]]
     found: dict[str, list[list[Result]]] = {}
-    for preset, group in grouped(results):
+    for preset, group in grouped(plain):
         found.setdefault(preset, []).append(group)
-    parts = [_overview(found), "## Tables and figures\n", *(_shown(each, found) for each in SHOWN)]
-    for title, of_paper in (("The paper's", True), ("Others", False)):
-        parts.append(f"## {title}\n")
-        parts += [_section(n, p, found.get(n, [])) for n, p in PRESETS.items() if p.of_paper is of_paper]
-    return "\n".join(parts)
+    return "\n".join([_default(plain), *(_shown(each, found) for each in SHOWN), _ablations(results)])
 
 
-def _overview(found: dict[str, list[list[Result]]]) -> str:
-    """A row a preset: the base and the best LLQR, in the paper and here."""
-    rows = []
-    for name in PRESETS:
-        reported = RESULTS.get(name, {})
-        wrapped = [entry for method, entry in reported.items() if method.endswith(("-ngd", "-newton"))]
-        paper = f"{reported['base'].score:.2f} → {max(entry.score for entry in wrapped):.2f}" if wrapped else "–"
-        here = "; ".join(_change(group) for group in found.get(name, [])) or "not run"
-        rows.append([f"[{name}](#{name})", paper, here])
-    return markdown_table([["preset", "the paper: base → best with LLQR", "here: base → each with LLQR"], *rows])
+def _default(results: list[Result]) -> str:
+    """A row a task: the default beside its base, at the base's own rate."""
+    rows: list[list[str]] = []
+    for preset, group in grouped(results):
+        base, own = ([each for each in group if each["method"] == method] for method in ("base", "default"))
+        pairs = [(b, o) for b in base for o in own if b["seed"] == o["seed"]]
+        if not pairs:
+            continue
+        unit = UNITS.get(group[0]["score"], 1.0)
+        gain = summary(gains(own, base))
+        ratios = [shares(*pair) for pair in pairs]
+        rows.append(
+            [
+                f"{preset}, {group[0]['scale']}",
+                str(len(pairs)),
+                NAMES[group[0]["score"]],
+                shown(summary(scores(base)), unit),
+                shown(summary(scores(own)), unit),
+                compared(gain),
+                *(_ratio(median(each)) for each in zip(*ratios, strict=True)),
+            ]
+        )
+    header = ["task, scale", "seeds", "score", "base", "with LLQR", "verdict", "steps", "time"]
+    return "\n".join(["## The default beside its base\n", markdown_table([header, *rows])]) if rows else ""
+
+
+def shares(base: Result, own: Result) -> tuple[float, float]:
+    """Of the base's steps and seconds, what LLQR took to the base's last training loss; in grokking to its end.
+
+    Infinite where it never came there. A base that never grokked counts with all of its steps.
+    """
+    if base["score"] == "steps_to_target":
+        if value(own) is None:
+            return math.inf, math.inf
+        steps, seconds = (base.get(f"{what}_to_target") or base[what] for what in ("steps", "seconds"))
+        return own["steps_to_target"] / steps, own["seconds_to_target"] / seconds
+    target = last_loss(base)
+    if target is None or own["diverged"]:
+        return math.inf, math.inf
+    there = [reached_at(own, target, along) for along in ("step", "seconds")]
+    whole = base["steps"], base["seconds"]
+    return tuple(math.inf if at is None else at / end for at, end in zip(there, whole, strict=True))  # type: ignore[return-value]
+
+
+def _ratio(share: float) -> str:
+    return f"{share:.2f}" if math.isfinite(share) else "not reached"
 
 
 def _shown(shown: Shown, found: dict[str, list[list[Result]]]) -> str:
-    """A table or a figure of the paper, with its commands and whether they were run."""
-    scales = {name: sorted({group[0]["scale"] for group in found.get(name, [])}) for name in shown.presets}
-    told = [f"{name} at `--scale {scale}`" for name, some in scales.items() for scale in some]
-    state = shown.state or f"not run by us at the paper's scale{'; run: ' + ', '.join(told) if told else ''}"
-    by_seeds: dict[str, list[str]] = {}
+    """A table or a figure of the paper: its commands at both scales, and the results of each preset."""
+    some = [PRESETS[name] for name in shown.presets]
+    lines = [f"## {shown.title}", "", "```sh"]
+    if some[0].of_paper:
+        lines.append(f"llqr sweep {' '.join(shown.presets)} --scale paper --seeds {some[0].seeds}  # not run by us")
+    lines += [command for name in shown.presets for group in found.get(name, []) for command in commands(group)]
+    if shown.command and any(name in found for name in shown.presets):
+        lines.append(shown.command.replace("SCALE", "mini"))
+    lines += ["```", ""]
     for name in shown.presets:
-        by_seeds.setdefault(PRESETS[name].seeds, []).append(name)
-    sweeps = [f"llqr sweep {' '.join(names)} --scale paper --seeds {seeds}" for seeds, names in by_seeds.items()]
-    lines = [
-        f"### {shown.title}",
-        "",
-        f"{state[0].upper()}{state[1:]}.",
-        "",
-        "```sh",
-        *sweeps,
-        *shown.commands,
-        "```",
-        "",
-    ]
+        for group in found.get(name, []):
+            said = verdict(group)
+            lines += [f"**{name}** ({ours(group)}). {said[:1].upper()}{said[1:]}".strip(), ""]
+            lines.append(markdown_table([[cell.replace("\n", " ") for cell in row] for row in cells(name, group)]))
+    missing = [name for name in shown.presets if name not in found]
+    if missing:
+        lines += [f"Not run by us: {', '.join(missing)}.", ""]
     return "\n".join(lines)
 
 
-def _change(group: list[Result]) -> str:
-    score = group[0]["score"]
-    means = {}
-    for method in methods_of(group):
-        rows = [each for each in group if each["method"] == method]
-        means[method] = shown(summary(scores(rows)), UNITS.get(score, 1.0)).partition(" ±")[0]
-    base = means.pop("base", "–")
-    others = ", ".join(f"{mean} {method}" for method, mean in means.items()) or "–"
-    return f"{NAMES.get(score, score)} at `--scale {group[0]['scale']}`: {base} → {others}"
-
-
-def _section(name: str, preset: Preset, groups: list[list[Result]]) -> str:
-    lines = [f"### {name}", "", f"{preset.summary[0].upper()}{preset.summary[1:]}.", "", "```sh"]
-    for scale, seeds in (("paper", preset.seeds), ("cpu", CPU_SEEDS)):
-        if not any(group[0]["scale"] == scale for group in groups):
-            lines.append(f"llqr sweep {name} --scale {scale} --seeds {seeds}  # not run by us")
-    lines += [command for group in groups for command in commands(group)]
+def _ablations(results: list[Result]) -> str:
+    """The settings of each ablation with their scores, and the base's."""
+    swept = [each for each in results if each["preset"] == ABLATED and each["scale"] == "mini"]
+    lines = ["## Ablations", "", "```sh"]
+    lines += [f"llqr sweep {ABLATED} --scale mini --seeds 0-2 --ablation {name}" for name in ABLATIONS]
+    lines += [f"llqr figure {name} {ABLATED} --scale mini" for name in ABLATIONS]
     lines += ["```", ""]
-    for group in groups:
-        how = "" if group[0]["scale"] == "paper" else ", not comparable with the paper"
-        said = verdict(group)
-        lines += [f"At `--scale {group[0]['scale']}`{how}: {ours(group)}. {said[:1].upper()}{said[1:]}".strip(), ""]
-        lines.append(markdown_table([[cell.replace("\n", " ") for cell in row] for row in cells(name, group)]))
-    told = {row[0] for group in groups for row in cells(name, group)}
-    reported = {method: entry for method, entry in RESULTS.get(name, {}).items() if method not in told}
-    if reported:
-        rows = [[method, *entry.shown] for method, entry in reported.items()]
-        lines.append(markdown_table([["method, not run by us", "the paper's", "time, × base"], *rows]))
+    base = [each for each in swept if each["method"] == "base"]
+    unit = UNITS.get(swept[0]["score"], 1.0) if swept else 1.0
+    rows = []
+    for method in methods_of([each for each in swept if "+" in each["method"]]) if base else []:
+        own = [each for each in swept if each["method"] == method]
+        gain = summary(gains(own, base))
+        rows.append([f"`{method}`", str(len(own)), shown(summary(scores(own)), unit), compared(gain)])
+    if rows:
+        lines.append(markdown_table([["method, and what is set", "seeds", NAMES[swept[0]["score"]], ""], *rows]))
+    else:
+        lines += ["Not run by us.", ""]
     return "\n".join(lines)
 
 
@@ -169,7 +164,7 @@ def commands(group: list[Result]) -> list[str]:
     """What makes these runs: a sweep of the methods that have the same seeds; a command for each with changed settings."""
     preset, scale = group[0]["preset"], group[0]["scale"]
     by_seeds: dict[tuple[int, ...], list[str]] = {}
-    for method in methods_of([each for each in group if "+" not in each["method"]]):
+    for method in methods_of(group):
         seeds = tuple(sorted(each["seed"] for each in group if each["method"] == method))
         by_seeds.setdefault(seeds, []).append(method)
     usual = list(PRESETS[preset].methods)
@@ -177,7 +172,7 @@ def commands(group: list[Result]) -> list[str]:
     for seeds, methods in by_seeds.items():
         named = "" if methods == usual else f" --methods {','.join(methods)}"
         made.append(f"llqr sweep {preset} --scale {scale}{named} --seeds {_numbers(seeds)}")
-    return made + [each["command"] for each in group if "+" in each["method"] and "command" in each]
+    return made
 
 
 def _numbers(seeds: tuple[int, ...]) -> str:

@@ -128,39 +128,44 @@ def times(rows: list[Result], base: list[Result]) -> str:
 
 
 def verdict(group: list[Result]) -> str:
-    """Which methods beat the base by more than two standard errors of the difference, which it beats, which neither.
+    """Which methods beat the base by more than two standard errors, which it beats, which neither: seed by seed.
 
-    Scores are of the seeds that came to one: a method of which more seeds failed than of the base isn't called better.
+    Seeds that one of the two came to no score with are left out; a method that failed more often than the base isn't better.
     """
     rows = {method: [each for each in group if each["method"] == method] for method in methods_of(group)}
     base = rows.pop("base", [])
-    alone = summary(scores(base))
     if not rows:
         return ""
-    if alone is None:
+    if not scores(base):
         return (
             "The base came to no score: there is nothing to compare with." if base else "There is no run of the base."
         )
-    sign = -1.0 if group[0]["score"] in LOWER_IS_BETTER else 1.0
     said: dict[str, list[str]] = {}
     for method, own in rows.items():
-        found = summary(scores(own))
         failed = 1 - len(scores(own)) / len(own)
         label = method if not failed else f"{method} ({seeds(own)} seeds came to a score)"
-        if found is None or failed > 1 - len(scores(base)) / len(base):
+        if failed > 1 - len(scores(base)) / len(base):
             kind = "failed more often than the base"
-        elif found.error is None or alone.error is None:
-            difference = "better" if sign * (found.mean - alone.mean) > 0 else "not better"
-            kind = f"{difference} with one seed, which says little"
         else:
-            margin = 2 * (found.error**2 + alone.error**2) ** 0.5
-            gain = sign * (found.mean - alone.mean)
-            kind = (
-                "better than the base by over two standard errors"
-                if gain > margin
-                else "worse by over two standard errors"
-                if gain < -margin
-                else "within two standard errors of the base"
-            )
+            kind = compared(summary(gains(own, base)))
         said.setdefault(kind, []).append(label)
     return "; ".join(f"{kind}: {', '.join(names)}" for kind, names in said.items()) + "."
+
+
+def gains(rows: list[Result], base: list[Result]) -> list[float]:
+    """By how much each run is better than the base's of the same seed, which began with the same weights and batches."""
+    sign = -1.0 if rows[0]["score"] in LOWER_IS_BETTER else 1.0
+    alone = {each["seed"]: value(each) for each in base}
+    pairs = [(value(each), alone.get(each["seed"])) for each in rows]
+    return [sign * (own - other) for own, other in pairs if own is not None and other is not None]
+
+
+def compared(gain: Summary | None) -> str:
+    """A gain over the base, in words."""
+    if gain is None:
+        return "no seed in common with the base"
+    if gain.error is None:
+        return f"{'better' if gain.mean > 0 else 'not better'} with one seed, which says little"
+    if abs(gain.mean) <= 2 * gain.error:
+        return "within two standard errors of the base"
+    return f"{'better than the base' if gain.mean > 0 else 'worse'} by over two standard errors"
