@@ -100,6 +100,7 @@ def race(
     untuned: Annotated[
         bool, typer.Option("--untuned", help="LLQR has no rates of its own: it runs at its base's best only.")
     ] = False,
+    steps: Annotated[int | None, typer.Option(min=50, help="Steps of each course, in place of its own.")] = None,
 ) -> None:
     """SGDM, AdamW, Muon, SOAP, Shampoo, SINGD, and LLQR on three of them: each at its best rate, and LLQR at its base's."""
     from llqr_lab.bench.courses import COURSES, ENTRIES
@@ -112,7 +113,24 @@ def race(
         if name.removeprefix("LLQR on ") not in chosen:
             raise ConfigError(f"with --untuned, '{name}' runs at its base's best rate: name the base too")
     at_a_time, tasks = jobs or os.cpu_count() or 1, tasks or list(COURSES)
-    main(tasks, chosen, scale, seed_list(seeds), runs, data, at_a_time, output, figure, page, untuned)
+    main(tasks, chosen, scale, seed_list(seeds), runs, data, at_a_time, output, figure, page, untuned, steps)
+
+
+@command(bench)
+def sizes(
+    scale: options.Scale = "cpu",
+    seeds: options.Seeds = "0-2",
+    runs: options.Runs = Path("runs"),
+    data: options.Data = None,
+    jobs: options.Jobs = None,
+    output: options.Output = Path("results/sizes.json"),
+    figure: options.Picture = Path("results/sizes.png"),
+    page: options.Page = None,
+) -> None:
+    """How LLQR's gain goes with the batch (32 to 2,048), and with the width and the depth of a network (an hour)."""
+    from llqr_lab.bench.sizes import main
+
+    main(scale, seed_list(seeds), runs, data, jobs or os.cpu_count() or 1, output, figure, page)
 
 
 @command(bench)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 STEPS_OF_SGD = (0.03, 0.1, 0.3)
@@ -41,7 +41,7 @@ ENTRIES = (
 )
 
 
-def _course(steps: int) -> dict[str, Any]:
+def course_of(steps: int) -> dict[str, Any]:
     """So many steps, evaluated at the end; the training loss is recorded after every fiftieth part."""
     return {"epochs": 0, "steps": steps, "evaluate_every": steps, "record_every": steps // 50}
 
@@ -59,6 +59,16 @@ class Course:
     reached: str = "train_loss"
     """What is to be reached: the training loss of the plain bases, or the test accuracy at which a task says it is over."""
 
+    target: float | None = None
+    """A training loss at which the task is over: who is there in the fewest steps is best."""
+
+    def of_length(self, steps: int | None) -> Course:
+        """The same over so many steps; one that says itself when it is over may take as many."""
+        if steps is None:
+            return self
+        longer = course_of(steps) if self.reached == "train_loss" else {"steps": steps}
+        return replace(self, cpu={**self.cpu, **longer})
+
     @property
     def runners(self) -> list[Entry]:
         return [entry for entry in ENTRIES if entry.base not in self.without]
@@ -66,17 +76,19 @@ class Course:
 
 PLAIN = {"base.weight_decay": 0.0}
 COURSES = {
-    "fashion-mlp": Course("fashion-mlp", cpu=_course(600)),
-    "fashion-convnet": Course("fashion-convnet", cpu=_course(600)),
+    "fashion-mlp": Course("fashion-mlp", cpu=course_of(600)),
+    "fashion-convnet": Course("fashion-convnet", cpu=course_of(600)),
     # one block in each of ResNet-20's three stages: ResNet-8
     "cifar10": Course(
-        "cifar10-resnet18-sgdm", PLAIN, {"model.blocks": [1, 1, 1], "batch": 64, **_course(400)}, without=("muon",)
+        "cifar10-resnet18-sgdm", PLAIN, {"model.blocks": [1, 1, 1], "batch": 64, **course_of(400)}, without=("muon",)
     ),
-    "shakespeare": Course("shakespeare-gpt-sgdm", cpu=_course(600)),
+    "shakespeare": Course("shakespeare-gpt-sgdm", cpu=course_of(600)),
     "modular-addition": Course(
         "grokking-add", {"data.by_heart": False}, {"steps": 500, "evaluate_every": 10}, reached="test_accuracy"
     ),
     "multi30k": Course(
-        "multi30k-transformer-adamw", {**PLAIN, "data.beam": 0}, {"batch": 1024, "schedule.warmup": 60, **_course(400)}
+        "multi30k-transformer-adamw",
+        {**PLAIN, "data.beam": 0},
+        {"batch": 1024, "schedule.warmup": 60, **course_of(400)},
     ),
 }

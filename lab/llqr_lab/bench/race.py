@@ -144,7 +144,10 @@ def end(result: Result, course: Course) -> float:
     """How a run ended: its last training loss, or the steps that it took to be over; the less the better."""
     if result["diverged"]:
         return math.inf
-    found = result.get("steps_to_target") if course.reached == "test_accuracy" else last_loss(result)
+    if course.target is not None:
+        found = reached_at(result, course.target)
+    else:
+        found = result.get("steps_to_target") if course.reached == "test_accuracy" else last_loss(result)
     return math.inf if found is None else float(found)
 
 
@@ -160,8 +163,9 @@ def main(
     figure: Path,
     page: Path | None = None,
     untuned: bool = False,
+    steps: int | None = None,
 ) -> None:
-    """`untuned`: LLQR has no rates of its own, and runs at its base's only."""
+    """`untuned`: LLQR has no rates of its own, and runs at its base's only. `steps`: of each course, in place of its own."""
     console, failed = Console(), list[bool]()
     check_page(page, COMMAND)
 
@@ -171,9 +175,10 @@ def main(
     rows: list[Row] = []
     at_base: list[Row] = []
     some = (f" --optimizers '{','.join(entries)}'" if entries else "") + " --untuned" * untuned
+    some += f" --steps {steps}" if steps else ""
     command = f"llqr bench race {' '.join(names)} --scale {scale} --seeds {','.join(map(str, seeds))}{some}"
     for name in names:
-        course = COURSES[name]
+        course = COURSES[name].of_length(steps)
         race = Race(course, scale, runs, perform)
         runners = [entry for entry in course.runners if not entries or entry.name in entries]
         tuned = [entry for entry in runners if entry.method == "base" or not untuned]

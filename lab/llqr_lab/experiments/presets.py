@@ -310,6 +310,7 @@ def _translation(data: str, summary: str, of_paper: bool) -> Preset:
             "steps": 2000,
             "evaluate_every": 250,
             "record_every": 50,
+            "base.lr": 4e-3,
             "schedule.warmup": 200,
         },
         smoke={
