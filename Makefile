@@ -18,13 +18,16 @@ endif
 .PHONY: help demo test check docs clean stale
 
 help: ## list the commands
-	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+	@grep -E '^[a-z%-]+:.*## ' Makefile | sed -E 's/^([a-z%-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
 
 demo: $(STAMP) ## run the demonstration
 	@$(BIN)/llqr demo
 
 test: check ## run the checks, then the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+test-%: $(STAMP) ## run a part of the tests: make test-exact runs tests/test_exact*.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/test_$**.py
 
 check: $(STAMP) ## check format, lint and types
 	$(BIN)/ruff format --check .

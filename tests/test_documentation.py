@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import tomllib
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -73,7 +74,8 @@ def test_command_is_understood(line: str, tmp_path: Path, monkeypatch: pytest.Mo
     program, *arguments = shlex.split(line)
     if program == "make":
         targets = re.findall(r"^(\w+):", text_of(ROOT / "Makefile"), re.MULTILINE)
-        assert set(arguments) <= set(targets)
+        parts = {f"test-{path.stem.split('_')[1]}" for path in (ROOT / "tests").glob("test_*.py")}
+        assert set(arguments) <= {*targets, *parts}
     elif program == "pip":
         extras = tomllib.loads(text_of(ROOT / "pyproject.toml"))["project"]["optional-dependencies"]
         verb, target = arguments
@@ -152,6 +154,30 @@ def test_commands_in_the_text_exist() -> None:
                 assert word in command.commands, f"{page.name}: there is no `llqr {words}`"
                 command = command.commands[word]
     assert found > 20
+
+
+def test_guide_pages_are_short() -> None:
+    """At most 700 words between blocks of code and formulas; the map 900. Lab notes and the reference aren't counted."""
+    sections = re.split(r"^  - ", text_of(ROOT / "mkdocs.yml").partition("\nnav:\n")[2], flags=re.MULTILINE)
+    guide = [each for each in sections if not each.startswith(("Lab notes:", "Reference:"))]
+    pages = re.findall(r"[\w/-]+\.md", "".join(guide))
+    assert len(pages) > 15
+    for page in pages:
+        prose = re.sub(r"^ {4}.*", "", without_blocks(ROOT / "docs" / page), flags=re.MULTILINE)
+        words = len(re.findall(r"\S*\w\S*", prose))
+        assert words <= (900 if page == "architecture.md" else 700), f"{page} has {words} words"
+
+
+def test_readme_has_the_results_of_the_race(tmp_path: Path) -> None:
+    """It is what docs/figures/readme.py writes of results/race.json."""
+    spec = spec_from_file_location("readme", ROOT / "docs" / "figures" / "readme.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert script.TABLE.findall(text_of(ROOT / "README.md")) == [script.table()], "write it again"
+    script.draw([], script.rows(), tmp_path / "readme.png")
+    assert (tmp_path / "readme.png").stat().st_size > 10_000
 
 
 def test_links_lead_somewhere() -> None:

@@ -94,7 +94,7 @@ class PaperLLQR(Wrapping):
             the group of the model's DistributedDataParallel or `fully_shard`, or else the default group if there is one. (To
             train apart from the others give a group of one.)
         shard: each rank holds its own blocks of U, and steps exchange U g; all ranks have to call `state_dict()` then. None:
-            with `fully_shard` only (docs/scaling.md says why).
+            with `fully_shard` only (docs/processes.md says why).
     """
 
     def __init__(

@@ -220,7 +220,7 @@ LONG_SIDE = 192
 
 
 def leading_rank(side: int) -> int:
-    """How many: an eighth of a long side, where U was as good as with all of them (docs/cost.md)."""
+    """How many: an eighth of a long side, where U was as good as with all of them (docs/findings.md)."""
     return max(64, side // 8)
 
 
