@@ -8,7 +8,7 @@ from torch import Tensor
 
 from llqr.errors import LLQRError
 from llqr_lab.data.batches import own_randomness, stream
-from llqr_lab.data.picture_sets import IMAGENET_NORMALISATION
+from llqr_lab.data.picture_sets import IMAGENET_NORMALISATION, random_pictures
 from llqr_lab.data.pictures import (
     NOTHING,
     Augmentation,
@@ -21,6 +21,7 @@ from llqr_lab.data.pictures import (
     cut_out,
     imbalanced,
     pictures_in_memory,
+    reduced,
 )
 from llqr_lab.errors import DataError
 
@@ -238,3 +239,17 @@ def test_settings_that_cannot_be_had_are_refused() -> None:
         Augmentation(reflect=True)
     with pytest.raises(LLQRError, match="negative"):
         Augmentation(padding=-1)
+
+
+def test_pictures_can_be_averaged_to_fewer_pixels() -> None:
+    """Each pixel is the mean of a square, rounded; channels are normalised anew."""
+    data = random_pictures(pixels=16, train=20, test=10)
+    small = reduced(data, 8)
+    rows = torch.arange(20)
+    squares = data.train.take(rows).double().reshape(20, 3, 8, 2, 8, 2).mean((3, 5))
+    assert (small.train.take(rows).double() - squares).abs().max() <= 0.5
+    assert small.test.take(torch.arange(10)).shape[-2:] == (8, 8)
+    assert small.normalisation == Normalisation.of(small.train.take(rows))
+    assert reduced(data, 16) is data
+    with pytest.raises(DataError, match="divisor"):
+        reduced(data, 5)

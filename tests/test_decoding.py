@@ -11,7 +11,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from llqr_lab.data.translation import PAD, START, STOP, Part, all_batches, padded
-from llqr_lab.tasks.translation import Hypothesis, beam_search, length_limit, loss_per_token, token_loss, translate
+from llqr_lab.errors import DataError
+from llqr_lab.tasks.translation import (
+    Hypothesis,
+    Translating,
+    beam_search,
+    length_limit,
+    loss_per_token,
+    token_loss,
+    translate,
+)
 
 WORDS = 7
 SOURCES = [[4, 5, 6, STOP], [6, STOP], [5, 5, 4, 4, 6, 5, STOP], [4, 6, STOP]]
@@ -173,3 +182,13 @@ def test_the_loss_is_a_mean_over_tokens() -> None:
     each = [-score(model, *pair, lenpen=0.0) for pair in zip(part.source, [t[:-1] for t in part.target], strict=True)]
     assert whole == pytest.approx(pieces) == pytest.approx(sum(each) / 10)
     assert model.training
+
+
+def test_some_sentences_can_be_validated_and_tested_on() -> None:
+    model = {"name": "translation-transformer", "width": 8, "ffn": 8, "heads": 2, "layers": 1}
+    whole, some = (Translating(model, 64, 0, None, "tiny-translation", bpe=60, sentences=count) for count in (0, 3))
+    assert len(some.test.source) == len(some.test.references) == 3 < len(whole.test.source)
+    assert some.test.source == whole.test.source[:3]
+    assert sum(len(batch.targets) for batch in some.valid) == 3
+    with pytest.raises(DataError, match=r"data\.sentences"):
+        Translating(model, 64, 0, None, "tiny-translation", bpe=60, sentences=-1)

@@ -171,7 +171,7 @@ def table(
     presets: Annotated[
         str, typer.Option(help="Only presets whose name has this in it, or one of several with commas.")
     ] = "",
-    scale: Annotated[str, typer.Option(help="Only this scale: paper, cpu or smoke.")] = "",
+    scale: Annotated[str, typer.Option(help="Only this scale: paper, mini, cpu or smoke.")] = "",
     save: Annotated[
         Path | None, typer.Option(callback=writable_file, help="Keep the results and curves in this JSON file too.")
     ] = None,

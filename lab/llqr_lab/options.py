@@ -44,7 +44,7 @@ def writable_picture(path: Path) -> Path:
     return path
 
 
-Scale = Annotated[str, typer.Option(help="paper, cpu (hours on two cores) or smoke (seconds).")]
+Scale = Annotated[str, typer.Option(help="paper, mini (minutes), cpu (hours on two cores) or smoke (seconds).")]
 Data = Annotated[Path | None, typer.Option(help="The folder with data sets; else LLQR_DATA.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …; auto takes a GPU where there is one.")]
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of everything random.")]

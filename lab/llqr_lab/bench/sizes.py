@@ -45,8 +45,8 @@ def by_batch(size: int, steps: int) -> Course:
     return Course("fashion-convnet", changes, target=LOSS)
 
 
-def by_form(name: str, size: int) -> Course:
-    return Course("fashion-mlp", {f"model.{name}": size, **_length(600)})
+def by_form(name: str, size: int, steps: int) -> Course:
+    return Course("fashion-mlp", {f"model.{name}": size, **_length(steps)})
 
 
 def main(
@@ -77,7 +77,7 @@ def main(
             found["batch"].append(_racer(size, entry.name, rates, race.results(entry, rates, seeds)))
     for name, sizes in (("width", WIDTHS), ("layers", DEPTHS)):
         for size in (4, 8) if quick else sizes:
-            race = Race(by_form(name, size), scale, runs, perform)
+            race = Race(by_form(name, size, 4 if quick else 600), scale, runs, perform)
             entries = [entry for entry in ENTRIES if entry.base == "adamw"]
             best = race.chosen(race.grids(entries[:1], seeds[0]), entries[:1], seeds)
             wrapped = at_rates_of_bases(entries, best)
