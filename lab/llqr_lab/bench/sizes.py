@@ -146,7 +146,8 @@ def draw(found: dict[str, list[Row]], path: Path) -> None:
                 rows = [row for row in found["batch"] if row["optimizer"] == name and row[along] is not None]
                 axes.plot([row["size"] for row in rows], [row[along] for row in rows], "o-", color=colour, label=name)
             _logarithmic(axes, sorted({row["size"] for row in found["batch"]}), "batch")
-            axes.set_yscale("log")
+            if any(row[along] for row in found["batch"]):  # an empty axis can't be logarithmic
+                axes.set_yscale("log")
             axes.set_ylabel(f"{label} to a training loss of {LOSS:g}")
         left.legend()
         for name, label, colour in (("width", "width", BLUE), ("layers", "hidden layers", ORANGE)):
