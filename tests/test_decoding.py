@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from llqr_lab.data.translation import PAD, START, STOP, Part, all_batches, padded
-from llqr_lab.tasks.translation import Hypothesis, beam_search, length_limit, loss_per_token, token_loss, translate
+from llqr_lab.tasks.base import scores
+from llqr_lab.tasks.translation import Hypothesis, Translating, beam_search, length_limit, translate
 
 WORDS = 7
 SOURCES = [[4, 5, 6, STOP], [6, STOP], [5, 5, 4, 4, 6, 5, STOP], [4, 6, STOP]]
@@ -151,6 +152,12 @@ def test_modes_and_refusals() -> None:
         beam_search(model, padded(SOURCES), 0)
 
 
+def token_loss(logits: Tensor, targets: Tensor, smoothing: float = 0.1) -> Tensor:
+    task = object.__new__(Translating)
+    task.label_smoothing = smoothing
+    return task.loss(logits, targets)
+
+
 def test_label_smoothing_is_fairseqs_up_to_its_convention() -> None:
     logits, epsilon = torch.randn(3, 4, WORDS, dtype=torch.float64), 0.1
     targets = torch.tensor([[4, 5, STOP, PAD], [6, STOP, PAD, PAD], [3, 3, 4, STOP]])
@@ -169,7 +176,8 @@ def test_the_loss_is_a_mean_over_tokens() -> None:
     """However the tokens are batched."""
     model = Tiny().float()
     part = Part(SOURCES, [[4, STOP], [5, 6, 4, STOP], [STOP], [6, 6, STOP]], [])
-    whole, pieces = (loss_per_token(model, all_batches(part, tokens)) for tokens in (100, 7))
+    whole, pieces = (
+        scores(model, all_batches(part, tokens), torch.device("cpu"), PAD)["test_loss"] for tokens in (100, 7)
+    )
     each = [-score(model, *pair, lenpen=0.0) for pair in zip(part.source, [t[:-1] for t in part.target], strict=True)]
     assert whole == pytest.approx(pieces) == pytest.approx(sum(each) / 10)
-    assert model.training

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from sacrebleu.metrics.bleu import BLEU
 from torch import Tensor, nn
-from torch.nn import functional
 
-from llqr_lab.data.batches import Batch
 from llqr_lab.data.catalogue import WHOLE, corpus
 from llqr_lab.data.translation import PAD, START, STOP, TranslationBatches, all_batches, padded, real_tokens
 from llqr_lab.errors import DataError
-from llqr_lab.tasks.base import Metrics, Task
+from llqr_lab.tasks.base import Metrics, Task, scores
 
 BEAM = 5
 
 
 class Translating(Task):
-    score = "bleu"
+    """fairseq spreads ε of its smoothing over the V - 1 other words: the same as ours with ε·V/(V - 1), or 0.10001 for 0.1 and
+    V = 10,000."""
+
+    ignored = PAD
 
     def __init__(
         self,
@@ -44,20 +45,13 @@ class Translating(Task):
         self.examples = len(self.data.train.source) + self.data.empty + self.data.cleaned
         self.whole = WHOLE.get(name)
         self.train = TranslationBatches(self.data.train, batch, seed)
-        self.valid = all_batches(self.data.valid, batch)
+        self.tests = all_batches(self.data.valid, batch)
         self.label_smoothing = label_smoothing
         self.weights = real_tokens
 
-    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
-        return token_loss(output, targets, self.label_smoothing)
-
-    def counts(self, output: Tensor, targets: Tensor) -> tuple[int, int]:
-        real = targets != PAD
-        return int(((output.argmax(-1) == targets) & real).sum()), int(real.sum())
-
     def evaluate(self, model: nn.Module, device: torch.device) -> Metrics:
-        """On the validation set, without smoothing."""
-        return {"valid_loss": loss_per_token(model, self.valid, device)}
+        """The loss of a token on the validation set, </s> included, without smoothing."""
+        return {"valid_loss": scores(model, self.tests, device, PAD)["test_loss"]}
 
     def finals(self, model: nn.Module, device: torch.device) -> dict[str, Any]:
         """BLEU on the test set."""
@@ -69,34 +63,6 @@ class Translating(Task):
 
 
 # how good translations are
-
-
-def token_loss(logits: Tensor, targets: Tensor, smoothing: float = 0.1) -> Tensor:
-    """Mean over real tokens of the cross-entropy to the target, smoothed: (1 - ε) of it and ε spread over all V words.
-
-    fairseq spreads ε over the V - 1 others, 1 - ε staying with the target: the same as ours with ε·V/(V - 1), or 0.10001 for
-    0.1 and V = 10,000.
-    """
-    return functional.cross_entropy(
-        logits.flatten(0, 1), targets.flatten(), ignore_index=PAD, label_smoothing=smoothing
-    )
-
-
-@torch.no_grad()
-def loss_per_token(model: nn.Module, batches: Iterable[Batch], device: torch.device | str = "cpu") -> float:
-    """Mean -log p (</s> included) without smoothing, of all tokens of these batches; the model keeps its mode."""
-    training = model.training
-    model.eval()
-    total, tokens = 0.0, 0
-    try:
-        for inputs, targets in batches:
-            logits = model(*(each.to(device) for each in inputs))
-            count = int((targets != PAD).sum())
-            total += float(token_loss(logits, targets.to(device), smoothing=0.0)) * count
-            tokens += count
-    finally:
-        model.train(training)
-    return total / tokens
 
 
 class Bleu(NamedTuple):
