@@ -121,13 +121,11 @@ def main(output: Path, seed: int, repeats: int, quick: bool) -> None:
 
 def _products(size: Size, seed: int, repeats: int, done: Done) -> Row:
     bench = Bench(size, seed)
-    cold = {divergence: _seconds(partial(bench.first_product, divergence)) for divergence in DIVERGENCES}
     jobs: dict[str, Job] = {divergence: bench.product(divergence) for divergence in DIVERGENCES}
     jobs |= {f"record {divergence}": partial(bench.first_product, divergence) for divergence in DIVERGENCES}
     ratios, train = in_training_steps(bench, jobs, repeats, PATIENCE if repeats > 1 else 0.0)
     done()
-    first = {divergence: seconds / train for divergence, seconds in cold.items()}
-    return {**asdict(size), "train_seconds": train, "ratios": ratios, "first_refit_ratio": first}
+    return {**asdict(size), "train_seconds": train, "ratios": ratios}
 
 
 def _fits(size: Size, seed: int, repeats: int) -> Row:

@@ -11,8 +11,10 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
@@ -88,7 +90,7 @@ class Comparison:
         ends: dict[tuple[str, str], dict[float, float]] = {(task, base): {} for task in tasks for base in BASES}
         coming = {(task, base): list(getattr(UNSEEN[task], BASES[base])) for task, base in ends}
         for _ in range(1 + WIDEST):
-            runs = {self._alone(*key, rate, seed): key for key, rates in coming.items() for rate in rates}
+            runs = {Trial(*key, False, "cosine", rate, seed, self.steps): key for key in coming for rate in coming[key]}
             for run, result in self.results(list(runs)).items():
                 ends[runs[run]][run.rate] = math.inf if result["last"] is None else result["last"]
             coming = {key: wider for key in coming if (wider := _wider(ends[key]))}
@@ -96,9 +98,6 @@ class Comparison:
             if min(found.values()) == math.inf:
                 raise RunError(f"{base} diverged on {task} at every rate that was tried: {sorted(found)}")
         return {key: min(found, key=lambda rate: found[rate]) for key, found in ends.items()}
-
-    def _alone(self, task: str, base: str, rate: float, seed: int) -> Trial:
-        return Trial(task, base, False, "cosine", rate, seed, self.steps)
 
     def rows(self, rates: dict[tuple[str, str], float], seeds: Sequence[int]) -> list[Row]:
         """One for each task, base, schedule and rate: the last losses of both, and their ratio."""
@@ -130,20 +129,15 @@ class Comparison:
     def results(self, wanted: Sequence[Trial]) -> dict[Trial, Row]:
         """Of these runs; those that aren't there are made, so many at a time."""
         missing = [run for run in dict.fromkeys(wanted) if not run.file(self.runs).is_file()]
-        with bar(len(missing), "training") as done:
-            self._make(missing, done)
+        make = partial(perform, runs=self.runs, data=self.data)
+        with bar(len(missing), "training") as done, ExitStack() as stack:
+            made: Iterable[None] = map(make, missing)
+            if self.jobs > 1 and len(missing) > 1:
+                pool = ProcessPoolExecutor(self.jobs, mp_context=get_context("spawn"))
+                made = stack.enter_context(pool).map(make, missing)
+            for _ in made:
+                done()
         return {run: json.loads(run.file(self.runs).read_text(encoding="utf-8")) for run in wanted}
-
-    def _make(self, missing: Sequence[Trial], done: Callable[[], None]) -> None:
-        if self.jobs == 1 or len(missing) < 2:
-            for run in missing:
-                perform(run, self.runs, self.data)
-                done()
-            return
-        with ProcessPoolExecutor(self.jobs, mp_context=get_context("spawn")) as pool:
-            for future in as_completed([pool.submit(perform, run, self.runs, self.data) for run in missing]):
-                future.result()
-                done()
 
 
 def perform(run: Trial, runs: Path, data: Path | None) -> None:

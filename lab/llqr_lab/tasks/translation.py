@@ -182,21 +182,12 @@ def translate(
     """Translations of sentences given as numbers with </s>, in their order; searched in batches of at most so many tokens.
 
     `decode` gives logits for all of a target's tokens, so that `beam` · 1.2 · tokens · (words) numbers are held at once.
-    A module is searched in evaluation mode, and left in the mode it was in.
     """
-    training = isinstance(model, nn.Module) and model.training
-    if isinstance(model, nn.Module):
-        model.eval()
     found: dict[int, list[int]] = {}
-    try:
-        order = sorted(range(len(sources)), key=lambda i: len(sources[i]), reverse=True)
-        while order:
-            # The longest first: it says how many fit.
-            fitting = max(1, tokens // len(sources[order[0]]))
-            group, order = order[:fitting], order[fitting:]
-            hypotheses = beam_search(model, padded([sources[i] for i in group]).to(device), beam)
-            found.update((i, hypothesis.tokens) for i, hypothesis in zip(group, hypotheses, strict=True))
-    finally:
-        if isinstance(model, nn.Module):
-            model.train(training)
+    order = sorted(range(len(sources)), key=lambda i: len(sources[i]), reverse=True)
+    while order:
+        fitting = max(1, tokens // len(sources[order[0]]))  # the longest says how many fit
+        group, order = order[:fitting], order[fitting:]
+        hypotheses = beam_search(model, padded([sources[i] for i in group]).to(device), beam)
+        found.update((i, hypothesis.tokens) for i, hypothesis in zip(group, hypotheses, strict=True))
     return [found[i] for i in range(len(sources))]
