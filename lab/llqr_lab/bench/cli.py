@@ -94,7 +94,6 @@ def unseen(
     tasks: Annotated[list[str] | None, typer.Argument(help="Tasks; else all of them.")] = None,
     seeds: options.Seeds = "0",
     steps: Annotated[int, typer.Option(min=10, help="Steps of a run.")] = 300,
-    runs: options.Runs = Path("runs"),
     data: options.Data = None,
     jobs: options.Jobs = None,
     output: options.Output = Path("results/unseen.json"),
@@ -105,7 +104,7 @@ def unseen(
     from llqr_lab.bench.unseen_tasks import UNSEEN
 
     check_names(tasks or [], UNSEEN, "unseen task")
-    main(tasks or list(UNSEEN), seed_list(seeds), steps, runs, data, jobs or os.cpu_count() or 1, output, page)
+    main(tasks or list(UNSEEN), seed_list(seeds), steps, data, jobs or os.cpu_count() or 1, output, page)
 
 
 @command(bench)
