@@ -54,7 +54,7 @@ def test_a_channel_without_contrast_becomes_zero() -> None:
 def test_the_test_pictures_come_once_each_in_order_and_as_they_are() -> None:
     data = small()
     assert isinstance(data.test, MemoryPictures)
-    batches = data.testing(2)
+    batches = list(data.testing(2))
     assert [len(batch.targets) for batch in batches] == [2, 2, 1]
     assert len(batches) == 3
     pictures, labels = (torch.cat(parts) for parts in zip(*((b.inputs[0], b.targets) for b in batches), strict=True))

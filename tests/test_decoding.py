@@ -12,15 +12,8 @@ from torch.nn import functional
 
 from llqr_lab.data.translation import PAD, START, STOP, Part, all_batches, padded
 from llqr_lab.errors import DataError
-from llqr_lab.tasks.translation import (
-    Hypothesis,
-    Translating,
-    beam_search,
-    length_limit,
-    loss_per_token,
-    token_loss,
-    translate,
-)
+from llqr_lab.tasks.base import scores
+from llqr_lab.tasks.translation import Hypothesis, Translating, beam_search, length_limit, translate
 
 WORDS = 7
 SOURCES = [[4, 5, 6, STOP], [6, STOP], [5, 5, 4, 4, 6, 5, STOP], [4, 6, STOP]]
@@ -150,14 +143,17 @@ def test_a_model_that_diverged_translates_into_nothing() -> None:
     assert translate(model, SOURCES) == [[], [], [], []]
 
 
-def test_modes_and_refusals() -> None:
+def test_nothing_to_translate_and_refusals() -> None:
     model = Tiny()
-    translate(model, SOURCES[:1])
-    assert model.training
-    assert translate(model.eval(), []) == []
-    assert not model.training
+    assert translate(model, []) == []
     with pytest.raises(ValueError, match="at least 1"):
         beam_search(model, padded(SOURCES), 0)
+
+
+def token_loss(logits: Tensor, targets: Tensor, smoothing: float = 0.1) -> Tensor:
+    task = object.__new__(Translating)
+    task.label_smoothing = smoothing
+    return task.loss(logits, targets)
 
 
 def test_label_smoothing_is_fairseqs_up_to_its_convention() -> None:
@@ -178,10 +174,11 @@ def test_the_loss_is_a_mean_over_tokens() -> None:
     """However the tokens are batched."""
     model = Tiny().float()
     part = Part(SOURCES, [[4, STOP], [5, 6, 4, STOP], [STOP], [6, 6, STOP]], [])
-    whole, pieces = (loss_per_token(model, all_batches(part, tokens)) for tokens in (100, 7))
+    whole, pieces = (
+        scores(model, all_batches(part, tokens), torch.device("cpu"), PAD)["test_loss"] for tokens in (100, 7)
+    )
     each = [-score(model, *pair, lenpen=0.0) for pair in zip(part.source, [t[:-1] for t in part.target], strict=True)]
     assert whole == pytest.approx(pieces) == pytest.approx(sum(each) / 10)
-    assert model.training
 
 
 def test_some_sentences_can_be_validated_and_tested_on() -> None:
@@ -189,6 +186,6 @@ def test_some_sentences_can_be_validated_and_tested_on() -> None:
     whole, some = (Translating(model, 64, 0, None, "tiny-translation", bpe=60, sentences=count) for count in (0, 3))
     assert len(some.test.source) == len(some.test.references) == 3 < len(whole.test.source)
     assert some.test.source == whole.test.source[:3]
-    assert sum(len(batch.targets) for batch in some.valid) == 3
+    assert sum(len(batch.targets) for batch in some.tests) == 3
     with pytest.raises(DataError, match=r"data\.sentences"):
         Translating(model, 64, 0, None, "tiny-translation", bpe=60, sentences=-1)

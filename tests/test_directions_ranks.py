@@ -406,8 +406,8 @@ SIDES = [(5, 5), (3, 6)]
 """Of the two layers, with their biases."""
 
 
-def test_ranks_send_what_the_page_says(tmp_path: Path) -> None:
-    """docs/scaling.md has these formulas."""
+def test_ranks_send_curvature_and_u_and_nothing_else(tmp_path: Path) -> None:
+    """r² + c² of each for K-FAC, rc for a diagonal; test_scaling.py has the default on larger networks."""
     size, item = 2, 8
     ranks = on_ranks(size, tmp_path, messages)
     squares, products = sum(r * r + c * c for r, c in SIDES), sum(r * c for r, c in SIDES)

@@ -117,9 +117,6 @@ def understood(arguments: list[str]) -> None:
     elif command.name == "table":
         for part in given["presets"].split(","):
             assert any(part in preset for preset in PRESETS), f"no preset has {part!r} in its name"
-    elif command.name == "epoch":
-        for method in given["methods"].split(","):
-            configuration(given["preset"], given["scale"], method, None, given["changes"] or [])
 
 
 @pytest.mark.parametrize(
@@ -131,7 +128,6 @@ def understood(arguments: list[str]) -> None:
         "llqr figure curves grokking-add grokking-ad",
         "llqr figure curves iwslt14-transformer-adamw --methods kfac-ngd",
         "llqr table --presets resnet18,cifr",
-        "llqr bench epoch cifar10-resnet18",
         "llqr train --sed 1",
         "make coffee",
     ],

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from llqr_lab.cli import app
 from llqr_lab.errors import ConfigError
 from llqr_lab.experiments.collect import Result, summary
 from llqr_lab.experiments.command import parse_values
@@ -329,17 +327,3 @@ def test_a_refit_has_a_batch_of_its_own_where_it_is_asked_for() -> None:
         found.append(asked)
         assert run.optimizer.stats.refits == 1
     assert found == [[], [6]]
-
-
-def test_bench_epoch_times_steps_and_refits_beside_the_paper_s(tmp_path: Path) -> None:
-    import json
-
-    output = tmp_path / "epoch.json"
-    arguments = ["bench", "epoch", "cifar10-resnet18-sgdm", "--scale=smoke", "--methods=diagonal-ngd", "--repeats=1"]
-    arguments.append("--device=cpu")
-    shown = CliRunner().invoke(app, [*arguments, f"--output={output}", "--threads=1"], env={"COLUMNS": "120"})
-    assert shown.exit_code == 0, shown.output
-    base, own = json.loads(output.read_text(encoding="utf-8"))["rows"]
-    assert (base["ratio"], base["every"]) == (1.0, None)
-    assert own["ratio"] == pytest.approx(own["step"] + own["refit"] / own["every"])
-    assert own["paper"] == 1.08

@@ -104,13 +104,6 @@ def test_demo_refuses_wrong_input_before_any_work(
     assert arguments[0] in printed
 
 
-def test_growth_exponent_is_the_power() -> None:
-    assert measure.growth_exponent([1, 2, 4], [3.0, 12.0, 48.0]) == pytest.approx(2)
-    assert measure.growth_exponent([1, 2, 4], [3.0, None, 48.0]) == pytest.approx(2)
-    assert measure.growth_exponent([1, 2], [3.0, None]) is None
-    assert measure.growth_exponent([1, 2, 4], [-3.0, 2.0, 4.0]) == pytest.approx(1)  # memory below zero is left out
-
-
 def test_a_result_that_is_not_a_number_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="JSON"):
         write_json(tmp_path / "result.json", {"seconds": float("nan")})
@@ -162,10 +155,8 @@ def test_bench_overhead_times_whole_trainings(tmp_path: Path, monkeypatch: pytes
 
 
 def test_bench_memory_has_every_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def here(jobs: dict[str, Any]) -> dict[str, int]:
-        for prepare, arguments in jobs.values():
-            prepare(*arguments)()
-        return dict.fromkeys(jobs, 2**20)
+    def here(prepare: Any, *arguments: Any) -> tuple[int, float]:
+        return 2**20, prepare(*arguments)()
 
     monkeypatch.setattr("llqr_lab.bench.memory.peak_memory", here)
     output = tmp_path / "memory.json"

@@ -14,7 +14,7 @@ from torch.nn import functional
 from llqr import QuadraticModel, diagnostics, exact_step, fit
 from llqr.divergences import KL
 from llqr.structures import Diagonal
-from llqr_lab.data.picture_sets import small_digits
+from llqr_lab.data.picture_sets import digits
 from llqr_lab.figures.style import BLUE, GREEN, GREY, ORANGE, PINK, drawing
 
 START = (2.3, 2.0)
@@ -220,9 +220,10 @@ def relaxation(path: Path) -> None:
 
 
 def _relaxed() -> dict[str, dict[str, Any]]:
-    data = small_digits(256, seed=0)
+    data = digits(256)
     torch.manual_seed(0)
-    inputs, targets = data.train_inputs, data.train_targets
+    inputs, targets = functional.avg_pool2d(data.train_inputs.double(), 2).flatten(1), data.train_targets
+    inputs = (inputs - inputs.mean(0)) / inputs.std()
     model = nn.Sequential(nn.Linear(inputs.shape[1], 16), nn.Tanh(), nn.Linear(16, 10)).double()
     loss_fn = functional.cross_entropy
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -13,7 +13,7 @@ import typer
 
 from llqr_lab import options
 from llqr_lab.bench.cli import bench
-from llqr_lab.options import command, name_list, seed_list, writable_file
+from llqr_lab.options import command, name_list, seed_list, writable_file, writable_picture
 
 app = typer.Typer(name="llqr", no_args_is_help=True, add_completion=False)
 app.add_typer(bench)
@@ -48,14 +48,21 @@ def demo(
 
 @command(app)
 def scaling(
-    ranks: Annotated[
-        list[int] | None, typer.Option(min=1, help="Numbers of ranks; may be given several times.")
+    figure: Annotated[
+        Path | None, typer.Option(callback=writable_picture, help="Draw it by numbers of devices too.")
     ] = None,
+    page: options.Page = None,
 ) -> None:
-    """What U costs a network of 6.7 billion parameters on many ranks, counted: memory, messages, time (docs/scaling.md)."""
-    from llqr_lab.scaling import show
+    """What LLQR costs networks of a million to seven billion parameters, on one device to a thousand: counted, not measured."""
+    from llqr_lab import scaling
+    from llqr_lab.results import check_page, write_page
 
-    show(ranks or [8, 64, 1024])
+    check_page(page, scaling.COMMAND)
+    typer.echo(scaling.table())
+    if figure:
+        scaling.draw(figure)
+    if page:
+        write_page(page, scaling.COMMAND, scaling.table())
 
 
 @command(app)

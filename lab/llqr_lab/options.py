@@ -36,12 +36,11 @@ def writable_file(path: Path | None) -> Path | None:
     return path
 
 
-def writable_picture(path: Path) -> Path:
+def writable_picture(path: Path | None) -> Path | None:
     """A writable file with the ending of a picture format."""
-    if path.suffix.lower() not in PICTURES:
+    if path is not None and path.suffix.lower() not in PICTURES:
         raise typer.BadParameter(f"'{path}' doesn't end in {', '.join(PICTURES[:-1])} or {PICTURES[-1]}")
-    writable_file(path)
-    return path
+    return writable_file(path)
 
 
 Scale = Annotated[str, typer.Option(help="paper, mini (minutes), cpu (hours on two cores) or smoke (seconds).")]

@@ -1,130 +1,354 @@
-"""`llqr scaling`: what U costs on many ranks, counted on paper: memory per rank, bytes of a step and a refit, and their time.
+"""`llqr scaling`: what LLQR, nothing set, costs networks of a million to seven billion parameters, on one device to thousands.
 
-The formulas are those of docs/scaling.md, with P the bytes of the parameters, U those of the preconditioner, R ranks, and K
-curvature products a refit; tests compare them with the bytes that ranks really send.
+Nothing is trained. A network is built without numbers (torch's meta device), and the library's own code is run on it: which
+weights are linear maps, what is kept of each, how it is inverted, and which rank owns it. Torch counts the operations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from functools import cache, partial
 from math import prod
-from typing import Literal
+from pathlib import Path
+from typing import Any
 
-from rich.console import Console
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
+from llqr.collector import Collector
 from llqr.distributed.block_owners import deal
-from llqr.structures import Diagonal, EigenKronecker, Kronecker, Structure
-from llqr_lab.results import say, show_table, simple_table
+from llqr.distributed.processes import cost
+from llqr.distributed.ranks import buckets
+from llqr.linear_maps import find_uses
+from llqr.statistics import COLUMNS, ROWS, Block, Stack, Sums, merged
+from llqr.structures.stacks import assign
+from llqr.wrapper import LONGEST
+from llqr_lab.figures.style import BLUE, GREEN, ORANGE, drawing
+from llqr_lab.models.convolutional import ResNet50
+from llqr_lab.models.transformers import GPT, attend
+from llqr_lab.results import markdown_table
 
-Shapes = Mapping[str, tuple[int, ...]]
-Way = Literal["ddp", "ddp, shard", "fsdp"]
-STRUCTURES: dict[str, Structure] = {"diagonal": Diagonal(), "kfac": Kronecker(), "ekfac": EigenKronecker()}
-ITEM = 4
-"""Bytes of a number."""
-LEFT = ("structure", "by")
-RIGHT = ("U", "U a rank", "step", "U g", "messages", "refit", "messages", "products", "overhead")
+COMMAND = "llqr scaling --page"
+aten = torch.ops.aten
 
 
-def seven_billion() -> dict[str, tuple[int, ...]]:
-    """The shapes of a language model of 6.7 billion parameters: 32 layers of width 4096, 11008 inside, 32000 words."""
-    shapes: dict[str, tuple[int, ...]] = {"embedding": (32000, 4096), "head": (32000, 4096), "norm": (4096,)}
-    for layer in range(32):
-        shapes |= {f"{layer}.{name}": (4096, 4096) for name in ("query", "key", "value", "out")}
-        shapes |= {f"{layer}.{name}": (11008, 4096) for name in ("gate", "up")}
-        shapes |= {f"{layer}.down": (4096, 11008), f"{layer}.norm1": (4096,), f"{layer}.norm2": (4096,)}
-    return shapes
+def _qr(shape: Sequence[int], *_: Any, **__: Any) -> int:
+    """By Householder's reflections, and Q from them."""
+    *batch, n, r = shape
+    return prod(batch) * (4 * n * r * r - 4 * r**3 // 3)
+
+
+def _cubed(factor: float) -> Callable[..., int]:
+    return lambda shape, *_, **__: round(factor * prod(shape) * shape[-1])
+
+
+OPERATIONS: dict[Any, Any] = {
+    aten.baddbmm_: lambda _, left, right, **__: 2 * prod(left) * right[-1],
+    aten.linalg_qr: _qr,
+    aten._linalg_eigh: _cubed(9),
+    aten.linalg_cholesky_ex: _cubed(1 / 3),
+    aten.cholesky_inverse: _cubed(2 / 3),
+}
+"""What torch's counter leaves out: a product in place, and factorisations, by the counts of textbooks."""
+
+
+def operations(job: Callable[[], Any]) -> tuple[Any, int]:
+    """What a job returns; additions and multiplications in its matrix products and factorisations."""
+    with FlopCounterMode(display=False, custom_mapping=OPERATIONS) as counter:
+        result = job()
+    return result, counter.get_total_flops()
+
+
+class WithoutNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Who asks a tensor without numbers for one is told that no check has failed, and that no data are zeros."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten._local_scalar_dense.default and args[0].is_meta:
+            return False if args[0].dtype == torch.bool else 2**62
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True)
-class Counted:
-    """Bytes on one rank, the one that has most."""
+class CountedBlock:
+    block: Block
+    """Its tensors have shapes and no numbers."""
+    members: tuple[torch.Size, ...]
+    """Its weight's, and its bias's."""
+    apply: int
+    """Operations of U m."""
+    invert: int
 
-    parameters: int
-    u: int
-    """Of U on all ranks together, each block counted once."""
-    held: int
-    """Of U, by this rank."""
-    step: int
-    """Sent and received for U g, a step."""
-    product: int
-    """A curvature product."""
+    @property
+    def curvature(self) -> int:
+        return _bytes(self.block.moments.values())
+
+    @property
+    def inputs(self) -> int:
+        """The part of the curvature that is of inputs."""
+        return _bytes([self.block.moments[ROWS if self.block.map.inputs_on_rows else COLUMNS]])
+
+    @property
+    def u(self) -> int:
+        return _bytes(self.block.inverse.values())
+
+
+@dataclass(frozen=True)
+class Census:
+    """What a network and a batch ask for: operations and shapes."""
+
+    parameters: list[torch.Size]
+    training: int
+    """Forward and backward."""
+    statistics: int
+    second_run: int
+    """Forward, and backward to the outputs of the maps: of a refit where FSDP2 has sharded the parameters."""
+    blocks: list[CountedBlock]
+
+
+def census(model: nn.Module, inputs: Tensor) -> Census:
+    """Of a model and inputs on the meta device."""
+    parameters = dict(model.named_parameters())
+    with WithoutNumbers():  # type: ignore[no-untyped-call]
+        output, forward = operations(lambda: model(inputs))
+        uses = find_uses([output], {id(p): name for name, p in parameters.items()}).uses
+        ends, ones = [GradientEdge(use.node, 0) for use in uses], torch.ones_like(output)
+        pulled, signals = operations(lambda: torch.autograd.grad(output, ends, ones, retain_graph=True))
+        _, backward = operations(lambda: output.backward(ones))
+        collector = Collector()
+        collector.know(parameters, assign("kfac", parameters))
+
+        def collect() -> None:
+            for use, gradient in zip(uses, pulled, strict=True):
+                collector.add(use.map, use.sides(gradient))
+
+        with torch.no_grad():
+            _, statistics = operations(collect)
+            blocks = [_counted(sums, parameters) for sums in merged(collector.sums.values()).values()]
+    shapes = [p.shape for p in parameters.values()]
+    return Census(shapes, forward + backward, statistics, forward + signals, blocks)
+
+
+def _counted(sums: Sums, parameters: Mapping[str, Tensor]) -> CountedBlock:
+    block = Block(sums.map, sums.structure)
+    block.take(sums.moments())
+    _, invert = operations(block.invert)
+    m = torch.empty(block.map.joined, device="meta")
+    _, apply = operations(lambda: Stack([block]).apply(m))
+    return CountedBlock(block, tuple(parameters[name].shape for name in block.map.members), apply, invert)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+ITEM, PLACES = 4, 8
+"""Bytes of a parameter, and of the number of places at which a map was looked at."""
+PULSES, STEP_PULSES = 11, 3
+"""Messages of a refit, and of a step under FSDP2, that carry a few numbers and no tensors; of DDP's refit one more."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of the device that has most of each."""
+
+    training: int
+    """Operations, as the next two."""
+    apply: int
+    """U m, in every step."""
     refit: int
-    multiplications: int
-    """Multiplications and additions of U g, a step; not bytes."""
+    held: int
+    """Bytes, as the next three: the curvature, U, and a copy of the parameters, from which a step goes."""
+    in_refit: int
+    """Beside that in a refit: its own sums, the joined ones, the inputs' means, the new average, the new U; under FSDP2 its own
+    sums, these in messages, the joined ones, and all parameters, whole."""
+    step_bytes: int = 0
+    """Sent and received."""
+    refit_bytes: int = 0
+    step_messages: int = 0
+    refit_messages: int = 0
+
+    @property
+    def share(self) -> float:
+        """Operations of LLQR per step, when refits are as rare as they get, over those of training."""
+        return (self.apply + self.refit / LONGEST) / self.training
 
 
-def count(shapes: Shapes, structure: Structure, ranks: int, way: Way, products: int, item: int = ITEM) -> Counted:
-    """What goes through a rank; a message that all ranks get, or that sums over all of them, counts once.
+def count(found: Census, devices: int = 1, sharded: bool = False, times: int = 1) -> Cost:
+    """On so many devices, by DDP or sharded by FSDP2, each with `times` the batch of the census.
 
-    A product takes the direction from the owners to all ranks and the sums back: 2P. Replicated, all ranks get U at the end of
-    a refit, and a step needs no message. Sharded under DDP, U g goes from the owners to all: P per step. Under FSDP2 a rank
-    sends its shards of g, P/R, gets the whole gradients of its own blocks, and the same back; a refit gathers the parameters
-    first.
+    More than once is for batches in which every map acts at as many places as a refit looks at, or more.
     """
-    sizes = {name: structure.memory(shape, item) for name, shape in shapes.items()}
-    parameters = {name: item * prod(shape) for name, shape in shapes.items()}
-    owners = deal(sizes, ranks)
-    held, own, work = [0] * ranks, [0] * ranks, [0] * ranks
-    for name, owner in owners.items():
-        held[owner] += sizes[name]
-        own[owner] += parameters[name]
-        work[owner] += multiplications(structure, shapes[name])
-    p, u = sum(parameters.values()), sum(sizes.values())
-    to_owners = p // ranks + max(own)
-    step = {"ddp": 0, "ddp, shard": p, "fsdp": 2 * to_owners}[way]
-    besides = {"ddp": u, "ddp, shard": 0, "fsdp": p + to_owners}[way]
-    refit = products * 2 * p + besides
-    if way == "ddp":
-        return Counted(p, u, u, step, 2 * p, refit, sum(work))
-    return Counted(p, u, max(held), step, 2 * p, refit, max(work))
+    blocks, owned = found.blocks, _owned(found.blocks, devices, sharded)
 
+    def most(what: Callable[[CountedBlock], int]) -> int:
+        return max(sum(map(what, own)) for own in owned)
 
-def multiplications(structure: Structure, shape: Sequence[int]) -> int:
-    """Multiplications and additions in the matrix products of U x; what goes number by number isn't counted."""
-    if len(shape) < 2 or not isinstance(structure, (Kronecker, EigenKronecker)):
-        return 0
-    times = 2 if isinstance(structure, EigenKronecker) else 1  # into the basis, and back
-    factors = list(structure.sizes(shape).items())
-    return times * prod(shape) * sum(size[0] for name, size in factors if name != "s" and len(size) == 2)
-
-
-BANDWIDTH, ARITHMETIC, SINGLE = 50e9, 400e12, 50e12
-"""Of a rank: bytes a second; operations a second as reached in training, and in float32, in which U acts."""
-TOKENS, EVERY, STEPS = 4_000_000, 500, 25
-"""Of a training step on all ranks; steps between refits; inner steps of a refit."""
-
-
-def show(ranks: Sequence[int]) -> None:
-    """Print the table for the network of 6.7 billion parameters, sharded by FSDP2 or replicated by DDP.
-
-    A training step takes six operations for each parameter and token; the products of a refit are on the batch of a step.
-    """
-    shapes, products = seven_billion(), STEPS + 1  # one for where it begins
-    numbers = sum(prod(shape) for shape in shapes.values())
-    title = f"{numbers / 1e9:.1f} billion parameters in float32, {TOKENS:,} tokens a step"
-    table = simple_table(title, "ranks", *LEFT, *RIGHT, left=LEFT)
-    ways: tuple[Way, ...] = ("fsdp", "ddp")
-    for size, (name, structure), way in product(ranks, STRUCTURES.items(), ways):
-        train = 6 * numbers * TOKENS / (size * ARITHMETIC)
-        found = count(shapes, structure, size, way, products)
-        sending = found.step / BANDWIDTH, found.refit / BANDWIDTH
-        apply, work = 2 * found.multiplications / SINGLE, products * train * 4 / 3
-        overhead = (apply + sending[0] + (sending[1] + work) / EVERY) / train
-        figures = [gigabytes(found.u), gigabytes(found.held), f"{train:.2f} s", f"{apply:.3f} s"]
-        figures += [f"{sending[0]:.3f} s", gigabytes(found.refit), f"{sending[1]:.0f} s", f"{work:.0f} s"]
-        table.add_row(str(size), name, way, *figures, f"{100 * overhead:.0f}%")
-    console = Console()
-    show_table(console, table)
-    machine = (
-        f"{BANDWIDTH / 1e9:g} GB/s, {ARITHMETIC / 1e12:g} Tflop/s in training and {SINGLE / 1e12:g} in float32 per rank"
-    )
-    say(
-        console,
-        f"{machine}; a refit of {STEPS} steps every {EVERY}. Seconds of messages are their bytes over the bandwidth.",
+    parts = devices if sharded else 1
+    copied = sum(_shards(b.members, parts) for b in blocks)
+    curvature, u = sum(b.curvature for b in blocks), sum(b.u for b in blocks)
+    new = curvature + u + sum(b.inputs for b in blocks)
+    training, refit = times * found.training, found.statistics + most(lambda b: b.invert)
+    if devices == 1 and not sharded:
+        return Cost(training, sum(b.apply for b in blocks), refit, curvature + u + copied, curvature + new)
+    summed = curvature + PLACES * len(blocks)
+    messages = PULSES + _messages([list(b.block.moments.values()) for b in blocks]) + 1
+    if not sharded:
+        messages += 1 + sum(_messages([list(b.block.inverse.values()) for b in own]) for own in owned)
+        apply, held = sum(b.apply for b in blocks), curvature + u + copied
+        return Cost(training, apply, refit, held, 2 * curvature + new, 0, summed + u, 0, messages)
+    whole = ITEM * sum(shape.numel() for shape in found.parameters)
+    pieces = [torch.empty(_shards([shape], devices) // ITEM, device="meta") for shape in found.parameters]
+    words = ITEM * sum(len(b.members) + 1 for b in blocks)
+    return Cost(
+        training,
+        most(lambda b: b.apply),
+        refit + times * found.second_run,
+        most(lambda b: b.curvature + b.u) + copied,
+        3 * curvature + whole,
+        # momenta and steps to the owners, new steps back; what owners say about each parameter and block
+        3 * copied + words + most(lambda b: 3 * _shards(b.members, 1) + devices * ITEM * (len(b.members) + 1)),
+        summed + whole,
+        STEP_PULSES + 2,
+        messages + devices * _messages([pieces]),
     )
 
 
-def gigabytes(count: int) -> str:
-    return f"{count / 1e9:.3g} GB" if count < 1e12 else f"{count / 1e12:.3g} TB"
+def _owned(blocks: Sequence[CountedBlock], devices: int, sharded: bool) -> list[list[CountedBlock]]:
+    """The blocks of each rank that has some."""
+    names = [b.block.map.weight if sharded else b.block.map.key for b in blocks]
+    work = dict.fromkeys(names, 0)
+    for name, b in zip(names, blocks, strict=True):
+        work[name] += cost(b.block.moments)
+    owners = deal(work, devices)
+    found: dict[int, list[CountedBlock]] = {}
+    for name, b in zip(names, blocks, strict=True):
+        found.setdefault(owners[name], []).append(b)
+    return list(found.values())
+
+
+def _shards(shapes: Iterable[torch.Size], parts: int) -> int:
+    """Bytes of the first of so many parts of each: rows are divided."""
+    return ITEM * sum(-(-shape[0] // parts) * prod(shape[1:]) for shape in shapes)
+
+
+def _messages(tensors: Iterable[Sequence[Tensor]]) -> int:
+    return len(list(buckets([tensor for group in tensors for tensor in group])))
+
+
+# networks, and what the page shows of them
+
+
+class LlamaLayer(nn.Module):
+    """Attention and a gated MLP. Positions turn queries and keys: that takes no parameter and no product, and is left out."""
+
+    def __init__(self, width: int, inner: int, heads: int) -> None:
+        super().__init__()
+        self.heads, linear = heads, partial(nn.Linear, bias=False)
+        self.query, self.key, self.value, self.out = (linear(width, width) for _ in range(4))
+        self.gate, self.up, self.down = linear(width, inner), linear(width, inner), linear(inner, width)
+        self.norm_attention, self.norm_mlp = nn.RMSNorm(width), nn.RMSNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm_attention(x)
+        x = x + self.out(attend(self.query(y), self.key(y), self.value(y), self.heads, causal=True))
+        y = self.norm_mlp(x)
+        return x + self.down(functional.silu(self.gate(y)) * self.up(y))  # type: ignore[no-any-return]
+
+
+def llama(words: int = 32_000, width: int = 4096, inner: int = 11_008, heads: int = 32, layers: int = 32) -> nn.Module:
+    """The shapes of LLaMA, Touvron et al. 2023; by default of the one with seven billion parameters."""
+    blocks = [LlamaLayer(width, inner, heads) for _ in range(layers)]
+    return nn.Sequential(nn.Embedding(words, width), *blocks, nn.RMSNorm(width), nn.Linear(width, words, bias=False))
+
+
+@dataclass(frozen=True)
+class Network:
+    build: Callable[[], nn.Module]
+    example: tuple[int, ...]
+    """Tokens in a row, or the sides of a picture."""
+    batch: int
+    """Examples of a training step, on all devices."""
+    counted: int = 1
+    """Of which so many are looked at together; a sequence of 1,024 tokens is as many places as a refit looks at."""
+    places: tuple[tuple[int, bool], ...] = ()
+    """Numbers of devices in the table, and whether sharded."""
+
+
+NETWORKS = {
+    "GPT": Network(lambda: GPT(65, 256, 128, 4, 5), (256,), 64, 64, ((1, False),)),
+    "ResNet-50": Network(ResNet50, (3, 224, 224), 256, 32, ((8, False),)),
+    "GPT-2": Network(lambda: GPT(50_257, 1024, 768, 12, 12), (1024,), 512, 1, ((8, False),)),
+    "GPT-2 XL": Network(lambda: GPT(50_257, 1024, 1600, 25, 48), (1024,), 512, 1, ((64, False), (64, True))),
+    "LLaMA": Network(llama, (2048,), 2048, 1, ((64, False), (64, True), (1024, True))),
+}
+
+
+@cache
+def counted(name: str) -> Census:
+    network = NETWORKS[name]
+    with torch.device("meta"):
+        model, inputs = network.build(), torch.empty(network.counted, *network.example)
+    return census(model, inputs.long() if len(network.example) == 1 else inputs)
+
+
+def at(name: str, devices: int, sharded: bool) -> Cost:
+    """Of a network, its batch divided among the devices."""
+    network = NETWORKS[name]
+    return count(counted(name), devices, sharded, network.batch // devices // network.counted)
+
+
+def table() -> str:
+    """What is written into the page."""
+    header = ["network", "parameters", "batch", "devices", "`U m`", "refit", "average"]
+    rows = [[*header, "held", "in a refit", "sent: step", "refit"]]
+    for name, network in NETWORKS.items():
+        size = sum(shape.numel() for shape in counted(name).parameters)
+        batch = f"{network.batch}" + (f"×{network.example[0]}" if len(network.example) == 1 else "")
+        for devices, sharded in network.places:
+            found = at(name, devices, sharded)
+            way = "" if devices == 1 else " FSDP2" if sharded else " DDP"
+            shares = [f"{100 * x / found.training:.2g}%" for x in (found.apply, found.refit)]
+            sizes = [amount(x) for x in (found.held, found.in_refit, found.step_bytes, found.refit_bytes)]
+            row = [name, f"{size / 1e6:,.0f} M", batch]
+            rows.append([*row, f"{devices}{way}", *shares, f"{100 * found.share:.2g}%", *sizes])
+    return markdown_table(rows)
+
+
+def amount(size: int) -> str:
+    """Bytes with two digits."""
+    unit, name = (1e9, "GB") if size >= 1e9 else (1e6, "MB")
+    return f"{float(f'{size / unit:.2g}'):g} {name}" if size else "–"
+
+
+LINES = {"GPT-2": (GREEN, False), "GPT-2 XL": (ORANGE, True), "LLaMA": (BLUE, True)}
+
+
+def draw(path: Path) -> None:
+    """The share of operations, and memory, by the number of devices."""
+    with drawing(path, 10, 4.2) as figure:
+        left, right = figure.subplots(1, 2)
+        for name, (colour, sharded) in LINES.items():
+            for way in (False, True) if sharded else (False,):
+                devices = [2**k for k in range(way, 12) if 2**k <= NETWORKS[name].batch]
+                found = [at(name, each, way) for each in devices]
+                how: dict[str, Any] = {"color": colour, "linestyle": "-" if way else "--"}
+                label = f"{name}, {'FSDP2' if way else 'DDP'}"
+                left.plot(devices, [100 * each.share for each in found], label=label, **how)
+                right.plot(devices, [each.held / 1e9 for each in found], **how)
+                if way or not sharded:
+                    peak = [(each.held + each.in_refit) / 1e9 for each in found]
+                    right.plot(devices, peak, color=colour, linestyle=":")
+        left.set_ylabel("operations of LLQR per step,\n% of training's")
+        right.set_ylabel("memory of LLQR per device, GB\n(dotted: in a refit)")
+        for axes in (left, right):
+            axes.set_xscale("log", base=4)
+            axes.set_yscale("log")
+            axes.xaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.set_xlabel("devices that share the batch")
+        left.legend()

@@ -8,37 +8,11 @@ import typer
 
 from llqr_lab import options
 from llqr_lab.errors import ConfigError, check_names
-from llqr_lab.options import command, name_list, seed_list, writable_file
+from llqr_lab.options import command, name_list, seed_list
 
 Repeats = Annotated[int, typer.Option(min=1, help="Rounds; medians are reported.")]
 
 bench = typer.Typer(name="bench", no_args_is_help=True, help="Measure the methods against each other.")
-
-
-@command(bench)
-def epoch(
-    preset: Annotated[str, typer.Argument(help="A preset (llqr train --list).")] = "cifar10-resnet18-sgdm",
-    scale: options.Scale = "paper",
-    methods: Annotated[str, typer.Option(help="Methods, with commas between.")] = "diagonal-ngd,kfac-ngd,ekfac-ngd",
-    output: Annotated[
-        Path | None, typer.Option(help="The JSON file to write; else results/epoch_PRESET_SCALE.json.")
-    ] = None,
-    data: options.Data = None,
-    seed: options.Seed = 0,
-    repeats: Repeats = 5,
-    threads: options.Threads = None,
-    device: options.Device = "auto",
-    changes: options.Changes = None,
-) -> None:
-    """The time of an epoch with LLQR over one without it, from steps and refits timed in turns, beside the paper's."""
-    from llqr_lab.experiments.presets import known_preset
-
-    known_preset(preset)
-    target = output or Path(f"results/epoch_{preset}_{scale}.json")
-    writable_file(target)
-    from llqr_lab.bench.epoch import main
-
-    main(preset, scale, tuple(name_list(methods)), target, data, seed, repeats, threads, device, changes or [])
 
 
 @command(bench, "exact-training")
@@ -64,7 +38,7 @@ def engine(
     repeats: Repeats = 9,
     quick: Annotated[bool, typer.Option("--quick", help="Tiny networks, to see that it works.")] = False,
 ) -> None:
-    """Curvature products and fits in units of a training step of the same network: seconds, memory, growth."""
+    """Curvature products and fits in units of a training step of the same network."""
     from llqr_lab.bench.engine import main
 
     main(output, seed, repeats, quick)
@@ -138,7 +112,6 @@ def unseen(
     tasks: Annotated[list[str] | None, typer.Argument(help="Tasks; else all of them.")] = None,
     seeds: options.Seeds = "0",
     steps: Annotated[int, typer.Option(min=10, help="Steps of a run.")] = 300,
-    runs: options.Runs = Path("runs"),
     data: options.Data = None,
     jobs: options.Jobs = None,
     output: options.Output = Path("results/unseen.json"),
@@ -149,7 +122,7 @@ def unseen(
     from llqr_lab.bench.unseen_tasks import UNSEEN
 
     check_names(tasks or [], UNSEEN, "unseen task")
-    main(tasks or list(UNSEEN), seed_list(seeds), steps, runs, data, jobs or os.cpu_count() or 1, output, page)
+    main(tasks or list(UNSEEN), seed_list(seeds), steps, data, jobs or os.cpu_count() or 1, output, page)
 
 
 @command(bench)

@@ -10,7 +10,7 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from torch.nn import functional
 from llqr import QuadraticModel, fit
 from llqr.divergences import KL, Divergence, Newton
 from llqr.solvers import SGDM, ScaleFree, Solver
-from llqr_lab.bench.measure import growth_exponent
 from llqr_lab.models.convolutional import convnet, mlp
 from llqr_lab.models.transformers import GrokkingTransformer
 from llqr_lab.results import bar, provenance, say, show_table, simple_table, write_json
@@ -59,12 +58,6 @@ BETWEEN = 7
 PATIENCE, MOST = 20.0, 10
 """Seconds that products of a network with short steps may take for rounds beyond those that were asked for, and how many times
 as many at most: a few rounds of ten milliseconds are over before the machine is another one."""
-GROWTH = {
-    "width": (64, 128, 256, 512),
-    "depth": (1, 2, 4, 8),
-    "batch": (128, 256, 512, 1024),
-    "words": (100, 1000, 10_000),
-}
 
 
 class Bench:
@@ -112,9 +105,13 @@ class Bench:
 
 def main(output: Path, seed: int, repeats: int, quick: bool) -> None:
     """Run, write the results, and print the tables."""
-    networks, sweeps = (QUICK, {}) if quick else (NETWORKS, GROWTH)
-    with bar(len(networks) + 1 + sum(map(len, sweeps.values())), "measuring") as done:
-        result = run(networks, sweeps, seed, repeats, done)
+    networks = QUICK if quick else NETWORKS
+    with bar(len(networks) + 1, "measuring") as done:
+        rows = [_products(size, seed, repeats, done) for size in networks]
+        fits = _fits(networks[0], seed, repeats)
+        done()
+    settings = {"repeats": repeats, "threads": torch.get_num_threads(), "training_step": "forward, backward, AdamW"}
+    result = {"settings": settings, "products": rows, "fits": fits}
     command = f"llqr bench engine --seed {seed} --repeats {repeats}{' --quick' if quick else ''}"
     write_json(output, {**provenance(command, seed), **result})
     console = Console()
@@ -122,26 +119,13 @@ def main(output: Path, seed: int, repeats: int, quick: bool) -> None:
     say(console, f"Wrote {output}")
 
 
-def run(
-    networks: list[Size], sweeps: Mapping[str, tuple[int, ...]], seed: int, repeats: int, done: Done = lambda: None
-) -> dict[str, Any]:
-    rows = [_products(size, seed, repeats, done) for size in networks]
-    fits = _fits(networks[0], seed, repeats)
-    done()
-    settings = {"repeats": repeats, "threads": torch.get_num_threads(), "training_step": "forward, backward, AdamW"}
-    growth = {name: _growth(networks[0], name, values, seed, repeats, done) for name, values in sweeps.items()}
-    return {"settings": settings, "products": rows, "fits": fits, "growth": growth}
-
-
 def _products(size: Size, seed: int, repeats: int, done: Done) -> Row:
     bench = Bench(size, seed)
-    cold = {divergence: _seconds(partial(bench.first_product, divergence)) for divergence in DIVERGENCES}
     jobs: dict[str, Job] = {divergence: bench.product(divergence) for divergence in DIVERGENCES}
     jobs |= {f"record {divergence}": partial(bench.first_product, divergence) for divergence in DIVERGENCES}
     ratios, train = in_training_steps(bench, jobs, repeats, PATIENCE if repeats > 1 else 0.0)
     done()
-    first = {divergence: seconds / train for divergence, seconds in cold.items()}
-    return {**asdict(size), "train_seconds": train, "ratios": ratios, "first_refit_ratio": first}
+    return {**asdict(size), "train_seconds": train, "ratios": ratios}
 
 
 def _fits(size: Size, seed: int, repeats: int) -> Row:
@@ -153,23 +137,6 @@ def _fits(size: Size, seed: int, repeats: int) -> Row:
 
     ratios, train = in_training_steps(bench, {name: partial(refit, name) for name in FITS}, repeats)
     return {**asdict(size), "train_seconds": train, "ratios": ratios, "objective": objective}
-
-
-def _growth(base: Size, name: str, values: tuple[int, ...], seed: int, repeats: int, done: Done) -> Row:
-    points: list[Row] = []
-    for value in values:
-        sizes: dict[str, Any] = {"batch": 128, name: value}
-        bench = Bench(replace(base, **sizes), seed)
-        job = partial(bench.refit, "kfac", ScaleFree(), 4)
-        ratios, train = in_training_steps(bench, {"fit": job}, max(1, repeats // 2))
-        points.append({name: value, "train_seconds": train, "fit_over_train": ratios["fit"]})
-        done()
-    largest = points[-3:]
-    sides = [point[name] for point in largest]
-    fitted = [point["train_seconds"] * point["fit_over_train"] for point in largest]
-    trained = [point["train_seconds"] for point in largest]
-    exponents = {"fit": growth_exponent(sides, fitted), "train": growth_exponent(sides, trained)}
-    return {"points": points, **{f"exponent_{what}": found for what, found in exponents.items()}}
 
 
 def in_training_steps(
@@ -198,7 +165,7 @@ def _seconds(job: Job) -> float:
 
 
 def report(result: dict[str, Any], console: Console) -> None:
-    """Products, fits, memory and growth, as tables."""
+    """Products and fits, as tables."""
     title = "Curvature products in training steps of the same network; first: recorded anew, with the gradient"
     products = simple_table(title, "network", "training\nstep (ms)", "KL", "Newton", "first\nKL", "first\nNewton")
     for row in result["products"]:
@@ -209,6 +176,3 @@ def report(result: dict[str, Any], console: Console) -> None:
         fits.add_row(name, f"{value:.1f}", f"{result['fits']['objective'][name]:.6g}")
     for table in (products, fits):
         show_table(console, table)
-    for name, found in result["growth"].items():
-        fit, train = (f"{name}^{found[f'exponent_{what}'] or 0:.2f}" for what in ("fit", "train"))
-        say(console, f"Seconds of a fit grow as {fit}, of a training step as {train}")

@@ -1,13 +1,11 @@
-"""Memory, threads and growth: what the benchmarks measure with, on a machine that others use too."""
+"""Memory and threads: what the benchmarks measure with, on a machine that others use too."""
 
 from __future__ import annotations
 
 import ctypes
-import math
 import os
-import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
@@ -15,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 Job = Callable[[], object]
 
@@ -35,50 +32,25 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def growth_exponent(sizes: Sequence[float], values: Sequence[float | None]) -> float | None:
-    """The slope of a least-squares line through (log size, log value); None with fewer than two points.
+def peak_memory(prepare: Callable[..., Job], *arguments: Any) -> tuple[int | None, Any]:
+    """By how many bytes a job raises the resident memory of a process of its own at its peak, and what it returns.
 
-    What isn't positive is left out: memory that was given back in between can make a job seem to take less than none.
+    `prepare` makes the job in a newly spawned process; what that takes isn't counted. None where the system doesn't tell.
     """
-    points = [
-        (math.log(size), math.log(value)) for size, value in zip(sizes, values, strict=True) if value and value > 0
-    ]
-    if len(points) < 2:
-        return None
-    return statistics.linear_regression(*zip(*points, strict=True)).slope
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(_peak, prepare, arguments).result()
 
 
-def relative_error(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
-    """‖found - truth‖ / ‖truth‖ over all the parameters together."""
-    assert found.keys() == truth.keys()
-    apart = torch.stack([(found[name] - truth[name]).norm() for name in truth]).norm()
-    return float(apart / torch.stack([part.norm() for part in truth.values()]).norm())
-
-
-def peak_memory(preparations: Mapping[str, tuple[Callable[..., Job], tuple[Any, ...]]]) -> dict[str, int | None]:
-    """By how many bytes each job raises the resident memory of a process of its own, at its peak.
-
-    Each is given as a function and its arguments, which prepare the job in a newly spawned process; what the preparation
-    takes isn't counted. None where the system doesn't tell.
-    """
-    found: dict[str, int | None] = {}
-    with ProcessPoolExecutor(len(preparations), mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
-        waiting = {name: pool.submit(_peak, *preparation) for name, preparation in preparations.items()}
-        for name, future in waiting.items():
-            found[name] = future.result()
-    return found
-
-
-def _peak(prepare: Callable[..., Job], arguments: tuple[Any, ...]) -> int | None:
+def _peak(prepare: Callable[..., Job], arguments: tuple[Any, ...]) -> tuple[int | None, Any]:
     _give_back_freed_memory()
     with one_thread():
         job = prepare(*arguments)
         _forget_peak()
         before = _peak_resident()
-        job()
+        result = job()
         after = _peak_resident()
     # Linux counts resident pages roughly, so that a job that takes next to nothing can seem to give some back
-    return None if before is None or after is None else max(0, after - before)
+    return None if before is None or after is None else max(0, after - before), result
 
 
 def _give_back_freed_memory() -> None:

@@ -7,7 +7,6 @@ product.
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from rich.console import Console
 from torch import nn
 
 from llqr import QuadraticModel
-from llqr_lab.bench.measure import Job, peak_memory
+from llqr_lab.bench.measure import peak_memory
 from llqr_lab.models.convolutional import PyramidNet, ResNet50
 from llqr_lab.results import provenance, say, show_table, simple_table, write_json
 
@@ -60,16 +59,14 @@ def run(name: str, seed: int) -> dict[str, Any]:
     subject = SUBJECTS[name]
     jobs = {("training step", ""): (None, "whole"), **{(d, way): (d, way) for d in DIVERGENCES for way in WAYS}}
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        clock = Path(folder) / "seconds"
-        for (divergence, way), asked in jobs.items():
-            peak = peak_memory({"job": (prepared, (name, seed, *asked, clock))})["job"]
-            rows.append({"product": divergence, "way": way, "peak_bytes": peak, "seconds": float(clock.read_text())})
+    for (divergence, way), asked in jobs.items():
+        peak, seconds = peak_memory(prepared, name, seed, *asked)
+        rows.append({"product": divergence, "way": way, "peak_bytes": peak, "seconds": seconds})
     count = sum(parameter.numel() for parameter in subject.network().parameters())
     return {"network": name, "batch": subject.batch, "pixels": subject.pixels, "parameters": count, "rows": rows}
 
 
-def prepared(name: str, seed: int, divergence: str | None, way: str, clock: Path) -> Job:
+def prepared(name: str, seed: int, divergence: str | None, way: str) -> Callable[[], float]:
     subject = SUBJECTS[name]
     torch.manual_seed(seed)
     model = subject.network().eval()  # as in the paper's refits
@@ -77,20 +74,19 @@ def prepared(name: str, seed: int, divergence: str | None, way: str, clock: Path
     targets, loss_fn = torch.randint(10, (subject.batch,)), nn.CrossEntropyLoss()
     direction = {name: torch.randn_like(p) for name, p in model.named_parameters()}
 
-    def timed(work: Callable[[], object]) -> None:
+    def timed(work: Callable[[], object]) -> float:
         begun = time.process_time()
         work()
-        clock.write_text(str(time.process_time() - begun))
+        return time.process_time() - begun
 
-    def job() -> None:
+    def job() -> float:
         if divergence is None:
-            timed(lambda: loss_fn(model(inputs), targets).backward())
-            return
+            return timed(lambda: loss_fn(model(inputs), targets).backward())
         chunk = subject.batch // PARTS if way == "examples" else None
         segments = SEGMENTS if way == "segments" else ()
         q = QuadraticModel.build(model, inputs, targets, loss_fn, divergence, 0.0, chunk, segments=segments)
         q.curvature(direction)  # the first one looks at the model's formulas too
-        timed(lambda: q.curvature(direction))
+        return timed(lambda: q.curvature(direction))
 
     return job
 

@@ -3,7 +3,7 @@
 Base and LLQR train copies of a network in turns of a few steps, on one thread, from the start, several times. Every step's time
 is its median over the times, so refits are in it as often as the default schedule has them: over the first 300 steps, and over
 the steps after these. A network whose steps are too long for that is timed over a few, and the rest is put together from the
-medians of its steps with a refit and of those without, by the steps at which LLQR refits (it does so on any network alike).
+medians of its steps with a refit and of those without, by the default schedule.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.nn import functional
 from torch.optim import SGD, AdamW, Optimizer
 
 from llqr import LLQR
+from llqr.wrapper import often_at_first
 from llqr_lab.bench.measure import one_thread
 from llqr_lab.experiments.optimizers import fits
 from llqr_lab.models.convolutional import ResNet18, mlp, picture_net
@@ -90,7 +91,7 @@ class Trainer:
 def main(names: Sequence[str], output: Path, seed: int, repeats: int, steps: int | None) -> None:
     torch.set_flush_denormal(True)
     with one_thread(), bar(len(names) * repeats, "measuring") as done:
-        schedule = refit_steps(FIRST + LATER)
+        schedule = list(map(often_at_first, range(FIRST + LATER)))
         rows = [{"network": name, **measure(SUBJECTS[name], seed, repeats, steps, schedule, done)} for name in names]
     command = f"llqr bench overhead {' '.join(names)} --seed {seed} --repeats {repeats}"
     content = {"threads": 1, "clock": "processor", "repeats": repeats, "first": FIRST, "later": LATER, "rows": rows}
@@ -98,15 +99,6 @@ def main(names: Sequence[str], output: Path, seed: int, repeats: int, steps: int
     console = Console()
     show_table(console, table(rows))
     say(console, f"Wrote {output}")
-
-
-def refit_steps(steps: int) -> list[bool]:
-    """Whether each step has a refit, as LLQR's default schedule says: of the smallest network."""
-    tiny = Subject("", lambda: nn.Linear(3, 2), lambda: (torch.randn(4, 3), torch.randint(2, (4,))))
-    trainer = Trainer(tiny, True, 0)
-    for _ in range(steps):
-        trainer.train()
-    return trainer.refits
 
 
 def measure(
@@ -125,8 +117,7 @@ def measure(
     base, own = ([median(times) for times in zip(*(pair[k].seconds for pair in rounds), strict=True)] for k in (0, 1))
     refits = rounds[0][1].refits
     step = median(base)
-    plain = _median([each for each, refit in zip(own, refits, strict=True) if not refit])
-    refit = _median([each for each, refit in zip(own, refits, strict=True) if refit])
+    plain, refit = (_median([s for s, had in zip(own, refits, strict=True) if had == kind]) for kind in (False, True))
     together = [(refit if each else plain) or plain or refit or 0.0 for each in schedule]
     timed = count >= FIRST + LATER
     return {
@@ -152,10 +143,7 @@ def table(rows: Sequence[Row]) -> Table:
     made = simple_table("with LLQR, nothing set, over the base alone", "network", *headers, *parts)
     for row in rows:
         kinds = ["–" if row[kind] is None else f"{row[kind]:.2f}" for kind in ("plain", "refit")]
-        timed = row["as_timed"] or ["–", "–"]
-        both = [
-            f"{each if isinstance(each, str) else f'×{each:.3f}'} (×{middle:.3f})"
-            for each, middle in zip(timed, row["by_medians"], strict=True)
-        ]
+        timed = [f"×{each:.3f}" for each in row["as_timed"] or ()] or ["–", "–"]
+        both = [f"{each} (×{middle:.3f})" for each, middle in zip(timed, row["by_medians"], strict=True)]
         made.add_row(row["network"], row["base"], f"{1000 * row['base_seconds']:.1f}", *kinds, *both)
     return made

@@ -2,17 +2,17 @@
 
 SGDM and AdamW each get their best learning rate from a grid with the first seed, at a cosine schedule, wider where the best is
 at its edge. Then each, alone and with LLQR around it, runs at a third, one and three times that rate, at cosine and constant
-schedules. Every run is a small file, so that a bench that was stopped goes on; runs are kept by their settings, not by the
-code: for another version of LLQR take another folder.
+schedules.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
@@ -48,16 +48,11 @@ class Trial(NamedTuple):
     seed: int
     steps: int
 
-    def file(self, runs: Path) -> Path:
-        name = f"{'llqr-' * self.llqr}{BASES[self.base]}-{self.schedule}-{self.rate:g}-seed-{self.seed}.json"
-        return runs / "unseen" / self.task / f"{self.steps}-steps" / name
-
 
 def main(
     tasks: Sequence[str],
     seeds: Sequence[int],
     steps: int,
-    runs: Path,
     data: Path | None,
     jobs: int,
     output: Path,
@@ -66,7 +61,7 @@ def main(
     check_page(page, COMMAND)
     for task in tasks:
         UNSEEN[task].load(data, 0)  # so that data that isn't there is told before the first run
-    bench = Comparison(runs, data, jobs, steps)
+    bench = Comparison(data, jobs, steps)
     rates = bench.best_rates(tasks, seeds[0])
     rows = bench.rows(rates, seeds)
     command = f"llqr bench unseen {' '.join(tasks)} --seeds {','.join(map(str, seeds))} --steps {steps}"
@@ -78,17 +73,18 @@ def main(
 
 
 class Comparison:
-    """Runs that are made where they aren't there yet."""
+    """Runs, each of which is made once."""
 
-    def __init__(self, runs: Path, data: Path | None, jobs: int, steps: int) -> None:
-        self.runs, self.data, self.jobs, self.steps = runs, data, jobs, steps
+    def __init__(self, data: Path | None, jobs: int, steps: int) -> None:
+        self.data, self.jobs, self.steps = data, jobs, steps
+        self.known: dict[Trial, Row] = {}
 
     def best_rates(self, tasks: Iterable[str], seed: int) -> dict[tuple[str, str], float]:
         """Of each task and base, by its last loss at a cosine schedule."""
         ends: dict[tuple[str, str], dict[float, float]] = {(task, base): {} for task in tasks for base in BASES}
         coming = {(task, base): list(getattr(UNSEEN[task], BASES[base])) for task, base in ends}
         for _ in range(1 + WIDEST):
-            runs = {self._alone(*key, rate, seed): key for key, rates in coming.items() for rate in rates}
+            runs = {Trial(*key, False, "cosine", rate, seed, self.steps): key for key in coming for rate in coming[key]}
             for run, result in self.results(list(runs)).items():
                 ends[runs[run]][run.rate] = math.inf if result["last"] is None else result["last"]
             coming = {key: wider for key in coming if (wider := _wider(ends[key]))}
@@ -96,9 +92,6 @@ class Comparison:
             if min(found.values()) == math.inf:
                 raise RunError(f"{base} diverged on {task} at every rate that was tried: {sorted(found)}")
         return {key: min(found, key=lambda rate: found[rate]) for key, found in ends.items()}
-
-    def _alone(self, task: str, base: str, rate: float, seed: int) -> Trial:
-        return Trial(task, base, False, "cosine", rate, seed, self.steps)
 
     def rows(self, rates: dict[tuple[str, str], float], seeds: Sequence[int]) -> list[Row]:
         """One for each task, base, schedule and rate: the last losses of both, and their ratio."""
@@ -129,31 +122,23 @@ class Comparison:
 
     def results(self, wanted: Sequence[Trial]) -> dict[Trial, Row]:
         """Of these runs; those that aren't there are made, so many at a time."""
-        missing = [run for run in dict.fromkeys(wanted) if not run.file(self.runs).is_file()]
-        with bar(len(missing), "training") as done:
-            self._make(missing, done)
-        return {run: json.loads(run.file(self.runs).read_text(encoding="utf-8")) for run in wanted}
-
-    def _make(self, missing: Sequence[Trial], done: Callable[[], None]) -> None:
-        if self.jobs == 1 or len(missing) < 2:
-            for run in missing:
-                perform(run, self.runs, self.data)
+        missing = [run for run in dict.fromkeys(wanted) if run not in self.known]
+        make = partial(perform, data=self.data)
+        with bar(len(missing), "training") as done, ExitStack() as stack:
+            made: Iterable[Row] = map(make, missing)
+            if self.jobs > 1 and len(missing) > 1:
+                pool = ProcessPoolExecutor(self.jobs, mp_context=get_context("spawn"))
+                made = stack.enter_context(pool).map(make, missing)
+            for run, result in zip(missing, made, strict=True):
+                self.known[run] = result
                 done()
-            return
-        with ProcessPoolExecutor(self.jobs, mp_context=get_context("spawn")) as pool:
-            for future in as_completed([pool.submit(perform, run, self.runs, self.data) for run in missing]):
-                future.result()
-                done()
+        return {run: self.known[run] for run in wanted}
 
 
-def perform(run: Trial, runs: Path, data: Path | None) -> None:
-    """Make a run and write its file."""
+def perform(run: Trial, data: Path | None) -> Row:
     torch.set_flush_denormal(True)
     with one_thread():
-        result = train(run, data)
-    file = run.file(runs)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_json(file, result)
+        return train(run, data)
 
 
 def train(run: Trial, data: Path | None) -> Row:

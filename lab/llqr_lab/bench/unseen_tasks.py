@@ -28,7 +28,6 @@ Draw = Callable[[int], Batch]
 
 @dataclass(frozen=True)
 class Unseen:
-    summary: str
     network: Callable[[], nn.Module]
     load: Callable[[Path | None, int], Draw]
     """From the data folder and a seed to the batches."""
@@ -207,32 +206,15 @@ def graphs(size: int = 32, nodes: int = 24, farthest: int = 5) -> Batch:
 
 UNSEEN: dict[str, Unseen] = {
     "autoencoder": Unseen(
-        "784-256-64-16-64-256-784, Fashion-MNIST, binary cross-entropy",
-        autoencoder,
-        _reconstruction,
-        functional.binary_cross_entropy_with_logits,
-        sgdm=(0.3, 1.0, 3.0),
+        autoencoder, _reconstruction, functional.binary_cross_entropy_with_logits, sgdm=(0.3, 1.0, 3.0)
     ),
     "vit": Unseen(
-        "ViT, 3 layers, width 64, CIFAR-10",
         partial(ViT, width=64, heads=4, layers=3),
         lambda folder, seed: _rows(*_cifar(folder), 64, seed),
         functional.cross_entropy,
     ),
-    "lstm": Unseen("LSTM, width 128, tinyshakespeare", CharacterLSTM, _characters, every_place, sgdm=(0.3, 1.0, 3.0)),
-    "regression": Unseen(
-        "8-64-64-4 tanh, smooth functions with noise, squares", regressor, _functions, functional.mse_loss
-    ),
-    "unet": Unseen(
-        "U-Net with BatchNorm, discs and squares, cross-entropy of every pixel",
-        UNet,
-        lambda folder, seed: _made(shapes, seed),
-        functional.cross_entropy,
-    ),
-    "gnn": Unseen(
-        "messages on random graphs, cross-entropy of every node",
-        GraphNet,
-        lambda folder, seed: _made(graphs, seed),
-        every_place,
-    ),
+    "lstm": Unseen(CharacterLSTM, _characters, every_place, sgdm=(0.3, 1.0, 3.0)),
+    "regression": Unseen(regressor, _functions, functional.mse_loss),
+    "unet": Unseen(UNet, lambda folder, seed: _made(shapes, seed), functional.cross_entropy),
+    "gnn": Unseen(GraphNet, lambda folder, seed: _made(graphs, seed), every_place),
 }

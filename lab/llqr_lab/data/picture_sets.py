@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.nn.functional import avg_pool2d
 
 from llqr.errors import LLQRError, unknown
 from llqr_lab.data.batches import Split
@@ -20,34 +19,15 @@ from llqr_lab.data.files import data_folder, data_path, read_npz, reading, tar_m
 from llqr_lab.data.pictures import Normalisation, Pictures, pictures_in_memory
 from llqr_lab.errors import DataError
 
-INPUTS, CLASSES = 16, 10
-"""Of `small_digits`."""
 
-
-def _digits(seed: int) -> tuple[Tensor, Tensor]:
-    """The 1,797 digits of scikit-learn as 1 × 8 × 8 pictures in float64, in random order."""
+def digits(train: int = 1400) -> Split:
+    """The 1,797 digits of scikit-learn, 1 × 8 × 8, scaled alike; the first `train` of an order that is always the same to learn
+    from."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
-    return torch.as_tensor(images).reshape(-1, 1, 8, 8)[order], torch.as_tensor(labels)[order].long()
-
-
-def small_digits(train: int, seed: int) -> Split:
-    """`train` random digits to learn from and the rest to test on, averaged to 4 × 4 pixels, in float64.
-
-    Centred and scaled by what the training digits show.
-    """
-    images, targets = _digits(seed)
-    inputs = avg_pool2d(images, 2).flatten(1)
-    inputs = (inputs - inputs[:train].mean(0)) / inputs[:train].std()
-    return Split(inputs[:train], targets[:train], inputs[train:], targets[train:])
-
-
-def digits(train: int = 1400) -> Split:
-    """The digits in float32, the first `train` of an order that is always the same to learn from; all pixels scaled alike."""
-    images, targets = _digits(0)
-    inputs = images.float()
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+    inputs, targets = torch.as_tensor(images).reshape(-1, 1, 8, 8)[order].float(), torch.as_tensor(labels)[order].long()
     inputs = (inputs - inputs[:train].mean()) / inputs[:train].std()
     return Split(inputs[:train], targets[:train], inputs[train:], targets[train:])
 
@@ -138,11 +118,10 @@ def cifar(name: str, folder: Path | None = None) -> Pictures:
         return _pictures_of_npz(chosen / f"{name}.npz", kind.classes, kind.source)
     path = data_path(folder, kind.archive, f"{kind.source} (or put an {name}.npz there)")
     members = tar_members(path, [f"{kind.folder}/{file}" for file in (*kind.train, kind.test)], kind.source)
-    parts = [kind.rows(f"{file} in '{path}'", content) for file, content in members.items()]
-    by_name = dict(zip(members, parts, strict=True))
-    training = [by_name[f"{kind.folder}/{file}"] for file in kind.train]
-    images, labels = (torch.cat([part[i] for part in training]) for i in (0, 1))
-    return pictures_in_memory(f"'{path}'", (images, labels), by_name[f"{kind.folder}/{kind.test}"], kind.classes)
+    parts = {file: kind.rows(f"{file} in '{path}'", content) for file, content in members.items()}
+    test = parts.pop(f"{kind.folder}/{kind.test}")
+    images, labels = (torch.cat([parts[f"{kind.folder}/{file}"][i] for file in kind.train]) for i in (0, 1))
+    return pictures_in_memory(f"'{path}'", (images, labels), test, kind.classes)
 
 
 TINY_IMAGENET = "tiny_imagenet32_100c.npz"

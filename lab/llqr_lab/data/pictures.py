@@ -285,13 +285,7 @@ class PicturesInOrder:
         self.source, self.normalisation, self.crop = source, normalisation, crop
         self.pieces = list(in_order(len(source.labels), size))
 
-    def __len__(self) -> int:
-        return len(self.pieces)
-
-    def __getitem__(self, number: int) -> Batch:
-        piece = self.pieces[number]
-        pictures = self.source.take(torch.arange(piece.start, piece.stop)).float() / 255
-        return Batch((self.normalisation(centre_crop(pictures, self.crop)),), self.source.labels[piece])
-
     def __iter__(self) -> Iterator[Batch]:
-        return (self[number] for number in range(len(self)))
+        for piece in self.pieces:
+            pictures = self.source.take(torch.arange(piece.start, piece.stop)).float() / 255
+            yield Batch((self.normalisation(centre_crop(pictures, self.crop)),), self.source.labels[piece])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from llqr.errors import LLQRError, unknown
-from llqr_lab.data.batches import Batch, Split, check_step, in_order, mixed
+from llqr_lab.data.batches import Batch, Split, check_step, mixed, tensor_batches_in_order
 from llqr_lab.data.files import data_path, reading
 from llqr_lab.errors import DataError
 
@@ -39,7 +39,7 @@ class Characters:
         tokens = self._long_enough(self.test, "test", context)
         windows = (len(tokens) - 1) // context
         inputs, targets = (tokens[i : i + windows * context].reshape(windows, context) for i in (0, 1))
-        return [Batch((inputs[rows],), targets[rows]) for rows in in_order(windows, size)]
+        return tensor_batches_in_order(inputs, targets, size)
 
     def text(self, tokens: Tensor) -> str:
         return "".join(self.vocabulary[token] for token in tokens.tolist())

@@ -28,6 +28,9 @@ class Task:
     """To learn from, and"""
     whole: int | None = None
     """how many there would be in the data set as it is published, where the one at hand may be a part of it."""
+    label_smoothing = 0.0
+    ignored = -100
+    """The target of places that don't count."""
     weights: Callable[[Any], Tensor] | None = None
     """From the inputs of a refit to one weight a variable, for models with padding."""
 
@@ -36,16 +39,17 @@ class Task:
         return build(**self.model)
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss that is trained on."""
-        return functional.cross_entropy(output, targets)
+        """The mean cross-entropy over all places, classes along the last dimension; smoothed, ε is spread over all classes."""
+        how: dict[str, Any] = {"ignore_index": self.ignored, "label_smoothing": self.label_smoothing}
+        return functional.cross_entropy(output.flatten(0, -2), targets.flatten(), **how)
 
     def evaluate(self, model: nn.Module, device: torch.device) -> Metrics:
         """Scores on what wasn't trained on; the model is in eval mode."""
-        return scores(model, self.tests, device)
+        return scores(model, self.tests, device, self.ignored)
 
     def counts(self, output: Tensor, targets: Tensor) -> tuple[int, int]:
         """How many are right, of how many, in a batch of training."""
-        return int((output.argmax(-1) == targets).sum()), targets.numel()
+        return right_answers(output, targets, self.ignored)
 
     def learned(self, metrics: Mapping[str, Any]) -> bool:
         """Whether the training set is known by heart."""
@@ -68,15 +72,21 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return Batch(tuple(each.to(device, non_blocking=True) for each in batch.inputs), batch.targets.to(device))
 
 
-def scores(model: nn.Module, batches: Iterable[Batch], device: torch.device) -> Metrics:
+def right_answers(output: Tensor, targets: Tensor, ignored: int) -> tuple[int, int]:
+    """How many, of how many."""
+    asked = targets != ignored
+    return int(((output.argmax(-1) == targets) & asked).sum()), int(asked.sum())
+
+
+@torch.no_grad()
+def scores(model: nn.Module, batches: Iterable[Batch], device: torch.device, ignored: int = -100) -> Metrics:
     """The mean cross-entropy and the share of right answers, of all that is asked for in these batches."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     right = seen = 0
     for batch in batches:
         inputs, targets = to_device(batch, device)
-        output = model(*inputs).flatten(0, -2)
-        flat = targets.flatten()
-        total += functional.cross_entropy(output, flat, reduction="sum").double()
-        right += int((output.argmax(-1) == flat).sum())
-        seen += flat.numel()
+        output, flat = model(*inputs).flatten(0, -2), targets.flatten()
+        total += functional.cross_entropy(output, flat, reduction="sum", ignore_index=ignored).double()
+        counts = right_answers(output, flat, ignored)
+        right, seen = right + counts[0], seen + counts[1]
     return {"test_loss": float(total) / seen, "test_accuracy": right / seen}

@@ -6,9 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-from torch.nn import functional
-
 from llqr_lab.data.catalogue import WHOLE, characters, pictures
 from llqr_lab.data.pictures import Augmentation, imbalanced
 from llqr_lab.tasks.base import Task
@@ -51,9 +48,6 @@ class Classification(Task):
         self.tests = data.testing(500, crop)
         self.label_smoothing = label_smoothing
 
-    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
-        return functional.cross_entropy(output, targets, label_smoothing=self.label_smoothing)
-
 
 class Language(Task):
     """A language model of characters: the loss of the next one, on the last tenth of a text."""
@@ -67,6 +61,3 @@ class Language(Task):
         self.examples = len(text.train)
         self.train = text.training(batch, context, seed)
         self.tests = text.testing(64, context)
-
-    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
-        return functional.cross_entropy(output.flatten(0, 1), targets.flatten())

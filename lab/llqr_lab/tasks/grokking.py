@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import nn
-
 from llqr_lab.data.batches import TensorBatches, tensor_batches_in_order
 from llqr_lab.data.sequences import modular_arithmetic, vocabulary
-from llqr_lab.models.zoo import build
-from llqr_lab.tasks.base import Metrics, Task, scores
+from llqr_lab.tasks.base import Task
 
 TARGET = 0.95
 """The test accuracy at which grokking has happened, as in the paper."""
@@ -39,12 +35,6 @@ class Grokking(Task):
         self.examples = len(data.train_targets)
         self.train = TensorBatches(data.train_inputs, data.train_targets, batch, seed)
         self.tests = tensor_batches_in_order(data.test_inputs, data.test_targets, 2048)
-
-    def network(self) -> nn.Module:
-        return build(**self.model)
-
-    def evaluate(self, model: nn.Module, device: torch.device) -> Metrics:
-        return scores(model, self.tests, device)
 
     def learned(self, metrics: Mapping[str, Any]) -> bool:
         return bool(metrics["train_accuracy"] >= LEARNED)

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from sacrebleu.metrics.bleu import BLEU
 from torch import Tensor, nn
-from torch.nn import functional
 
-from llqr_lab.data.batches import Batch
 from llqr_lab.data.catalogue import WHOLE, corpus
 from llqr_lab.data.translation import PAD, START, STOP, TranslationBatches, all_batches, padded, real_tokens
 from llqr_lab.errors import DataError
-from llqr_lab.tasks.base import Metrics, Task
+from llqr_lab.tasks.base import Metrics, Task, scores
 
 BEAM = 5
 
 
 class Translating(Task):
-    score = "bleu"
+    """fairseq spreads ε of its smoothing over the V - 1 other words: the same as ours with ε·V/(V - 1), or 0.10001 for 0.1 and
+    V = 10,000."""
+
+    ignored = PAD
 
     def __init__(
         self,
@@ -49,20 +50,13 @@ class Translating(Task):
         if type(sentences) is not int or sentences < 0:
             raise DataError(f"data.sentences is how many to validate and test on, or 0 for all, not {sentences!r}")
         self.test = self.data.test.first(sentences)
-        self.valid = all_batches(self.data.valid.first(sentences), batch)
+        self.tests = all_batches(self.data.valid.first(sentences), batch)
         self.label_smoothing = label_smoothing
         self.weights = real_tokens
 
-    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
-        return token_loss(output, targets, self.label_smoothing)
-
-    def counts(self, output: Tensor, targets: Tensor) -> tuple[int, int]:
-        real = targets != PAD
-        return int(((output.argmax(-1) == targets) & real).sum()), int(real.sum())
-
     def evaluate(self, model: nn.Module, device: torch.device) -> Metrics:
-        """On the validation set, without smoothing."""
-        return {"valid_loss": loss_per_token(model, self.valid, device)}
+        """The loss of a token on the validation set, </s> included, without smoothing."""
+        return {"valid_loss": scores(model, self.tests, device, PAD)["test_loss"]}
 
     def finals(self, model: nn.Module, device: torch.device) -> dict[str, Any]:
         """BLEU on the test set."""
@@ -74,34 +68,6 @@ class Translating(Task):
 
 
 # how good translations are
-
-
-def token_loss(logits: Tensor, targets: Tensor, smoothing: float = 0.1) -> Tensor:
-    """Mean over real tokens of the cross-entropy to the target, smoothed: (1 - ε) of it and ε spread over all V words.
-
-    fairseq spreads ε over the V - 1 others, 1 - ε staying with the target: the same as ours with ε·V/(V - 1), or 0.10001 for
-    0.1 and V = 10,000.
-    """
-    return functional.cross_entropy(
-        logits.flatten(0, 1), targets.flatten(), ignore_index=PAD, label_smoothing=smoothing
-    )
-
-
-@torch.no_grad()
-def loss_per_token(model: nn.Module, batches: Iterable[Batch], device: torch.device | str = "cpu") -> float:
-    """Mean -log p (</s> included) without smoothing, of all tokens of these batches; the model keeps its mode."""
-    training = model.training
-    model.eval()
-    total, tokens = 0.0, 0
-    try:
-        for inputs, targets in batches:
-            logits = model(*(each.to(device) for each in inputs))
-            count = int((targets != PAD).sum())
-            total += float(token_loss(logits, targets.to(device), smoothing=0.0)) * count
-            tokens += count
-    finally:
-        model.train(training)
-    return total / tokens
 
 
 class Bleu(NamedTuple):
@@ -221,21 +187,12 @@ def translate(
     """Translations of sentences given as numbers with </s>, in their order; searched in batches of at most so many tokens.
 
     `decode` gives logits for all of a target's tokens, so that `beam` · 1.2 · tokens · (words) numbers are held at once.
-    A module is searched in evaluation mode, and left in the mode it was in.
     """
-    training = isinstance(model, nn.Module) and model.training
-    if isinstance(model, nn.Module):
-        model.eval()
     found: dict[int, list[int]] = {}
-    try:
-        order = sorted(range(len(sources)), key=lambda i: len(sources[i]), reverse=True)
-        while order:
-            # The longest first: it says how many fit.
-            fitting = max(1, tokens // len(sources[order[0]]))
-            group, order = order[:fitting], order[fitting:]
-            hypotheses = beam_search(model, padded([sources[i] for i in group]).to(device), beam)
-            found.update((i, hypothesis.tokens) for i, hypothesis in zip(group, hypotheses, strict=True))
-    finally:
-        if isinstance(model, nn.Module):
-            model.train(training)
+    order = sorted(range(len(sources)), key=lambda i: len(sources[i]), reverse=True)
+    while order:
+        fitting = max(1, tokens // len(sources[order[0]]))  # the longest says how many fit
+        group, order = order[:fitting], order[fitting:]
+        hypotheses = beam_search(model, padded([sources[i] for i in group]).to(device), beam)
+        found.update((i, hypothesis.tokens) for i, hypothesis in zip(group, hypotheses, strict=True))
     return [found[i] for i in range(len(sources))]
