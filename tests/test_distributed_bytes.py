@@ -1,4 +1,4 @@
-"""Promise: ranks that refit `LLQR.paper` send 2P for each curvature product, and hold U as docs/scaling.md says.
+"""Promise: ranks that refit `LLQR.paper` send 2P for each curvature product, and hold U as docs/processes.md says.
 
 What they send is counted by wrapping torch's collectives.
 """

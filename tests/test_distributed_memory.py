@@ -1,4 +1,4 @@
-"""Promise: a refit holds what docs/scaling.md says: 2P (DDP) or 3P (FSDP2), and a part that falls with the number of ranks."""
+"""Promise: a refit holds what docs/processes.md says: 2P (DDP) or 3P (FSDP2), and a part that falls with the number of ranks."""
 
 from __future__ import annotations
 
