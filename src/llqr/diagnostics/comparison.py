@@ -23,8 +23,8 @@ from llqr.curvature.recorder import Recorder, Selector
 from llqr.divergences import Divergence, resolve
 from llqr.errors import ChainError, LLQRError, SingularProblemError, unknown
 from llqr.exact.chain import Chain
-from llqr.exact.conjugate import conjugate_gradients
-from llqr.exact.step import exact_step
+from llqr.exact.matrices import conjugate_gradients
+from llqr.exact.steps import exact_step
 from llqr.structures.stacks import owner
 
 Step = Mapping[str, Tensor]

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from llqr.checks import Inputs, Loss, batch_size_of, check_finite, frozen_rng, loss_gradient
+from llqr.curvature.graph import refuse_once_differentiable, refuse_wrong_formulas
 from llqr.curvature.locations import Location, PerLayer, Terms, catching, per_parameter
 from llqr.divergences import L2, ActivationTerm, BasePoint, Divergence, LayerwiseLoss, OutputTerm, layerwise
 from llqr.divergences.base import slope as slope_of
 from llqr.errors import ChainError, LLQRError, NotTwiceDifferentiableError, unknown
-from llqr.exact.blockdiagonal import BlockDiagonal, materialise_transposed
 from llqr.exact.chain import Chain
-from llqr.exact.derivatives import jacobian, puller, refuse_once_differentiable, refuse_wrong_formulas
+from llqr.exact.matrices import BlockDiagonal, jacobian, materialise_transposed, puller
 
 _AtState = tuple[float, OutputTerm | ActivationTerm]
 _Inside = tuple[float, ActivationTerm, Location]
