@@ -204,24 +204,31 @@ class Rows:
 
 
 def second_moments(
-    outputs: Sequence[Tensor], leaves: Sequence[Tensor], slopes: Sequence[Tensor]
+    outputs: Sequence[Tensor], leaves: Sequence[Tensor], slopes: Sequence[Tensor], room: int
 ) -> dict[int, tuple[Tensor, Tensor]]:
     """Of both sides of every linear map in a backward pass from these slopes, by its number: of the weight's first dimension
     and of its second. Summed over the places on the side of the gradients, averaged on that of the inputs, so that their
-    Kronecker product is of the size of H."""
+    Kronecker product is of the size of H. Weights whose moments there is no room for are left out."""
     uses = list(_uses(outputs, leaves))
     edges = [GradientEdge(use.node, 0) for use in uses]
     pulled = torch.autograd.grad(outputs, edges, slopes, retain_graph=True, allow_unused=True) if uses else ()
     found: dict[int, tuple[Tensor, Tensor]] = {}
+    left_out = set()
     for use, gradient in zip(uses, pulled, strict=True):
         if gradient is None:
             continue
         b = use.gradients(gradient)
+        width = leaves[use.parameter].numel() // b.shape[1]
+        needed = 4 * (width**2 + b.shape[1] ** 2)  # the moments, their inverses, and what those take
+        if needed + len(b) * width > room or use.parameter in left_out:
+            left_out.add(use.parameter)
+            continue
         a = b.new_ones(len(b), 1) if use.inputs is None else use.inputs()
         pair = (b.T @ b, a.T @ a / len(a)) if use.outputs_first else (a.T @ a / len(a), b.T @ b)
         known = found.get(use.parameter)
-        found[use.parameter] = pair if known is None else (known[0] + pair[0], known[1] + pair[1])
-    return found
+        room -= 0 if known else needed
+        found[use.parameter] = (known[0] + pair[0], known[1] + pair[1]) if known else pair
+    return {parameter: pair for parameter, pair in found.items() if parameter not in left_out}
 
 
 def _uses(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> Iterator[_Use]:
@@ -300,9 +307,9 @@ class _Plain(JacobianProducts):
     def rows(self, groups: Sequence[Group], push: Callable[[Tensor], Tensor], room: int) -> Rows:
         return Rows(self._outputs, self._leaves, groups, push, room)
 
-    def second_moments(self, slopes: list[Tensor]) -> tuple[dict[int, tuple[Tensor, Tensor]], Tensor]:
+    def second_moments(self, slopes: list[Tensor], room: int) -> tuple[dict[int, tuple[Tensor, Tensor]], Tensor]:
         gradient = torch.cat([each.reshape(-1) for each in self.pull(slopes)])
-        return second_moments(self._outputs, self._leaves, slopes), gradient
+        return second_moments(self._outputs, self._leaves, slopes, room), gradient
 
 
 class Point(RecordedChunk):
@@ -399,14 +406,14 @@ class Point(RecordedChunk):
             found.append(materialise_transposed(weigh, value.shape, value.shape, value))
         return found
 
-    def moments(self) -> tuple[dict[int, tuple[Tensor, Tensor]], Tensor]:
+    def moments(self, room: int) -> tuple[dict[int, tuple[Tensor, Tensor]], Tensor]:
         """Second moments of both sides of each linear map, and the gradient, of a random slope whose second moment is W."""
         generator = torch.Generator(self.gradient_vector.device).manual_seed(0)
         total = [torch.zeros_like(value) for value in self.values]
         for factor, term in self._counted():
             if isinstance(term, OutputTerm):
                 total[0] = total[0] + factor**0.5 * term.draw(self._expanded[0], generator)
-        return self._plain().second_moments(total)
+        return self._plain().second_moments(total, room)
 
     def _linearized(self, recorder: Recorder, parameters: Parameters, inputs: Inputs) -> JacobianProducts:
         return (JacobianProducts if self._by_products else _Plain)(recorder, parameters, inputs, self._forward)

@@ -169,12 +169,13 @@ MOST_PRODUCTS = 1000
 
 class Conjugate(System):
     """Conjugate gradients from the last step on, preconditioned by U: for each weight the damped inverses of the second moments
-    of its inputs and of its drawn gradients, as in LLQR; for other parameters one number, from the mean of the squares."""
+    of its inputs and of its drawn gradients, as in LLQR; for other parameters, and without room for those, one number, from
+    the mean of the squares."""
 
-    def __init__(self, point: Point, start: Tensor, tolerance: float) -> None:
+    def __init__(self, point: Point, start: Tensor, tolerance: float, room: int) -> None:
         super().__init__(point)
         self._last, self._tolerance = start, tolerance
-        self._moments, gradient = point.moments()
+        self._moments, gradient = point.moments(room)
         self._squares = [float(each.square().mean()) for each in point.named(gradient).values()]
 
     def solve(self, slope: Tensor, carried: Tensor, damping: float) -> Tensor:
@@ -253,7 +254,7 @@ def ways(point: Point, memory: int, examples: int, start: Tensor, tolerance: flo
         "primal": Way(
             squaring * p * p + p**3 / 3, item * (primal + 2 * p + largest), "", lambda: Primal(point, room - primal)
         ),
-        "cg": Way(600 * a_pass, 0, "", lambda: Conjugate(point, start, tolerance)),
+        "cg": Way(600 * a_pass, 0, "", lambda: Conjugate(point, start, tolerance, room)),
     }
 
 
