@@ -23,7 +23,7 @@ from llqr.curvature.recorder import Recorder, Selector
 from llqr.divergences import Divergence, resolve
 from llqr.errors import ChainError, LLQRError, SingularProblemError, unknown
 from llqr.exact.chain import Chain
-from llqr.exact.matrices import conjugate_gradients
+from llqr.exact.matrices import conjugate_gradients, flat, unflat
 from llqr.exact.steps import exact_step
 from llqr.structures.stacks import owner
 
@@ -36,16 +36,6 @@ def dot(left: Step, right: Step) -> float:
 
 def norm(step: Step) -> float:
     return float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(v.double()) for v in step.values()])))
-
-
-def flat(step: Step) -> Tensor:
-    return torch.cat([part.reshape(-1) for part in step.values()])
-
-
-def named(vector: Tensor, like: Step) -> dict[str, Tensor]:
-    """The inverse of `flat`."""
-    parts = torch.split(vector, [part.numel() for part in like.values()])
-    return {name: part.reshape(like[name].shape) for name, part in zip(like, parts, strict=True)}
 
 
 def layers(names: Collection[str]) -> dict[str, list[str]]:
@@ -246,11 +236,12 @@ def reference(
             if method == "riccati":
                 raise
     if not found.converged and method != "riccati":
+        shapes = {name: g.shape for name, g in found.gradient.items()}
         limit = max_steps or min(2 * flat(found.gradient).numel(), 2_000)
         solved = conjugate_gradients(
-            lambda v: flat(quadratic.curvature(named(v, found.gradient))), flat(found.gradient), tolerance, limit
+            lambda v: flat(quadratic.curvature(unflat(v, shapes))), flat(found.gradient), tolerance, limit
         )
-        found.settle(named(solved.step, found.gradient), "cg", tolerance)
+        found.settle(unflat(solved.step, shapes), "cg", tolerance)
     return found
 
 

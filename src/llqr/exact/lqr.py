@@ -27,7 +27,7 @@ from llqr.divergences import L2, ActivationTerm, BasePoint, Divergence, Layerwis
 from llqr.divergences.base import slope as slope_of
 from llqr.errors import ChainError, LLQRError, NotTwiceDifferentiableError, unknown
 from llqr.exact.chain import Chain
-from llqr.exact.matrices import BlockDiagonal, jacobian, materialise_transposed, puller
+from llqr.exact.matrices import BlockDiagonal, jacobian, materialise_transposed, puller, unflat
 
 _AtState = tuple[float, OutputTerm | ActivationTerm]
 _Inside = tuple[float, ActivationTerm, Location]
@@ -64,8 +64,7 @@ class StageBlocks:
 
     def unstack(self, vector: Tensor) -> dict[str, Tensor]:
         """δθ_i by name."""
-        parts = torch.split(vector, [shape.numel() for shape in self.shapes.values()])
-        return {name: part.reshape(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
+        return unflat(vector, self.shapes)
 
     def param_product(self, vector: Tensor) -> Tensor:
         """R_i δθ_i."""

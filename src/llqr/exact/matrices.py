@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,6 +23,17 @@ Operator = Callable[[Tensor], Tensor]
 
 _PORTION = 2**24
 """How many numbers one batched application may hold at a time."""
+
+
+def flat(named: Mapping[str, Tensor]) -> Tensor:
+    """All of them in one vector."""
+    return torch.cat([each.reshape(-1) for each in named.values()])
+
+
+def unflat(vector: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """The inverse of `flat`."""
+    parts = torch.split(vector, [shape.numel() for shape in shapes.values()])
+    return {name: part.reshape(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
 
 
 def apply_to_each(operator: Operator, vectors: Tensor) -> Tensor:

@@ -11,7 +11,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from llqr.checks import Inputs, Loss, check_amount, check_callable, check_finite, check_model, check_tensors
+from llqr.checks import (
+    Inputs,
+    Loss,
+    check_amount,
+    check_callable,
+    check_finite,
+    check_model,
+    check_tensors,
+    checked_integer,
+    checked_number,
+)
 from llqr.curvature import locations
 from llqr.curvature.chunks import Piece
 from llqr.curvature.precision import no_autocast
@@ -89,17 +99,10 @@ class Exact(torch.optim.Optimizer):
             raise LLQRError("Exact takes no LayerwiseLoss: let the closure return such terms as residuals")
         if method not in METHODS:
             raise unknown("method", method, METHODS)
-        for name, value, most in (
-            ("damping", damping, math.inf),
-            ("momentum", momentum, 1),
-            ("tolerance", tolerance, 1),
-        ):
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < most:
-                raise LLQRError(f"{name} is a number from 0 to {most}, not {value!r}")
-        if damping == 0 or tolerance == 0:
-            raise LLQRError("damping and tolerance are larger than zero")
-        if isinstance(memory, bool) or not isinstance(memory, int) or memory < 1:
-            raise LLQRError(f"memory is a number of bytes, not {memory!r}")
+        checked_number("damping", damping, lambda number: 0 < number < math.inf, "a number larger than 0")
+        checked_number("momentum", momentum, lambda number: 0 <= number < 1, "a number from 0 to 1")
+        checked_number("tolerance", tolerance, lambda number: 0 < number < 1, "a number between 0 and 1")
+        checked_integer("memory", memory, "a number of bytes")
         self._model, self._loss_fn, self._method, self._memory = model, loss_fn, method, memory
         self._divergence, self._tolerance = resolve(divergence), tolerance
         for name, parameter in locations.trainable(model).items():
@@ -137,10 +140,8 @@ class Exact(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Tensor:  # type: ignore[override]
         """One step on what the closure returns; the loss before it. On Ctrl-C the parameters are the best ones so far."""
-        if closure is None or not callable(closure):
-            raise LLQRError(
-                "step() needs a closure that returns residuals, or with a loss_fn the output and its targets"
-            )
+        if not callable(closure):
+            raise LLQRError("step() needs a closure that returns residuals, or with a loss_fn (output, targets)")
         check_model(self._model, (), without_inputs=True)
         named = _steppable(self._model)
         for name in {**self._named, **named}:
@@ -284,13 +285,8 @@ class Exact(torch.optim.Optimizer):
         context = ChunkContext(recorder, parameters, live.loss_fn, terms, places)
         piece = Piece((), live.targets, None, slice(None), 1.0, 1.0, live.groups[0][0])
         with torch.enable_grad(), no_autocast(parameters):
-            point = Point(
-                context,
-                piece,
-                locations.diagonal(self._model, parameters, terms, 0.0),
-                live.groups,
-                self._method == "cg",
-            )
+            diagonal = locations.diagonal(self._model, parameters, terms, 0.0)
+            point = Point(context, piece, diagonal, live.groups, self._method == "cg")
             live.compare(point.values[0])
         return point
 
@@ -429,19 +425,14 @@ class Live:
         for residual in residuals:
             self._check(residual, "a residual")
             if residual.dim() == 0:
-                raise LLQRError(
-                    "a residual among several has no dimension: write residual.reshape(1), or return what it sums up"
-                )
+                raise LLQRError("a residual has no dimension: write residual.reshape(1), or return what it sums up")
         self.groups = [(len(r), r.numel() // len(r)) for r in residuals]
         return torch.cat([r.reshape(-1, 1) / r.numel() ** 0.5 for r in residuals])
 
     def _check(self, value: Any, what: str) -> None:
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.numel() == 0:
-            got = (
-                f"a tensor of {value.dtype} with {value.numel()} numbers"
-                if isinstance(value, Tensor)
-                else f"a {type(value).__name__}"
-            )
+            named = isinstance(value, Tensor)
+            got = f"{value.numel()} numbers of {value.dtype}" if named else f"a {type(value).__name__}"
             raise LLQRError(f"{what} is a tensor of floating-point numbers, not {got}")
         if value.dtype != self._dtype:
             raise LLQRError(

@@ -27,7 +27,7 @@ from llqr.curvature.recorder import Parameters, Recorder
 from llqr.curvature.rules import plain_rules
 from llqr.divergences import L2, GaussNewton, OutputTerm
 from llqr.errors import LLQRError
-from llqr.exact.matrices import BlockDiagonal, apply_to_units, materialise_transposed
+from llqr.exact.matrices import BlockDiagonal, apply_to_units, materialise_transposed, unflat
 
 Move = Callable[[Tensor], Tensor]
 
@@ -347,8 +347,7 @@ class Point(RecordedChunk):
         return torch.cat([named[name].reshape(-1) for name in self._shapes])
 
     def named(self, vector: Tensor) -> Parameters:
-        parts = torch.split(vector, [shape.numel() for shape in self._shapes.values()])
-        return {name: part.reshape(shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)}
+        return unflat(vector, self._shapes)
 
     def product(self, vector: Tensor) -> Tensor:
         """H v."""

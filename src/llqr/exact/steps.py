@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -33,7 +33,7 @@ from llqr.divergences import Divergence, LayerwiseLoss
 from llqr.errors import ChainError, DegenerateProblemError, NotTwiceDifferentiableError, unknown
 from llqr.exact.chain import Chain, named_stages
 from llqr.exact.lqr import LQR, StageBlocks, build
-from llqr.exact.matrices import BlockDiagonal, apply_to_units, cholesky, conjugate_gradients, least_norm
+from llqr.exact.matrices import BlockDiagonal, apply_to_units, cholesky, conjugate_gradients, flat, least_norm, unflat
 
 
 class DenseControl:
@@ -320,17 +320,13 @@ class _Products:
             if streams.drawn():
                 raise ChainError("the model draws random numbers (dropout?): call .eval() on it first")
         self._q = QuadraticModel.build(whole, inputs, *problem)
-        self.gradient = self._flat(self._q.gradient)
+        self.gradient = flat(self._q.gradient)
 
     def curvature(self, direction: Tensor) -> Tensor:
-        return self._flat(self._q.curvature(self.named(direction)))
+        return flat(self._q.curvature(self.named(direction)))
 
-    def named(self, flat: Tensor) -> dict[str, Tensor]:
-        parts = torch.split(flat, [g.numel() for g in self._q.gradient.values()])
-        return {n: part.reshape(g.shape) for (n, g), part in zip(self._q.gradient.items(), parts, strict=True)}
-
-    def _flat(self, named: Mapping[str, Tensor]) -> Tensor:
-        return torch.cat([each.reshape(-1) for each in named.values()])
+    def named(self, vector: Tensor) -> dict[str, Tensor]:
+        return unflat(vector, {name: g.shape for name, g in self._q.gradient.items()})
 
 
 class _Row(nn.Sequential):
