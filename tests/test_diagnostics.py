@@ -149,15 +149,15 @@ def test_along_a_line_the_fraction_is_the_squared_cosine(made: tuple[Reference, 
     """g = -(H + λ)δ*, so the most that a direction attains is cos² in the metric of H + λ; lengths don't matter."""
     found, _ = made
     downhill = {name: -g for name, g in found.gradient.items()}
-    verdict = judge(downhill, found, by_layer=False)
+    verdict = judge(downhill, found)
     assert verdict.best_length > 0
     assert verdict.fraction_along == pytest.approx(verdict.cosine_h**2, rel=1e-9)
-    scaled = judge({name: 7.5 * v for name, v in downhill.items()}, found, by_layer=False)
+    scaled = judge({name: 7.5 * v for name, v in downhill.items()}, found)
     assert scaled.fraction_along == pytest.approx(verdict.fraction_along, rel=1e-9)
     assert scaled.best_length == pytest.approx(verdict.best_length / 7.5, rel=1e-9)
-    best = judge({name: verdict.best_length * v for name, v in downhill.items()}, found, by_layer=False)
+    best = judge({name: verdict.best_length * v for name, v in downhill.items()}, found)
     assert best.fraction == pytest.approx(verdict.fraction_along, rel=1e-9)
-    uphill = judge(found.gradient, found, by_layer=False)
+    uphill = judge(found.gradient, found)
     assert uphill.fraction_along == 0
     assert uphill.fraction < 0
     assert uphill.cosine == pytest.approx(-verdict.cosine)
@@ -170,34 +170,19 @@ def test_the_exact_step_is_perfect(made: tuple[Reference, Truth]) -> None:
     assert all(part.cosine == pytest.approx(1) for part in verdict.layers.values())
 
 
-def test_layers_are_judged_alone(made: tuple[Reference, Truth]) -> None:
-    """A layer's numbers are those of its part of δ with the others at rest, against its part of δ*."""
-    found, truth = made
-    step = random_step(truth)
-    verdict = judge(truth.dense.named(step), found)
-    assert list(verdict.layers) == ["0", "2", "4"]
-    for layer, part in verdict.layers.items():
-        mask = truth.block([f"{layer}.weight", f"{layer}.bias"])
-        alone, exact = torch.where(mask, step, 0.0), torch.where(mask, truth.exact, 0.0)
-        size = math.sqrt(float(alone @ truth.h @ alone) * float(exact @ truth.h @ exact))
-        assert part.cosine == pytest.approx(float(alone @ exact / alone.norm() / exact.norm()), abs=1e-7)
-        assert part.cosine_h == pytest.approx(float(alone @ truth.h @ exact) / size, abs=1e-7)
-        assert part.fraction == pytest.approx(float(truth.m(alone) / truth.m(truth.exact)), rel=1e-7)
-        change = truth.dense.loss(truth.dense.run(truth.dense.point + alone)) - truth.dense.loss(truth.dense.output)
-        assert part.actual == pytest.approx(float(change), rel=1e-9)
-
-
 def test_the_parts_of_layers_add_up(made: tuple[Reference, Truth]) -> None:
     """g_i·δ_i + ½ δ_i·((H + λ)δ)_i over m(δ*), from the dense H; they add up to the step's own fraction."""
     found, truth = made
     step = random_step(truth)
-    parts = found.parts(truth.dense.named(step))
     verdict = judge(truth.dense.named(step), found)
+    parts = verdict.layers
+    assert list(parts) == ["0", "2", "4"]
     assert sum(part.fraction for part in parts.values()) == pytest.approx(verdict.fraction, rel=1e-9)
     mask = truth.block(["2.weight", "2.bias"])
     value = (truth.g @ torch.where(mask, step, 0.0)) + 0.5 * torch.where(mask, step, 0.0) @ truth.h @ step
     assert parts["2"].fraction == pytest.approx(float(value / truth.m(truth.exact)), rel=1e-8)
-    assert parts["2"].cosine == pytest.approx(verdict.layers["2"].cosine, rel=1e-9)
+    alone, exact = step[mask], truth.exact[mask]
+    assert parts["2"].cosine == pytest.approx(float(alone @ exact / alone.norm() / exact.norm()), abs=1e-7)
     assert parts["2"].length == pytest.approx(float(step[mask].norm() / truth.exact[mask].norm()), rel=1e-7)
 
 
@@ -215,14 +200,8 @@ def test_small_steps_do_what_is_predicted(made: tuple[Reference, Truth]) -> None
     model, (inputs, targets) = network(), batch()
     found = reference(model, inputs, targets, cross_entropy, Newton(), 5.0)
     step = {name: 0.05 * v for name, v in found.step.items()}
-    verdict = judge(step, found, by_layer=False)
+    verdict = judge(step, found)
     assert verdict.actual == pytest.approx(verdict.predicted, rel=1e-4)
-
-
-# --- blocks ---
-
-
-# --- the diagonal and K-FAC ---
 
 
 # --- what is refused ---

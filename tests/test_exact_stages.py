@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from llqr import cg_step, dense_step, exact_step
 from llqr.divergences import KL, Categorical, Divergence, GaussNewton, Intermediate, Newton, ReverseKL
 from llqr.exact import Chain, build
-from llqr.exact.derivatives import apply_to_each
-from llqr.exact.riccati import DenseControl, Riccati, ThinControl
+from llqr.exact.matrices import apply_to_each
+from llqr.exact.steps import DenseControl, Riccati, ThinControl
 from networks import Dense, relative
 
 

@@ -25,12 +25,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from llqr.checks import Inputs
+from llqr.curvature.graph import graph_numbers, refuse_once_differentiable, refuse_wrong_formulas
 from llqr.curvature.handwritten import check_handwritten, handwritten
 from llqr.curvature.recorder import Parameters, Recorder
 from llqr.curvature.rules import BeyondRulesError, ChangedError, hessian_rules, linear_rules, plain_rules, twice_rules
 from llqr.curvature.rules.segments import in_segments, refuse_leaks
 from llqr.errors import LLQRError, NotTwiceDifferentiableError, callers_level
-from llqr.exact.derivatives import graph_numbers, refuse_once_differentiable, refuse_wrong_formulas
 
 
 class Recording:
@@ -54,8 +54,10 @@ class Recording:
             return
         refuse_leaks(self._outputs if self._recorder.segments else ())
         self.values = [output.detach() for output in self._outputs]
-        if not all(output.requires_grad for output in self._outputs):
+        if not self._outputs[0].requires_grad:
             raise LLQRError("the output doesn't depend on the parameters by anything differentiable (was it detached?)")
+        none = 0 * self._leaves[0].reshape(-1)[:1].sum()  # an activation that no parameter moves has zero derivatives
+        self._outputs = [value if value.requires_grad else value + none for value in self._outputs]
 
     def _segments(self, rules: type[TorchFunctionMode]) -> AbstractContextManager[list[str]]:
         return in_segments(self._recorder.segments, rules, self._second, self._recorder.rerun)

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.autograd.function import _SingleLevelFunction
 
 from llqr.checks import frozen_rng
+from llqr.curvature.graph import graph_nodes
 from llqr.errors import LLQRWarning, NotTwiceDifferentiableError, callers_level
-from llqr.exact.derivatives import graph_nodes
 
 STEPS = (1e-10, 1e-6, 1e-3)
 """Of finite differences: the shortest meets no kink and no sharp bend, the longest is for formulas that compute in float32."""

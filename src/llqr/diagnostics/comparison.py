@@ -8,8 +8,8 @@ a = -g·δ / δ·(H + λ)δ. Since g = -(H + λ)δ*, what is attained there, rel
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -23,8 +23,8 @@ from llqr.curvature.recorder import Recorder, Selector
 from llqr.divergences import Divergence, resolve
 from llqr.errors import ChainError, LLQRError, SingularProblemError, unknown
 from llqr.exact.chain import Chain
-from llqr.exact.conjugate import conjugate_gradients
-from llqr.exact.step import exact_step
+from llqr.exact.matrices import conjugate_gradients, flat, unflat
+from llqr.exact.steps import exact_step
 from llqr.structures.stacks import owner
 
 Step = Mapping[str, Tensor]
@@ -36,21 +36,6 @@ def dot(left: Step, right: Step) -> float:
 
 def norm(step: Step) -> float:
     return float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(v.double()) for v in step.values()])))
-
-
-def flat(step: Step) -> Tensor:
-    return torch.cat([part.reshape(-1) for part in step.values()])
-
-
-def named(vector: Tensor, like: Step) -> dict[str, Tensor]:
-    """The inverse of `flat`."""
-    parts = torch.split(vector, [part.numel() for part in like.values()])
-    return {name: part.reshape(like[name].shape) for name, part in zip(like, parts, strict=True)}
-
-
-def only(step: Step, names: Collection[str]) -> dict[str, Tensor]:
-    """The step of these parameters, the others at rest."""
-    return {name: part if name in names else torch.zeros_like(part) for name, part in step.items()}
 
 
 def layers(names: Collection[str]) -> dict[str, list[str]]:
@@ -94,8 +79,20 @@ RICCATI_NUMBERS = 2e7
 
 
 @dataclass(frozen=True)
+class LayerPart:
+    """A layer's part in a step."""
+
+    cosine: float
+    """With the layer's part of δ*, Euclidean; NaN where it rests."""
+    fraction: float
+    """(g_i·δ_i + ½ δ_i·((H + λ)δ)_i)/m(δ*): the layers' add up to the fraction of the whole step."""
+    length: float
+    """‖δ_i‖/‖δ*_i‖."""
+
+
+@dataclass(frozen=True)
 class Verdict:
-    """What the quadratic model, and the loss itself, say of a step δ. NaN where a layer rests and has no direction."""
+    """What the quadratic model, and the loss itself, say of a step δ."""
 
     cosine: float
     """With δ*, Euclidean."""
@@ -113,125 +110,68 @@ class Verdict:
     """The change of the loss that g·δ + ½ δ·Hδ predicts, without damping."""
     actual: float
     """The change of the loss on this batch."""
-    layers: dict[str, Verdict] = field(default_factory=dict)
-    """The same of each layer's part of δ taken alone: cosines with its part of δ*, fractions of the whole's m(δ*)."""
-
-
-@dataclass(frozen=True)
-class LayerPart:
-    """A layer's part in a step."""
-
-    cosine: float
-    """With the layer's part of δ*, Euclidean; NaN where it rests."""
-    fraction: float
-    """(g_i·δ_i + ½ δ_i·((H + λ)δ)_i)/m(δ*): the layers' add up to the fraction of the whole step."""
-    length: float
-    """‖δ_i‖/‖δ*_i‖."""
+    layers: dict[str, LayerPart]
 
 
 class Reference:
     """The quadratic model at θ of one batch, the exact step, and how good that is. Build one with `reference`."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        quadratic: QuadraticModel,
-        recorder: Recorder,
-        inputs: Inputs,
-        targets: Any,
-        loss_fn: Loss,
-        divergence: Divergence,
-        damping: PerLayer,
-        weights: Tensor | None,
+        self, model: nn.Module, quadratic: QuadraticModel, loss: Callable[[Step], float], damping: PerLayer
     ) -> None:
-        self.model, self.quadratic, self.recorder = model, quadratic, recorder
-        self.inputs, self.targets, self.loss_fn = inputs, targets, loss_fn
-        self.divergence, self.weights = divergence, weights
-        self.parameters = locations.trainable(model)
-        self.damping = locations.diagonal(model, self.parameters, (), damping)
-        """λ of each parameter, and"""
-        self.diagonal_terms = locations.diagonal(model, self.parameters, list(divergence.terms()), damping)
-        """the same with what L2 terms add, which is part of H."""
+        self._quadratic, self._loss_at = quadratic, loss
+        self._parameters = locations.trainable(model)
+        self._damping = locations.diagonal(model, self._parameters, (), damping)
         self.gradient = quadratic.gradient
         if norm(self.gradient) == 0:
             raise LLQRError("the gradient is zero: there is no decrease to attain, and nothing to compare with")
-        self.loss = self._loss(self.parameters)
+        self.loss = loss(self._parameters)
         self.step: dict[str, Tensor] = {}
         """δ*."""
-        self.product: dict[str, Tensor] = {}
-        """(H + λ)δ*, which is -g up to the residual."""
         self.method = ""
         self.residual = math.inf
         """‖(H + λ)δ* + g‖/‖g‖ as it is, measured by a product of its own."""
         self.converged = False
+        self.attainable = 0.0
+        """m(δ*), negative."""
 
     def settle(self, step: Step, method: str, tolerance: float) -> None:
         """Take this as the exact step."""
         self.step, self.method = dict(step), method
-        self.product = self.quadratic.curvature(self.step)
-        self.residual = norm({name: self.product[name] + g for name, g in self.gradient.items()}) / norm(self.gradient)
+        self._product = self._quadratic.curvature(self.step)
+        self.residual = norm({name: self._product[name] + g for name, g in self.gradient.items()}) / norm(self.gradient)
         # a product's own rounding is in the residual that is measured, and isn't in the one that the recursion has
         self.converged = self.residual <= 2 * tolerance + torch.finfo(flat(self.gradient).dtype).eps ** 0.75
+        self.attainable = dot(self.gradient, self.step) + 0.5 * dot(self.step, self._product)
 
-    @property
-    def attainable(self) -> float:
-        """m(δ*), negative."""
-        return dot(self.gradient, self.step) + 0.5 * dot(self.step, self.product)
 
-    def judge(self, step: Step, by_layer: bool = True) -> Verdict:
-        """Hold a step δ against the exact one, whole and, with one product more for each, layer by layer."""
-        step = checked(step, self.gradient)
-        if norm(step) == 0:
-            raise LLQRError(
-                "the step is zero: there is no direction to judge (does the optimizer have these parameters?)"
-            )
-        parts = {}
-        if by_layer:
-            for layer, names in layers(self.gradient.keys()).items():
-                parts[layer] = self._verdict(only(step, names), only(self.step, names), {})
-        return self._verdict(step, self.step, parts)
-
-    def parts(self, step: Step) -> dict[str, LayerPart]:
-        """What each layer has to do with a step: for one product in all, where `judge` takes two for each layer."""
-        step = checked(step, self.gradient)
-        product = self.quadratic.curvature(step)
-        found = {}
-        for layer, names in layers(self.gradient.keys()).items():
-            own, exact = ({name: each[name] for name in names} for each in (step, self.step))
-            value = dot(own, self.gradient) + 0.5 * dot(own, product)
-            cosine = _ratio(dot(own, exact), norm(own) * norm(exact))
-            found[layer] = LayerPart(cosine, value / self.attainable, _ratio(norm(own), norm(exact)))
-        return found
-
-    def _verdict(self, step: Step, exact: Step, parts: dict[str, Verdict]) -> Verdict:
-        if norm(step) == 0:
-            return Verdict(math.nan, math.nan, 0.0, 0.0, math.nan, 0.0, 0.0, 0.0)
-        product = self.quadratic.curvature(step)
-        decline, curved = dot(self.gradient, step), dot(step, product)
-        exact_product = self.product if exact is self.step else self.quadratic.curvature(exact)
-        metric = math.sqrt(max(0.0, curved)) * math.sqrt(max(0.0, dot(exact, exact_product)))
-        best = -decline / curved if curved > 0 else math.nan
-        damped = sum(rate * float(step[name].double().square().sum()) for name, rate in self.damping.items())
-        return Verdict(
-            cosine=_ratio(dot(step, exact), norm(step) * norm(exact)),
-            cosine_h=_ratio(dot(exact, product), metric),
-            fraction=(decline + 0.5 * curved) / self.attainable,
-            fraction_along=0.0 if best <= 0 else 0.5 * decline * best / self.attainable,
-            best_length=best,
-            length=norm(step) / norm(self.step),
-            predicted=decline + 0.5 * (curved - damped),
-            actual=self.change(step),
-            layers=parts,
-        )
-
-    def change(self, step: Step) -> float:
-        """L(θ + δ) - L(θ) on this batch; not finite where the step leads there."""
-        return self._loss({name: p + step[name] for name, p in self.parameters.items()}) - self.loss
-
-    def _loss(self, parameters: Step) -> float:
-        with torch.no_grad():
-            output = self.recorder.run(dict(parameters), self.inputs)[0]
-            return float(self.loss_fn(output, self.targets).double())
+def judge(step: Step, reference: Reference) -> Verdict:
+    """Hold a step δ against the exact one, for one product."""
+    r, step = reference, checked(step, reference.gradient)
+    if norm(step) == 0:
+        raise LLQRError("the step is zero: there is no direction to judge (does the optimizer have these parameters?)")
+    product = r._quadratic.curvature(step)
+    parts = {}
+    for layer, names in layers(r.gradient.keys()).items():
+        own, exact = ({name: each[name] for name in names} for each in (step, r.step))
+        value = dot(own, r.gradient) + 0.5 * dot(own, product)
+        cosine = _ratio(dot(own, exact), norm(own) * norm(exact))
+        parts[layer] = LayerPart(cosine, value / r.attainable, _ratio(norm(own), norm(exact)))
+    decline, curved = dot(r.gradient, step), dot(step, product)
+    metric = math.sqrt(max(0.0, curved)) * math.sqrt(max(0.0, dot(r.step, r._product)))
+    best = -decline / curved if curved > 0 else math.nan
+    damped = sum(rate * float(step[name].double().square().sum()) for name, rate in r._damping.items())
+    return Verdict(
+        cosine=_ratio(dot(step, r.step), norm(step) * norm(r.step)),
+        cosine_h=_ratio(dot(r.step, product), metric),
+        fraction=(decline + 0.5 * curved) / r.attainable,
+        fraction_along=0.0 if best <= 0 else 0.5 * decline * best / r.attainable,
+        best_length=best,
+        length=norm(step) / norm(r.step),
+        predicted=decline + 0.5 * (curved - damped),
+        actual=r._loss_at({name: p + step[name] for name, p in r._parameters.items()}) - r.loss,
+        layers=parts,
+    )
 
 
 def reference(
@@ -280,8 +220,14 @@ def reference(
         shared=shared,
     )
     recorder = Recorder(model, (), output, training)
-    found = Reference(model, quadratic, recorder, inputs, targets, loss_fn, kind, damping, weights)
-    plain = chunk_size is None and output is None and weights is None and _in_mode(model, training)
+
+    def loss(parameters: Step) -> float:
+        with torch.no_grad():
+            return float(loss_fn(recorder.run(dict(parameters), inputs)[0], targets).double())
+
+    found = Reference(model, quadratic, loss, damping)
+    in_mode = training is None or all(module.training == training for module in model.modules())
+    plain = chunk_size is None and output is None and weights is None and in_mode
     if method == "riccati" or (method == "auto" and plain and _small_chain(model, inputs)):
         try:
             step = exact_step(model, inputs, targets, loss_fn, kind, damping)  # type: ignore[arg-type]
@@ -290,21 +236,13 @@ def reference(
             if method == "riccati":
                 raise
     if not found.converged and method != "riccati":
+        shapes = {name: g.shape for name, g in found.gradient.items()}
         limit = max_steps or min(2 * flat(found.gradient).numel(), 2_000)
         solved = conjugate_gradients(
-            lambda v: flat(quadratic.curvature(named(v, found.gradient))), flat(found.gradient), tolerance, limit
+            lambda v: flat(quadratic.curvature(unflat(v, shapes))), flat(found.gradient), tolerance, limit
         )
-        found.settle(named(solved.step, found.gradient), "cg", tolerance)
+        found.settle(unflat(solved.step, shapes), "cg", tolerance)
     return found
-
-
-def judge(step: Step, reference: Reference, by_layer: bool = True) -> Verdict:
-    """What `reference` says of a step: `reference.judge(step)`."""
-    return reference.judge(step, by_layer)
-
-
-def _in_mode(model: nn.Module, training: bool | None) -> bool:
-    return training is None or all(module.training == training for module in model.modules())
 
 
 def _small_chain(model: nn.Module, inputs: Inputs) -> bool:

@@ -18,7 +18,7 @@ from llqr.curvature import locations
 from llqr.curvature.locations import PerLayer
 from llqr.curvature.precision import no_autocast
 from llqr.curvature.recorder import Recorder, Selector
-from llqr.diagnostics.comparison import Reference, norm, reference
+from llqr.diagnostics.comparison import Reference, judge, norm, reference
 from llqr.diagnostics.fit_quality import QUANTILES, Objectives, Spectrum, refuse_ranks, spectra, staleness
 from llqr.divergences import Divergence
 from llqr.errors import DegenerateProblemError, LLQRError, LLQRWarning, NonFiniteError
@@ -247,10 +247,10 @@ class Monitor:
         }
         if all(bool(part.isfinite().all()) for part in proposed.values()) and norm(proposed) > 0:
             steps["optimizer"] = proposed
-        verdicts = {name: exact.judge(each, by_layer=False) for name, each in steps.items()}
+        verdicts = {name: judge(each, exact) for name, each in steps.items()}
         for number in NUMBERS:
             line[number] = {name: _finite(getattr(verdict, number)) for name, verdict in verdicts.items()}
-        parts = exact.parts(steps["optimizer"]) if "optimizer" in steps else {}
+        parts = verdicts["optimizer"].layers if "optimizer" in verdicts else {}
         line["layers"] = {layer: {n: _finite(v) for n, v in asdict(part).items()} for layer, part in parts.items()}
         return line
 

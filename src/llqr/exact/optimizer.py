@@ -6,33 +6,33 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from llqr.checks import Loss, check_amount, check_callable, check_model, check_tensors
+from llqr.checks import (
+    Inputs,
+    Loss,
+    check_amount,
+    check_callable,
+    check_finite,
+    check_model,
+    check_tensors,
+    checked_integer,
+    checked_number,
+)
 from llqr.curvature import locations
 from llqr.curvature.chunks import Piece
 from llqr.curvature.precision import no_autocast
 from llqr.curvature.recorded_chunk import ChunkContext
-from llqr.curvature.recorder import Parameters, Recorder
+from llqr.curvature.recorder import Parameters, Recorder, Streams
 from llqr.divergences import Divergence, LayerwiseLoss, Newton, resolve
-from llqr.errors import (
-    ChainError,
-    DegenerateProblemError,
-    IndefiniteProblemError,
-    LLQRError,
-    LLQRWarning,
-    callers_level,
-    unknown,
-)
-from llqr.exact.blocks import build
-from llqr.exact.chain import Chain
-from llqr.exact.closure import Closure, Live
-from llqr.exact.rows import RoomError
-from llqr.exact.systems import Conjugate, Dual, Point, Primal, Stages, System
+from llqr.errors import DegenerateProblemError, LLQRError, LLQRWarning, NonFiniteError, callers_level, unknown
+from llqr.exact.point import Point, squares
+from llqr.exact.systems import System, along_stages, choose, ways
 
+Closure = Callable[[], Any]
 Method = Literal["auto", "dual", "primal", "cg", "riccati"]
 METHODS = ("auto", "dual", "primal", "cg", "riccati")
 
@@ -40,13 +40,13 @@ REFUSALS = 12
 """Steps that may be refused in a row, each with a larger damping than the one before."""
 GROWTH = 2.0
 """What the damping is multiplied by after the first refusal; after the second by twice as much, and so on."""
-AHEAD, MOST_BENT = 0.1, 0.75
-"""Where along a step its bend is looked for; and the most that the bend may be of the step."""
+CORRECTIONS, WORTHWHILE = 10, 0.9
+"""The most corrections of a step, and what each has to bring the loss down to for another one to follow."""
 COUNTS = ("steps", "refused", "stalled", "cut_short")
 
 
 class Exact(torch.optim.Optimizer):
-    """Steps to the minimum of g·δ + ½ δ·Hδ + ½ μ‖δ‖², plus its bend, for networks and batches that are small enough.
+    """Steps to the minimum of g·δ + ½ δ·Hδ + ½ μ‖δ‖², corrected, for networks and batches that are small enough.
 
         optimizer = Exact(model)
         for _ in range(100):
@@ -60,8 +60,10 @@ class Exact(torch.optim.Optimizer):
     - with a `loss_fn`, the pair `(output, targets)`; the loss is `loss_fn(output, targets)`, a mean over the batch;
     - with `divergence="newton"` also the loss itself, one number.
 
-    The damping μ follows the ratio of the decrease that came to the one that H had promised. A step that doesn't lower the loss
-    is taken back, and tried again with more damping. `step` returns the loss before the step; `stats` says how it went.
+    A step is corrected, with the same H and the gradient at the output where it has led to, as long as that pays: for the
+    price of a run of the closure each, it comes nearer to the minimum of the loss itself plus ½ μ‖δ‖². The damping μ follows
+    the ratio of the decrease that came to the one that H had promised. A step that doesn't lower the loss is taken back, and
+    tried again with more damping. `step` returns the loss before the step; `stats` says how it went.
 
     Args:
         model: the module whose parameters are stepped: those that require a gradient, in float32 or float64.
@@ -74,8 +76,8 @@ class Exact(torch.optim.Optimizer):
         damping: the first μ, as a share of the curvature along the gradient.
         momentum: μ pulls the step towards this share of the step before, and not towards zero: for batches that change.
         tolerance: of conjugate gradients, the residual as a share of the gradient.
-        memory: the bytes that Jacobians and systems may take, and in turn the products that run at once. Not counted is the
-            graph of a forward pass, nor its gradients, which "dual" and "primal" keep for each column of the output.
+        memory: the bytes that Jacobians, what they are made of, and systems may take, and in turn the products that run at
+            once. Not counted is the graph of a forward pass with the gradients of one backward pass.
     """
 
     def __init__(
@@ -97,17 +99,10 @@ class Exact(torch.optim.Optimizer):
             raise LLQRError("Exact takes no LayerwiseLoss: let the closure return such terms as residuals")
         if method not in METHODS:
             raise unknown("method", method, METHODS)
-        for name, value, most in (
-            ("damping", damping, math.inf),
-            ("momentum", momentum, 1),
-            ("tolerance", tolerance, 1),
-        ):
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < most:
-                raise LLQRError(f"{name} is a number from 0 to {most}, not {value!r}")
-        if damping == 0 or tolerance == 0:
-            raise LLQRError("damping and tolerance are larger than zero")
-        if isinstance(memory, bool) or not isinstance(memory, int) or memory < 1:
-            raise LLQRError(f"memory is a number of bytes, not {memory!r}")
+        checked_number("damping", damping, lambda number: 0 < number < math.inf, "a number larger than 0")
+        checked_number("momentum", momentum, lambda number: 0 <= number < 1, "a number from 0 to 1")
+        checked_number("tolerance", tolerance, lambda number: 0 < number < 1, "a number between 0 and 1")
+        checked_integer("memory", memory, "a number of bytes")
         self._model, self._loss_fn, self._method, self._memory = model, loss_fn, method, memory
         self._divergence, self._tolerance = resolve(divergence), tolerance
         for name, parameter in locations.trainable(model).items():
@@ -145,10 +140,8 @@ class Exact(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Tensor:  # type: ignore[override]
         """One step on what the closure returns; the loss before it. On Ctrl-C the parameters are the best ones so far."""
-        if closure is None or not callable(closure):
-            raise LLQRError(
-                "step() needs a closure that returns residuals, or with a loss_fn the output and its targets"
-            )
+        if not callable(closure):
+            raise LLQRError("step() needs a closure that returns residuals, or with a loss_fn (output, targets)")
         check_model(self._model, (), without_inputs=True)
         named = _steppable(self._model)
         for name in {**self._named, **named}:
@@ -161,38 +154,42 @@ class Exact(torch.optim.Optimizer):
             raise LLQRError("the parameters were converted since Exact was made: make another Exact(model)")
         live = Live(self._model, self._loss_fn, closure, isinstance(self._divergence, Newton))
         system, method = self._system(live)
-        gradient, group = system.point.gradient_vector, self.param_groups[0]
+        point, group = system.point, self.param_groups[0]
+        gradient = point.gradient_vector
         start = {name: p.detach().clone() for name, p in self._named.items()}
-        squared = float(gradient @ gradient)
-        curvature = abs(float(gradient @ system.product(gradient))) / squared if squared else 0.0
-        floor = torch.finfo(gradient.dtype).eps * curvature
-        mu, growth = max(group["mu"] or group["damping"] * (curvature or 1.0), floor), GROWTH
-        carried = group["momentum"] * self._last_step(system.point)
-        refused, ratio, step, taken = 0, math.nan, carried, False
+        along = gradient / gradient.abs().max()  # its square may be beyond float32
+        curvature = abs(float(along @ system.product(along) / (along @ along))) if gradient.any() else 0.0
+        rounding = torch.finfo(gradient.dtype).eps
+        mu, growth = max(group["mu"] or group["damping"] * (curvature or 1.0), rounding * curvature), GROWTH
+        carried = group["momentum"] * self._last_step(point)
+        refused, ratio, step, taken, done = 0, math.nan, carried, False, False
         try:
-            while squared and refused < REFUSALS:
+            while gradient.any() and refused < REFUSALS and not taken:
                 step, promised = self._solve(system, carried, mu)
-                if promised > 4 * torch.finfo(gradient.dtype).eps * abs(live.loss):
-                    step = step + self._bend(live, system, start, step, mu)
-                    self._move(system.point, start, step)
-                    ratio = (live.loss - live.again()[0]) / promised
-                    if ratio > 0:
-                        taken = True
-                        break
-                    self._set(start)
+                if promised > 4 * rounding * abs(live.loss):
+                    step, loss = self._corrected(live, system, start, step, carried, mu)
+                    ratio = (live.loss - loss) / promised
+                    taken = ratio > 0
                 elif not math.isnan(promised) and not carried.any():
                     break  # no more to win than rounding
-                refused += 1
-                if carried.any():
-                    carried = torch.zeros_like(carried)
-                else:
-                    mu, growth = mu * growth, growth * 2
+                if not taken:
+                    refused += 1
+                    if carried.any():
+                        carried = torch.zeros_like(carried)
+                    else:
+                        mu, growth = mu * growth, growth * 2
+            if not group["steps"]:  # a closure that draws its own batches does so in the first step
+                self._set(start)
+                live.compare(live.again()[1])
+            if taken:
+                self._move(point, start, step)
+            done = taken
         finally:
-            if not taken:
+            if not done:
                 self._set(start)
         if taken:
             group["mu"] = mu * max(1 / 3, 1 - (2 * ratio - 1) ** 3)  # Nielsen's rule
-            for name, change in system.point.named(step).items():
+            for name, change in point.named(step).items():
                 self.state[self._named[name]]["step"] = change.clone()
         elif not refused:
             group["mu"] = mu / 3
@@ -230,23 +227,35 @@ class Exact(torch.optim.Optimizer):
             step = system.solve(system.point.slope, carried, mu)
         except DegenerateProblemError:
             return carried, math.nan
-        return step, -float(system.point.gradient_vector @ step + 0.5 * step @ system.product(step))
+        slope, curved = (each.double() @ step.double() for each in (system.point.gradient_vector, system.product(step)))
+        return step, -float(slope + 0.5 * curved)
 
-    def _bend(self, live: Live, system: System, start: Parameters, step: Tensor, mu: float) -> Tensor:
-        """How the path to the minimum bends: ½ (H + μ)⁻¹ Jᵀ W x'', with x'' the second derivative of the output along the step
-        (geodesic acceleration), found by running the closure a little way along it. None where it isn't small beside the step,
-        or H isn't JᵀWJ."""
+    def _corrected(
+        self, live: Live, system: System, start: Parameters, step: Tensor, carried: Tensor, mu: float
+    ) -> tuple[Tensor, float]:
+        """The step, nearer to the minimum of L(θ + δ) + ½ δ·dδ + ½ μ‖δ - c‖², and the loss there.
+
+        δ ← δ - (H + μ)⁻¹ (Jᵀ∇ℓ(x(θ + δ)) + dδ + μ(δ - c)): Newton's method with H and J as they are at θ, where H = JᵀWJ + d.
+        It goes on as long as corrections get shorter, and each lowers the loss by a tenth.
+        """
         point = system.point
-        none = torch.zeros_like(step)
-        if not point.flat_terms or len(point.values) > 1:
-            return none
-        self._move(point, start, AHEAD * step)
-        change = live.again()[1].reshape(-1) - point.values[0].reshape(-1)
-        second = 2 / AHEAD * (change / AHEAD - system.push(step))
-        if not second.isfinite().all():
-            return none
-        bend = 0.5 * system.solve(point.weigh(second), none, mu)
-        return bend if 2 * bend.norm() <= MOST_BENT * step.norm() else none
+        self._move(point, start, step)
+        (loss, output), last = live.again(), step
+        for _ in range(CORRECTIONS if point.flat_terms and len(point.values) == 1 else 0):
+            if not math.isfinite(loss):
+                break
+            more = system.solve(live.slope(output), carried - step - point.diagonal * step / mu, mu)
+            if not more.norm() < last.norm():
+                break
+            self._move(point, start, step + more)
+            lower, output = live.again()
+            if not lower < loss:
+                break
+            step, last, pays = step + more, more, lower <= WORTHWHILE * loss
+            loss = lower
+            if not pays:
+                break
+        return step, loss
 
     def _move(self, point: Point, start: Parameters, step: Tensor) -> None:
         self._set({name: start[name] + change for name, change in point.named(step).items()})
@@ -260,75 +269,11 @@ class Exact(torch.optim.Optimizer):
         return point.flat(held)
 
     def _system(self, live: Live) -> tuple[System, str]:
-        """The system that takes the least arithmetic of those that fit into memory, and its name."""
         point = self._point(live)
-        ways = self._ways(live, point)
-        errors: dict[str, LLQRError] = {}
-        names = sorted(ways, key=lambda name: ways[name].work) if self._method == "auto" else [self._method]
-        for name in names:
-            way = ways[name]
-            if way.reason:
-                errors[name] = LLQRError(f"method={name!r} can't be taken here: {way.reason}")
-            elif way.bytes > self._memory:
-                errors[name] = LLQRError(
-                    f"method={name!r} takes {way.bytes:,} bytes for {point.rows_of_output:,} numbers of the output and "
-                    f"{len(point.gradient_vector):,} parameters, and memory={self._memory:,}: allow more, take fewer examples "
-                    "at a time, or write method='cg'"
-                )
-            else:
-                try:
-                    return way.make(), name
-                except (ChainError, IndefiniteProblemError, RoomError) as error:
-                    errors[name] = error
-        raise errors[names[0]]
-
-    def _ways(self, live: Live, point: Point) -> dict[str, _Way]:
-        n, p, item = point.rows_of_output, len(point.gradient_vector), point.gradient_vector.element_size()
-        largest = max(each.numel() for each in self._named.values())
         examples = sum(count for count, _ in live.groups)
-        a_pass = 100.0 * p * examples + 6e7  # small matrices run at a tenth of the speed of large ones
-        flat = "" if point.flat_terms else "it is for divergences that are flat, as Gauss–Newton and KL are"
-        uniform = "" if point.uniform is not None else "the divergence has other L2 weights for some parameters"
-        room = self._memory // item
-        chunk = (self._memory // item - 3 * p * p) // (p + largest)
-        primal_work = (2.0 * n if point.flat_terms else 2.0 * a_pass / p) * p * p + p**3 / 3
-        return {
-            "dual": _Way(
-                2.0 * n * n * p + n**3,
-                item * (n * (p + largest) + 3 * n * n),
-                flat or uniform,
-                lambda: Dual(point, room),
-            ),
-            "primal": _Way(
-                primal_work, item * (3 * p * p + p + largest), "", lambda: Primal(point, max(1, chunk), room)
-            ),
-            "cg": _Way(600 * a_pass, 0, "", lambda: Conjugate(point, self._last_step(point), self._tolerance)),
-            "riccati": self._riccati(live, point),
-        }
-
-    def _riccati(self, live: Live, point: Point) -> _Way:
-        if self._loss_fn is None or not isinstance(self._model, nn.Sequential) or live.inputs is None:
-            return _Way(
-                math.inf, 0, "it is for an nn.Sequential and a closure that returns model(inputs), targets", _no
-            )
-        try:
-            chain = Chain(self._model)
-            states = [state.numel() for state in chain.run(live.inputs)]
-        except ChainError as error:
-            return _Way(math.inf, 0, str(error), _no)
-        sizes = [
-            (n, sum(p.numel() for p in parameters.values()))
-            for n, parameters in zip(states, chain.parameters, strict=True)
-        ]
-        work = sum(10.0 * n * n * (n + p) for n, p in sizes)
-        held = point.gradient_vector.element_size() * (sum(n * (n + p) for n, p in sizes) + 4 * max(states) ** 2)
-
-        def make() -> Stages:
-            assert live.inputs is not None
-            assert self._loss_fn is not None
-            return Stages(point, build(chain, live.inputs, live.targets, self._loss_fn, self._divergence))
-
-        return _Way(work, held, "", make)
+        found = ways(point, self._memory, examples, self._last_step(point), self._tolerance)
+        found["riccati"] = along_stages(point, self._model, self._loss_fn, live.inputs, live.targets, self._divergence)
+        return choose(found, self._method, point, self._memory)
 
     def _point(self, live: Live) -> Point:
         """g and H at the present parameters."""
@@ -340,13 +285,8 @@ class Exact(torch.optim.Optimizer):
         context = ChunkContext(recorder, parameters, live.loss_fn, terms, places)
         piece = Piece((), live.targets, None, slice(None), 1.0, 1.0, live.groups[0][0])
         with torch.enable_grad(), no_autocast(parameters):
-            point = Point(
-                context,
-                piece,
-                locations.diagonal(self._model, parameters, terms, 0.0),
-                live.groups,
-                self._method == "cg",
-            )
+            diagonal = locations.diagonal(self._model, parameters, terms, 0.0)
+            point = Point(context, piece, diagonal, live.groups, self._method == "cg")
             live.compare(point.values[0])
         return point
 
@@ -359,7 +299,7 @@ class Stats:
     refused: int
     """Steps that were tried and taken back."""
     stalled: int
-    """Calls of step() that found no step that lowers the loss: at a minimum, to rounding."""
+    """Calls of step() that found no step that lowers the loss: at a minimum to rounding, or right on a saddle point."""
     cut_short: int
     """Solutions by conjugate gradients that stopped at their limit of products, before they met the tolerance."""
     damping: float
@@ -367,15 +307,6 @@ class Stats:
     method: str
     ratio: float
     """Of the decrease that came to the one that the quadratic model had promised."""
-
-
-class _Way(NamedTuple):
-    """What a method would cost, why it can't be taken, and how it is."""
-
-    work: float
-    bytes: int
-    reason: str
-    make: Callable[[], System]
 
 
 def _steppable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -391,5 +322,124 @@ class _Group(dict[str, Any]):
         raise KeyError(key)
 
 
-def _no() -> System:
-    raise AssertionError
+class Live:
+    """What a closure returns, run with the model as it is: one time for good, and again as often as a step is tried."""
+
+    def __init__(self, model: nn.Module, loss_fn: Loss | None, closure: Closure, newton: bool) -> None:
+        self._model, self._given, self._closure, self._newton = model, loss_fn, closure, newton
+        self._dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
+        self.loss_fn: Loss = loss_fn or squares
+        self.targets: Any = None
+        self._seen: Tensor | None = None
+        self.groups: list[tuple[int, int]] = []
+        calls: list[tuple[Any, ...]] = []
+        self.streams = Streams(model)
+        hook = model.register_forward_hook(lambda *seen: calls.append(seen), with_kwargs=True)
+        try:
+            with torch.enable_grad():
+                output = self.output()
+        finally:
+            hook.remove()
+        check_finite(output.detach(), "what the closure returned")
+        self._first, self.loss = output.detach(), self._value(output)
+        if not math.isfinite(self.loss):
+            raise NonFiniteError(f"the loss is {self.loss}: start from other parameters, or look at the data")
+        alone = len(calls) == 1 and not calls[0][2] and calls[0][3] is self._seen
+        self.inputs: Inputs | None = calls[0][1] if alone else None
+
+    def again(self) -> tuple[float, Tensor]:
+        """The loss and the output at other parameters, with the same random numbers; buffers stay as they are."""
+        buffers = {buffer: buffer.clone() for buffer in self._model.buffers()}
+        try:
+            with torch.enable_grad(), self.streams.again():
+                output = self.output().detach()
+                if output.shape != self._first.shape:
+                    raise self._other(f"{self._first.numel()} numbers and then {output.numel()}")
+                return self._value(output), output
+        finally:
+            for buffer, value in buffers.items():
+                buffer.copy_(value)
+
+    def slope(self, output: Tensor) -> Tensor:
+        """∇ℓ at an output, in one vector."""
+        leaf = output.requires_grad_()
+        with torch.enable_grad():
+            return torch.autograd.grad(self.loss_fn(leaf, self.targets), leaf)[0].reshape(-1)
+
+    def compare(self, output: Tensor) -> None:
+        """Raise unless the output, and with its targets the loss, are those of the first run: both at the same parameters."""
+        rounding, same = torch.finfo(output.dtype).eps ** 0.5, output.shape == self._first.shape
+        if not same or (output - self._first).norm() > rounding * self._first.norm():
+            raise self._other("one output and then another at the same parameters")
+        loss = self._value(output)
+        if abs(loss - self.loss) > rounding * abs(self.loss):
+            raise self._other(f"a loss of {self.loss:g} and then {loss:g} at the same parameters")
+
+    def _other(self, what: str) -> LLQRError:
+        before = {name: buffer.clone() for name, buffer in self._model.named_buffers()}
+        self.output()
+        changed = [name for name, b in self._model.named_buffers() if not torch.equal(b, before[name])]
+        advice = f". Each run changes {changed[0]!r} (spectral_norm?): write model.eval()" if changed else ""
+        return LLQRError(
+            f"the closure gave {what}: it has to compute the same thing each time that a step calls it. Draw batches and "
+            f"random points before step(); leave out autocast{advice}"
+        )
+
+    def _value(self, output: Tensor) -> float:
+        with torch.no_grad():
+            loss = self.loss_fn(output, self.targets)
+        if isinstance(loss, Tensor) and loss.numel() != 1:
+            raise LLQRError(
+                f"loss_fn returned a tensor of shape {tuple(loss.shape)}: it must return one number, the mean over the batch "
+                "(reduction='mean')"
+            )
+        return float(loss)
+
+    def output(self) -> Tensor:
+        """What the loss is a function of; its targets and groups are noted."""
+        returned = self._closure()
+        if self._given is not None:
+            if not isinstance(returned, (tuple, list)) or len(returned) != 2:
+                raise LLQRError(
+                    f"with a loss_fn the closure returns (output, targets), not a {type(returned).__name__}"
+                )
+            output: Tensor
+            output, self.targets = returned
+            self._check(output, "the output")
+            self._seen = output
+            examples = len(output) if output.dim() else 1
+            self.groups = [(examples, output.numel() // examples)]
+            return output
+        if isinstance(returned, Tensor) and returned.dim() == 0:
+            if not self._newton:
+                raise LLQRError(
+                    "the closure returned one number, a loss: return the residuals that it is the mean square of, or give a "
+                    "loss_fn and return (output, targets), without backward(); of a loss alone divergence='newton' can be taken"
+                )
+            self._check(returned, "the loss")
+            self.loss_fn, self.groups = _itself, [(1, 1)]
+            return returned
+        residuals = list(returned) if isinstance(returned, (tuple, list)) else [returned]
+        if not residuals:
+            raise LLQRError("the closure returned no residuals: return a tensor, or a tuple of at least one")
+        for residual in residuals:
+            self._check(residual, "a residual")
+            if residual.dim() == 0:
+                raise LLQRError("a residual has no dimension: write residual.reshape(1), or return what it sums up")
+        self.groups = [(len(r), r.numel() // len(r)) for r in residuals]
+        return torch.cat([r.reshape(-1, 1) / r.numel() ** 0.5 for r in residuals])
+
+    def _check(self, value: Any, what: str) -> None:
+        if not isinstance(value, Tensor) or not value.is_floating_point() or value.numel() == 0:
+            named = isinstance(value, Tensor)
+            got = f"{value.numel()} numbers of {value.dtype}" if named else f"a {type(value).__name__}"
+            raise LLQRError(f"{what} is a tensor of floating-point numbers, not {got}")
+        if value.dtype != self._dtype:
+            raise LLQRError(
+                f"{what} is {value.dtype}, and the parameters are {self._dtype}: convert the data, or the model before Exact "
+                "is made; leave out autocast"
+            )
+
+
+def _itself(loss: Tensor, targets: Any) -> Tensor:
+    return loss

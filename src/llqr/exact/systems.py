@@ -3,7 +3,7 @@
 With H = JᵀWJ + d and m = μ + d, the same δ comes from whichever system is smallest:
 
     dual      δ = c' - Jᵀ (W J Jᵀ + m)⁻¹ (s + W J c'), c' = (μ/m) c    a row for each number of the output
-    primal    δ = c - (H + μ)⁻¹ (Jᵀs + H c)                            a row for each parameter; also where H isn't JᵀWJ + d
+    primal    δ = -(H + μ)⁻¹ (Jᵀs - μ c)                               a row for each parameter; also where H isn't JᵀWJ + d
     cg        the same by conjugate gradients, with products alone, to a tolerance
     riccati   the same along the stages of an nn.Sequential
 
@@ -12,170 +12,23 @@ A point is prepared once. Another damping costs a factorisation, and another slo
 
 from __future__ import annotations
 
+import itertools
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from llqr.checks import Inputs, check_finite
-from llqr.curvature.chunks import Piece
-from llqr.curvature.engine import JacobianProducts
-from llqr.curvature.recorded_chunk import ChunkContext, RecordedChunk
-from llqr.curvature.recorder import Parameters, Recorder
-from llqr.curvature.rules import plain_rules
-from llqr.divergences import L2, GaussNewton, OutputTerm
-from llqr.errors import IndefiniteProblemError, LLQRError
-from llqr.exact.blockdiagonal import BlockDiagonal, materialise_transposed
-from llqr.exact.blocks import LQR
-from llqr.exact.conjugate import conjugate_gradients
-from llqr.exact.derivatives import apply_to_each
-from llqr.exact.riccati import Riccati
-from llqr.exact.rows import Group, Rows, second_moments
-
-
-def squares(output: Tensor, targets: object) -> Tensor:
-    """The loss of residuals."""
-    return output.square().sum()
-
-
-Groups = Sequence[tuple[int, int]]
-"""(examples, columns) of the numbers of the output, in order."""
-
-
-class _Plain(JacobianProducts):
-    """A forward pass recorded by plain operations, whose nodes tell where parameters act."""
-
-    def __init__(self, recorder: Recorder, parameters: Parameters, inputs: Inputs, forward_mode: bool) -> None:
-        super().__init__(recorder, parameters, inputs, forward_mode, plain_rules())
-
-    def rows(self, groups: Sequence[Group], push: Callable[[Tensor], Tensor], room: int) -> Rows:
-        return Rows(self._outputs, self._leaves, groups, push, room)
-
-    def second_moments(self, slopes: list[Tensor]) -> tuple[dict[int, tuple[Tensor, Tensor]], Tensor]:
-        gradient = torch.cat([each.reshape(-1) for each in self.pull(slopes)])
-        return second_moments(self._outputs, self._leaves, slopes), gradient
-
-
-class Point(RecordedChunk):
-    """g and H of a closure at θ_k, in flat vectors."""
-
-    def __init__(
-        self, context: ChunkContext, piece: Piece, diagonal: dict[str, float], groups: Groups, by_products: bool
-    ) -> None:
-        super().__init__(context, piece, keep=True)
-        self._by_products = by_products  # rules make products quicker, and hide where parameters act
-        self._shapes = {name: p.shape for name, p in context.parameters.items()}
-        self._groups, recorded = groups, self._record()
-        self.gradient_vector = self.flat(self.gradient())
-        check_finite(self.gradient_vector, "the gradient")
-        like = self.gradient_vector
-        self.diagonal = torch.cat([torch.full_like(like[: s.numel()], diagonal[n]) for n, s in self._shapes.items()])
-        """What L2 terms put on H's diagonal."""
-        self.uniform = float(self.diagonal[0]) if bool((self.diagonal == self.diagonal[0]).all()) else None
-        self._expanded, self._linear = recorded.bases, recorded.linear
-        run = recorded.linear or recorded.second
-        assert run is not None
-        if not like.any() and not run.depends():
-            raise LLQRError(
-                "what the closure returned doesn't depend on the parameters of the model that Exact was given: is it computed "
-                "with another model, or with a copy?"
-            )
-        self.values = run.values
-        self.rows_of_output = sum(value.numel() for value in self.values)
-        self.flat_terms = recorded.second is None
-        """H = JᵀWJ, but for the diagonal."""
-        self.slope = torch.cat([each.reshape(-1) for each in self._slopes(recorded.slope)])
-
-    def flat(self, named: Parameters) -> Tensor:
-        return torch.cat([named[name].reshape(-1) for name in self._shapes])
-
-    def named(self, vector: Tensor) -> Parameters:
-        parts = torch.split(vector, [shape.numel() for shape in self._shapes.values()])
-        return {name: part.reshape(shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)}
-
-    def product(self, vector: Tensor) -> Tensor:
-        """H v."""
-        return self.flat(self.curvature(self.named(vector))) + self.diagonal * vector
-
-    def push(self, vector: Tensor) -> Tensor:
-        """J v."""
-        assert self._linear is not None
-        named = self.named(vector)
-        return torch.cat(
-            [each.reshape(-1) for each in self._push(self._linear, [named[name] for name in self._shapes])]
-        )
-
-    def pull_slope(self, slope: Tensor) -> Tensor:
-        """Jᵀs, of a slope at the output."""
-        if slope is self.slope:
-            return self.gradient_vector
-        assert self._linear is not None
-        return torch.cat([each.reshape(-1) for each in self._linear.pull(self._shaped(slope))])
-
-    def weigh(self, vector: Tensor) -> Tensor:
-        """W v."""
-        return torch.cat([each.reshape(-1) for each in self._curve(self._record(), self._shaped(vector))])
-
-    def _shaped(self, vector: Tensor) -> list[Tensor]:
-        parts = torch.split(vector, [value.numel() for value in self.values])
-        return [part.reshape(value.shape) for part, value in zip(parts, self.values, strict=True)]
-
-    def rows(self, room: int) -> Rows:
-        groups, start = [], 0
-        for examples, columns in [*self._groups, *(_shape(value, self._piece.count) for value in self.values[1:])]:
-            groups.append(Group(start, examples, columns))
-            start += examples * columns
-        return self._plain().rows(groups, self.push, room)
-
-    def products_at_once(self, room: int) -> int:
-        """How many products with H there is room for."""
-        recorded = self._record()
-        return max(1, room // (6 * sum(run.numbers() for run in (recorded.linear, recorded.second) if run is not None)))
-
-    def weights(self) -> list[BlockDiagonal]:
-        """W, one block-diagonal matrix for each value."""
-        if self._context.loss_fn is squares and [type(term) for _, term in self._context.terms] == [GaussNewton]:
-            return [BlockDiagonal(torch.full_like(self.values[0], 2.0 * self._context.terms[0][0])[..., None])]
-        found = []
-        for index, value in enumerate(self.values):
-
-            def weigh(tangent: Tensor, index: int = index) -> Tensor:
-                total = torch.zeros_like(tangent)
-                for factor, term in self._counted():
-                    if not isinstance(term, L2) and self._context.index(term) == index:
-                        total = total + factor * term.hessian_product(tangent, self._expanded[index])
-                return total
-
-            found.append(materialise_transposed(weigh, value.shape, value.shape, value))
-        return found
-
-    def moments(self) -> tuple[dict[int, tuple[Tensor, Tensor]], Tensor]:
-        """Second moments of both sides of each linear map, and the gradient, of a random slope whose second moment is W."""
-        generator = torch.Generator(self.gradient_vector.device).manual_seed(0)
-        total = [torch.zeros_like(value) for value in self.values]
-        for factor, term in self._counted():
-            if isinstance(term, OutputTerm):
-                total[0] = total[0] + factor**0.5 * term.draw(self._expanded[0], generator)
-        return self._plain().second_moments(total)
-
-    def _linearized(self, recorder: Recorder, parameters: Parameters, inputs: Inputs) -> JacobianProducts:
-        return (JacobianProducts if self._by_products else _Plain)(recorder, parameters, inputs, self._forward)
-
-    def _plain(self) -> _Plain:
-        if isinstance(self._linear, _Plain):
-            return self._linear
-        return _Plain(self._context.recorder, self._context.parameters, self._piece.inputs, False)
-
-    def _slopes(self, slope: Tensor | None) -> list[Tensor]:
-        assert slope is not None
-        return [slope, *(torch.zeros_like(value) for value in self.values[1:])]
-
-
-def _shape(value: Tensor, examples: int) -> tuple[int, int]:
-    whole = value.numel() % examples == 0
-    return (examples, value.numel() // examples) if whole else (1, value.numel())
+from llqr.checks import Inputs, Loss, check_finite
+from llqr.divergences import Divergence
+from llqr.errors import ChainError, IndefiniteProblemError, LLQRError
+from llqr.exact.chain import Chain
+from llqr.exact.lqr import LQR, build
+from llqr.exact.matrices import BlockDiagonal, add_symmetric, apply_to_units, conjugate_gradients
+from llqr.exact.point import Point, RoomError
+from llqr.exact.steps import Riccati
 
 
 class System(ABC):
@@ -205,8 +58,8 @@ class System(ABC):
             self._kept = (damping, self._factorise(damping))
         return self._kept[1]
 
-    def _factorise(self, damping: float) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def _factorise(self, damping: float) -> Any: ...
 
 
 class Dual(System):
@@ -222,7 +75,10 @@ class Dual(System):
         scales = torch.stack([w.blocks[0, 0, 0] for w in self._W])
         same = bool((scales == scales[0]).all()) and all(w.blocks.shape[1:] == (1, 1) for w in self._W)
         self._multiple = same and all(bool((w.blocks == scales[0]).all()) for w in self._W)
-        self._system = self._weigh(self._J @ self._J.T)
+        gram = self._J.new_zeros(len(self._J), len(self._J))
+        add_symmetric(gram, self._J.T, self._J.T)
+        self._system = self._weigh(gram)
+        check_finite(self._system, "W J Jᵀ")
 
     def product(self, step: Tensor) -> Tensor:
         return self._J.T @ self._weigh(self.push(step)) + self.point.diagonal * step
@@ -250,45 +106,45 @@ class Dual(System):
 
 
 class Primal(System):
-    def __init__(self, point: Point, chunk: int, room: int) -> None:
+    def __init__(self, point: Point, room: int) -> None:
         super().__init__(point)
         self._J: Tensor | None = None
         """Where there is room for all of it."""
         like = point.gradient_vector
         if point.flat_terms:
-            self._H = self._squared(point, chunk, room)
+            self._H = self._squared(point, room)
         else:
             point.product(like)  # looks at the derivatives once, without vmap
-            units = torch.eye(len(like), dtype=like.dtype, device=like.device)
-            self._H = apply_to_each(point.product, units, point.products_at_once(room))
+            self._H = apply_to_units(point.product, like, point.products_at_once(room))
             self._H.diagonal().sub_(point.diagonal)
         check_finite(self._H, "the Hessian of the divergence")
         self._H.diagonal().add_(point.diagonal)
 
-    def _squared(self, point: Point, chunk: int, room: int) -> Tensor:
-        """JᵀWJ, some rows of J at a time."""
+    def _squared(self, point: Point, room: int) -> Tensor:
+        """JᵀWJ, some rows of J at a time, or all where there is room for them twice."""
         rows, weights = point.rows(room), point.weights()
-        starts = [0]
-        for w in weights:
-            starts.append(starts[-1] + w.shape[0])
+        each = 2 * rows.width + point.largest
+        chunk, sizes = (room - rows.held) // each, [w.shape[0] for w in weights]
+        starts = [0, *itertools.accumulate(sizes)]
         aligned = all(
             w.blocks.shape[1] == 1 or w.blocks.shape[1] <= value.numel() // len(value)
             for w, value in zip(weights, point.values, strict=True)
         )
-        total = torch.zeros(
-            rows.width, rows.width, dtype=point.gradient_vector.dtype, device=point.gradient_vector.device
-        )
-        parts: list[Tensor] = []
-        for start, part in rows.chunks(chunk if aligned else rows.count):
+        least = max(group.columns for group in rows.groups) if aligned else rows.count
+        if chunk < least:
+            raise RoomError(
+                f"{least:,} rows of the Jacobian are needed at once, {least * each:,} numbers, and there is room for "
+                f"{max(0, room - rows.held):,}: allow more memory, or write method='cg'"
+            )
+        self._J = rows.whole() if rows.count <= chunk else None
+        total = point.gradient_vector.new_zeros(rows.width, rows.width)
+        whole = None if self._J is None else zip(starts, torch.split(self._J, sizes), strict=False)
+        for start, part in whole or rows.chunks(chunk):
             index = next(i for i in range(len(weights)) if starts[i] <= start < starts[i + 1])
             size = weights[index].blocks.shape[1]
             first = (start - starts[index]) // size
             blocks = BlockDiagonal(weights[index].blocks[first : first + len(part) // size])
-            total += part.T @ blocks.apply(part)
-            parts.append(part)
-            if 2 * rows.count > chunk:
-                parts.clear()
-        self._J = torch.cat(parts) if parts else None
+            add_symmetric(total, part, blocks.apply(part))
         return total
 
     def product(self, step: Tensor) -> Tensor:
@@ -300,8 +156,7 @@ class Primal(System):
     def solve(self, slope: Tensor, carried: Tensor, damping: float) -> Tensor:
         known = slope is self.point.slope
         gradient = self.point.pull_slope(slope) if known or self._J is None else self._J.T @ slope
-        gradient = gradient + self._H @ carried
-        return carried - torch.cholesky_solve(gradient[:, None], self.factorised(damping))[:, 0]
+        return -torch.cholesky_solve((gradient - damping * carried)[:, None], self.factorised(damping))[:, 0]
 
     def _factorise(self, damping: float) -> Any:
         matrix = self._H.clone()
@@ -314,20 +169,20 @@ MOST_PRODUCTS = 1000
 
 class Conjugate(System):
     """Conjugate gradients from the last step on, preconditioned by U: for each weight the damped inverses of the second moments
-    of its inputs and of its drawn gradients, as in LLQR; for other parameters one number, from the mean of the squares."""
+    of its inputs and of its drawn gradients, as in LLQR; for other parameters, and without room for those, one number, from
+    the mean of the squares."""
 
-    def __init__(self, point: Point, start: Tensor, tolerance: float) -> None:
+    def __init__(self, point: Point, start: Tensor, tolerance: float, room: int) -> None:
         super().__init__(point)
         self._last, self._tolerance = start, tolerance
-        self._moments, gradient = point.moments()
+        self._moments, gradient = point.moments(room)
         self._squares = [float(each.square().mean()) for each in point.named(gradient).values()]
 
     def solve(self, slope: Tensor, carried: Tensor, damping: float) -> Tensor:
-        gradient = self.point.pull_slope(slope) - damping * carried
         own = slope is self.point.slope
         start = self._last if own else torch.zeros_like(self._last)
-        begun = gradient + self.product(start) + damping * start
-        tolerance = self._tolerance * float(gradient.norm() / begun.norm()) if begun.any() else 1.0
+        begun = self.point.pull_slope(slope) - damping * carried + self.product(start) + damping * start
+        tolerance = self._tolerance * float(self.point.gradient_vector.norm() / begun.norm()) if begun.any() else 1.0
         most = min(10 * len(begun), MOST_PRODUCTS)
         solved = conjugate_gradients(
             lambda v: self.product(v) + damping * v, begun, tolerance, most, self.factorised(damping)
@@ -362,17 +217,88 @@ class Stages(System):
         self._diagonals = [stage.diagonal for stage in lqr.stages]
 
     def solve(self, slope: Tensor, carried: Tensor, damping: float) -> Tensor:
-        riccati, pushed = self.factorised(damping), self.point.named(self.product(carried))
+        riccati, pulled = self.factorised(damping), self.point.named(-damping * carried)
         self._lqr.terminal_gradient = slope[: len(self._lqr.terminal_gradient)]  # there are none at the other places
         for stage in self._lqr.stages:
-            stage.param_gradient = stage.stack(pushed)
+            stage.param_gradient = stage.stack(pulled)
         pairs = zip(self._lqr.stages, riccati.solve().controls, strict=True)
-        return carried + self.point.flat({n: part for stage, c in pairs for n, part in stage.unstack(c).items()})
+        return self.point.flat({n: part for stage, c in pairs for n, part in stage.unstack(c).items()})
 
     def _factorise(self, damping: float) -> Riccati:
         for stage, diagonal in zip(self._lqr.stages, self._diagonals, strict=True):
             stage.diagonal = diagonal + damping
         return Riccati(self._lqr)
+
+
+class Way(NamedTuple):
+    """What a method would cost, why it can't be taken, and how it is."""
+
+    work: float
+    bytes: int
+    reason: str
+    make: Callable[[], System]
+
+
+def ways(point: Point, memory: int, examples: int, start: Tensor, tolerance: float) -> dict[str, Way]:
+    """The methods for any model."""
+    n, p, largest = point.rows_of_output, len(point.gradient_vector), point.largest
+    item = point.gradient_vector.element_size()
+    a_pass = 100.0 * p * examples + 6e7  # small matrices run at a tenth of the speed of large ones
+    flat = "" if point.flat_terms else "it is for divergences that are flat, as Gauss–Newton and KL are"
+    uniform = "" if point.uniform is not None else "the divergence has other L2 weights for some parameters"
+    dual, primal = n * (p + largest) + 3 * n * n, 3 * p * p
+    squaring = 2.0 * n if point.flat_terms else 2.0 * a_pass / p
+    room = memory // item
+    return {
+        "dual": Way(2.0 * n * n * p + n**3, item * dual, flat or uniform, lambda: Dual(point, room - dual)),
+        "primal": Way(
+            squaring * p * p + p**3 / 3, item * (primal + 2 * p + largest), "", lambda: Primal(point, room - primal)
+        ),
+        "cg": Way(600 * a_pass, 0, "", lambda: Conjugate(point, start, tolerance, room)),
+    }
+
+
+def along_stages(
+    point: Point, model: nn.Module, loss_fn: Loss | None, inputs: Inputs | None, targets: Any, divergence: Divergence
+) -> Way:
+    """The Riccati recursion, where the model has stages."""
+    if loss_fn is None or not isinstance(model, nn.Sequential) or inputs is None:
+        return Way(math.inf, 0, "it is for an nn.Sequential and a closure that returns model(inputs), targets", _no)
+    try:
+        chain = Chain(model)
+        states = [state.numel() for state in chain.run(inputs)]
+    except ChainError as error:
+        return Way(math.inf, 0, str(error), _no)
+    sizes = [(n, sum(p.numel() for p in own.values())) for n, own in zip(states, chain.parameters, strict=True)]
+    work = sum(10.0 * n * n * (n + p) for n, p in sizes)
+    held = point.gradient_vector.element_size() * (sum(n * (n + p) for n, p in sizes) + 4 * max(states) ** 2)
+    return Way(work, held, "", lambda: Stages(point, build(chain, inputs, targets, loss_fn, divergence)))
+
+
+def choose(ways: dict[str, Way], method: str, point: Point, memory: int) -> tuple[System, str]:
+    """The system that takes the least arithmetic of those that fit into memory, and its name."""
+    errors: dict[str, LLQRError] = {}
+    names = sorted(ways, key=lambda name: ways[name].work) if method == "auto" else [method]
+    for name in names:
+        way = ways[name]
+        if way.reason:
+            errors[name] = LLQRError(f"method={name!r} can't be taken here: {way.reason}")
+        elif way.bytes > memory:
+            errors[name] = LLQRError(
+                f"method={name!r} takes {way.bytes:,} bytes for {point.rows_of_output:,} numbers of the output and "
+                f"{len(point.gradient_vector):,} parameters, and memory={memory:,}: allow more, take fewer examples at a "
+                "time, or write method='cg'"
+            )
+        else:
+            try:
+                return way.make(), name
+            except (ChainError, IndefiniteProblemError, RoomError) as error:
+                errors[name] = error
+    raise errors[names[0]]
+
+
+def _no() -> System:
+    raise AssertionError
 
 
 def _least(blocks: Tensor) -> float:

@@ -20,11 +20,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from llqr.checks import call
+from llqr.curvature.graph import graph_nodes, refuse_once_differentiable, refuse_wrong_formulas
 from llqr.curvature.handwritten import handwritten
 from llqr.curvature.recorder import forward_replaced
 from llqr.curvature.rules.base import Maybe, Twice, record, record_twice
 from llqr.errors import LLQRError
-from llqr.exact.derivatives import graph_nodes, refuse_once_differentiable, refuse_wrong_formulas
 
 Again = Callable[[], AbstractContextManager[Any]]
 """What a segment is run again in: the modes, precision and random streams that it was called with."""

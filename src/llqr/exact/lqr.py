@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from llqr.checks import Inputs, Loss, batch_size_of, check_finite, frozen_rng, loss_gradient
+from llqr.curvature.graph import refuse_once_differentiable, refuse_wrong_formulas
 from llqr.curvature.locations import Location, PerLayer, Terms, catching, per_parameter
 from llqr.divergences import L2, ActivationTerm, BasePoint, Divergence, LayerwiseLoss, OutputTerm, layerwise
 from llqr.divergences.base import slope as slope_of
 from llqr.errors import ChainError, LLQRError, NotTwiceDifferentiableError, unknown
-from llqr.exact.blockdiagonal import BlockDiagonal, materialise_transposed
 from llqr.exact.chain import Chain
-from llqr.exact.derivatives import jacobian, puller, refuse_once_differentiable, refuse_wrong_formulas
+from llqr.exact.matrices import BlockDiagonal, jacobian, materialise_transposed, puller, unflat
 
 _AtState = tuple[float, OutputTerm | ActivationTerm]
 _Inside = tuple[float, ActivationTerm, Location]
@@ -64,8 +64,7 @@ class StageBlocks:
 
     def unstack(self, vector: Tensor) -> dict[str, Tensor]:
         """δθ_i by name."""
-        parts = torch.split(vector, [shape.numel() for shape in self.shapes.values()])
-        return {name: part.reshape(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
+        return unflat(vector, self.shapes)
 
     def param_product(self, vector: Tensor) -> Tensor:
         """R_i δθ_i."""

@@ -1,4 +1,6 @@
-"""The Riccati recursion: the LQR solved stage by stage, backwards for the value function, forwards for the step.
+"""The exact step: by the Riccati recursion along the stages, by the dense matrix, by conjugate gradients.
+
+The recursion solves the LQR stage by stage, backwards for the value function, forwards for the step.
 
 With the value function ½ δx·K_i δx + λ_i·δx of what is left from stage i on, S_i = R_i + B_iᵀ K_{i+1} B_i and
 G_i = M_i + B_iᵀ K_{i+1} A_i,
@@ -13,14 +15,25 @@ factorisation of H: all positive definite just where H is.
 
 from __future__ import annotations
 
+import warnings
+from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from llqr.exact.blockdiagonal import BlockDiagonal
-from llqr.exact.blocks import LQR, StageBlocks
-from llqr.exact.definite import cholesky
+from llqr.checks import Inputs, Loss, call, check_finite, check_inputs, check_model
+from llqr.curvature.locations import PerLayer
+from llqr.curvature.quadratic import QuadraticModel
+from llqr.curvature.recorder import Streams
+from llqr.curvature.rules.replacements import constants
+from llqr.divergences import Divergence, LayerwiseLoss
+from llqr.errors import ChainError, DegenerateProblemError, NotTwiceDifferentiableError, unknown
+from llqr.exact.chain import Chain, named_stages
+from llqr.exact.lqr import LQR, StageBlocks, build
+from llqr.exact.matrices import BlockDiagonal, apply_to_units, cholesky, conjugate_gradients, flat, least_norm, unflat
 
 
 class DenseControl:
@@ -181,3 +194,156 @@ def _feedback(stage: StageBlocks, coupling: Tensor, response: Tensor) -> Tensor:
     else:
         product = coupling.T @ (stage.param_jacobian @ response)
     return product if stage.cross_cost is None else product + stage.cross_cost.T @ response
+
+
+Degenerate = Literal["error", "least-norm"]
+
+
+def exact_step(
+    stages: nn.Sequential | Sequence[nn.Module],
+    inputs: Inputs,
+    targets: Any,
+    loss_fn: Loss | LayerwiseLoss,
+    divergence: str | Divergence,
+    damping: PerLayer = 0.0,
+    *,
+    degenerate: Degenerate = "error",
+) -> dict[str, Tensor]:
+    """The minimiser δθ* = -(H + λ)⁻¹ g of g·δ + ½ δ·(H + λ)δ, by name of the parameter.
+
+    Args:
+        stages: the network as an `nn.Sequential` or a sequence of modules; names are those that the Sequential gives.
+        inputs: what the first stage is called with; a batch, or a single example without a batch dimension.
+        targets: passed on to `loss_fn`.
+        loss_fn: `loss_fn(output, targets)`, one number: the mean loss of the batch; or a `LayerwiseLoss`.
+        divergence: an object of `llqr.divergences`, or its name ("newton", "gauss-newton", "ngd", "renyi", "reverse-kl").
+        damping: λ_i, one number or a mapping from stage (index or name) or parameter name to a number.
+        degenerate: what to do where H + λ isn't positive definite. "error": raise a `SingularProblemError` or an
+            `IndefiniteProblemError` that names the stage. "least-norm": return the smallest solution of (H + λ)δ = -g (the
+            minimum of least norm where H is singular, the stationary point where it is indefinite); that forms H.
+    """
+    lqr = build(Chain(stages), inputs, targets, loss_fn, divergence, damping)
+    return solve(lqr, degenerate)
+
+
+def solve(lqr: LQR, degenerate: Degenerate = "error") -> dict[str, Tensor]:
+    """The solution of an LQR as a step by name."""
+    _check_degenerate(degenerate)
+    try:
+        controls = Riccati(lqr).solve().controls
+    except DegenerateProblemError:
+        if degenerate == "error":
+            raise
+        controls = _least_norm(lqr)
+    return {
+        name: part
+        for stage, control in zip(lqr.stages, controls, strict=True)
+        for name, part in stage.unstack(control).items()
+    }
+
+
+def _check_degenerate(degenerate: str) -> None:
+    if degenerate not in ("error", "least-norm"):
+        raise unknown("value of degenerate", degenerate, ("error", "least-norm"))
+
+
+def _least_norm(lqr: LQR) -> list[Tensor]:
+    """-H⁺ g. Which directions are null is a question about all of H, so here it is formed, by the LQR's own products."""
+    sizes = [len(stage.diagonal) for stage in lqr.stages]
+    gradient = torch.cat(lqr.gradient())
+    units = torch.eye(len(gradient), dtype=gradient.dtype, device=gradient.device)
+    rows = [torch.cat(lqr.curvature(list(torch.split(unit, sizes)))) for unit in units]
+    return list(torch.split(least_norm(torch.stack(rows), gradient), sizes))
+
+
+def dense_step(
+    model: nn.Module | Sequence[nn.Module],
+    inputs: Inputs,
+    targets: Any,
+    loss_fn: Loss | LayerwiseLoss,
+    divergence: str | Divergence,
+    damping: PerLayer = 0.0,
+    *,
+    degenerate: Degenerate = "error",
+) -> dict[str, Tensor]:
+    """-(H + λ)⁻¹ g with H formed, P × P, and factorised. Arguments as for `exact_step`; any module will do."""
+    _check_degenerate(degenerate)
+    products = _Products(model, inputs, targets, loss_fn, divergence, damping)
+    matrix, gradient = apply_to_units(products.curvature, products.gradient), products.gradient
+    check_finite(matrix, "the Hessian of the divergence")
+    if (matrix - matrix.T).norm() > torch.finfo(matrix.dtype).eps ** 0.5 * matrix.norm():
+        raise NotTwiceDifferentiableError(
+            "the second derivatives that torch gives for this model aren't symmetric: wrong"
+        )
+    if degenerate == "least-norm":
+        return products.named(least_norm(matrix, gradient))
+    factor = cholesky(matrix, matrix.diagonal().abs(), None)
+    return products.named(-torch.cholesky_solve(gradient[:, None], factor)[:, 0])
+
+
+def cg_step(
+    model: nn.Module | Sequence[nn.Module],
+    inputs: Inputs,
+    targets: Any,
+    loss_fn: Loss | LayerwiseLoss,
+    divergence: str | Divergence,
+    damping: PerLayer = 0.0,
+    *,
+    tolerance: float = 1e-10,
+    max_steps: int | None = None,
+) -> dict[str, Tensor]:
+    """-(H + λ)⁻¹ g by conjugate gradients on products with H; for models too big for the other two ways.
+
+    Stops when the residual is `tolerance` times the gradient; warns if that takes more than `max_steps` (default: twice the
+    number of parameters, at most 10,000). Where H is singular, the iterates stay in its range: the least-norm step.
+    """
+    products = _Products(model, inputs, targets, loss_fn, divergence, damping)
+    limit = min(2 * len(products.gradient), 10_000) if max_steps is None else max_steps
+    solved = conjugate_gradients(products.curvature, products.gradient, tolerance, limit)
+    if solved.residual > tolerance:
+        warnings.warn(
+            f"cg_step stopped at a relative residual of {solved.residual:.1e}, not {tolerance:.1e}", stacklevel=2
+        )
+    return products.named(solved.step)
+
+
+class _Products:
+    """g, and products with H + λ, of a whole network, as flat vectors."""
+
+    def __init__(self, model: nn.Module | Sequence[nn.Module], inputs: Inputs, *problem: Any) -> None:
+        whole = _as_module(model)
+        check_inputs(inputs, whole)
+        check_model(whole, inputs)
+        streams = Streams(whole)
+        with torch.no_grad(), streams.again():
+            call(whole, {**constants(whole), **{name: p.clone() for name, p in whole.named_parameters()}}, inputs)
+            if streams.drawn():
+                raise ChainError("the model draws random numbers (dropout?): call .eval() on it first")
+        self._q = QuadraticModel.build(whole, inputs, *problem)
+        self.gradient = flat(self._q.gradient)
+
+    def curvature(self, direction: Tensor) -> Tensor:
+        return flat(self._q.curvature(self.named(direction)))
+
+    def named(self, vector: Tensor) -> dict[str, Tensor]:
+        return unflat(vector, {name: g.shape for name, g in self._q.gradient.items()})
+
+
+class _Row(nn.Sequential):
+    """A Sequential whose first stage takes what a model takes."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        first, *rest = self._modules.values()
+        assert first is not None
+        state = first(*args, **kwargs)
+        for stage in rest:
+            assert stage is not None
+            state = stage(state)
+        return state
+
+
+def _as_module(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
+    own_forward = isinstance(model, nn.Module) and type(model).forward is not nn.Sequential.forward
+    if isinstance(model, nn.Module) and own_forward and not isinstance(model, nn.ModuleList):
+        return model
+    return _Row(OrderedDict(named_stages(model)))  # type: ignore[arg-type]
