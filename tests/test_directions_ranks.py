@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from llqr import LLQR
+from llqr.curvature.statistics import Sums
 from llqr.divergences import KL
 from llqr.errors import LLQRWarning
-from llqr.statistics import Sums
 from loops import network, sgd
 from ranks import on_ranks
 from ranks_directions import STEPS, Case, backward, build, outcome, trained, trained_on_ranks, whole

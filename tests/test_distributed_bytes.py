@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typer.testing import CliRunner
 
-from llqr.distributed.block_owners import deal
+from llqr.distributed.processes import deal
 from llqr.solvers import SGDM, ScaleFree, Solver
 from llqr.structures import Diagonal, EigenKronecker, Kronecker
 from llqr_lab.cli import app

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from llqr import LLQR, QuadraticModel, statistics
+from llqr.curvature.linear_maps import damping_after
 from llqr.divergences import (
     KL,
     L2,
@@ -28,7 +29,6 @@ from llqr.divergences import (
     ReverseKL,
 )
 from llqr.divergences.places import ActivationTerm
-from llqr.statistics import damping_after
 from loops import backward, batch, closure_of, network, sgd
 from networks import relative
 

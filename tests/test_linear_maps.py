@@ -12,10 +12,11 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from llqr import statistics
+from llqr.curvature import statistics
+from llqr.curvature.linear_maps import LinearMap
 from llqr.curvature.recorder import unfused
-from llqr.linear_maps import Found, find_uses
-from llqr.statistics import LinearMap, Sides, Sums, merged, some_places
+from llqr.curvature.statistics import Sides, Sums, merged, some_places
+from llqr.curvature.uses import Found, find_uses
 from llqr.structures import Dense, Kronecker
 
 BATCH = 3

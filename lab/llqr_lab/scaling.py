@@ -14,7 +14,7 @@ from typing import Literal
 
 from rich.console import Console
 
-from llqr.distributed.block_owners import deal
+from llqr.distributed.processes import deal
 from llqr.structures import Diagonal, EigenKronecker, Kronecker, Structure
 from llqr_lab.results import say, show_table, simple_table
 

@@ -8,16 +8,15 @@ it is. So nothing of the base has to be tuned again, and no step is longer than 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
+from llqr.curvature.linear_maps import Block, LinearMap, Stack, stacked
 from llqr.errors import LLQRError
-from llqr.statistics import Block, LinearMap, Stack, stacked
-from llqr.wrapper import gradients_of
 
 if TYPE_CHECKING:
     from llqr.distributed.processes import Process
@@ -42,14 +41,20 @@ class BaseStep:
         self._taken_back = TakenBack(base)
         self._before: dict[str, Tensor] = {}
 
-    def take(self, parameters: Mapping[str, Tensor], blocks: Sequence[Block], processes: Process) -> list[str]:
+    def take(
+        self,
+        parameters: Mapping[str, Tensor],
+        gradients: Mapping[str, Tensor],
+        blocks: Sequence[Block],
+        processes: Process,
+    ) -> list[str]:
         """-‖Δθ‖ U m / ‖U m‖ in the place of the base's step Δθ. All in shards, where the parameters are.
 
         Returns the maps whose step the base took as it would have alone, because something wasn't finite.
         """
         names = list(dict.fromkeys(name for block in blocks for name in block.map.members))
         groups = groups_of(self._base, parameters)
-        self.momentum.gather(gradients_of(parameters), parameters, groups)
+        self.momentum.gather(gradients, parameters, groups)
         if not names:
             self._base.step()
             return []
@@ -57,12 +62,8 @@ class BaseStep:
             local = {name: processes.local(parameters[name]) for name in names}
             before = self._remembered(local)
             self._base.step()
-            momenta = {}
-            for name in names:
-                was = processes.shard_like(parameters[name], before[name])
-                momentum = self.momentum.of(name, parameters[name], was, groups[name])
-                if momentum is not None:
-                    momenta[name] = processes.local(momentum)
+            found = {n: self.momentum.of(n, parameters[n], before[n], groups[n], processes.local) for n in names}
+            momenta = {name: momentum for name, momentum in found.items() if momentum is not None}
             factors = {name: decay(self._base, groups[name]) for name in names}
             for factor in {*factors.values()} - {1.0}:
                 torch._foreach_mul_([before[name] for name in names if factors[name] == factor], factor)
@@ -109,19 +110,21 @@ class Momentum:
                 self.averages[name] = torch.zeros_like(gradient)
             self.averages[name] = self.averages[name].to(signed).lerp_(signed, 1 - OWN_MOMENTUM)
 
-    def of(self, name: str, parameter: Tensor, before: Tensor, group: Group) -> Tensor | None:
-        """After the base has stepped from `before`."""
+    def of(
+        self, name: str, parameter: Tensor, before: Tensor, group: Group, local: Callable[[Tensor], Tensor]
+    ) -> Tensor | None:
+        """After the base has stepped from `before`; of shards, what is `local`, as `before` is."""
         kind, state = type(self._base), self._base.state.get(parameter, {})
         if kind in AVERAGING:
-            average: Tensor | None = state.get("exp_avg")
-            return average
-        if not self.is_known:
-            return self.averages.get(name)
-        buffer, gradient = state.get("momentum_buffer") if group["momentum"] else None, parameter.grad
-        if buffer is not None and not group["nesterov"]:
-            return buffer if isinstance(buffer, Tensor) else None
-        if gradient is None:
-            return None
+            buffer, gradient = state.get("exp_avg"), None
+        elif not self.is_known:
+            buffer, gradient = self.averages.get(name), None
+        else:
+            buffer, gradient = state.get("momentum_buffer") if group["momentum"] else None, parameter.grad
+        buffer = local(buffer) if isinstance(buffer, Tensor) else None
+        if gradient is None or (buffer is not None and not group["nesterov"]):
+            return buffer
+        gradient = local(gradient)
         if kind in MUON:
             return gradient if buffer is None else gradient.lerp(buffer, group["momentum"])
         gradient = -gradient if group["maximize"] else gradient

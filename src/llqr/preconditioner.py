@@ -19,9 +19,9 @@ from llqr.structures.stacks import Group, StructureSpec, identity_groups
 
 
 class Preconditioned(NamedTuple):
-    """Preconditioned gradients (None: there is none), and the blocks where they weren't finite."""
+    """Preconditioned gradients, and the blocks where they weren't finite."""
 
-    gradients: dict[str, Tensor | None]
+    gradients: dict[str, Tensor]
     nonfinite: list[str]
 
 

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,10 @@ from torch.overrides import TorchFunctionMode
 from llqr.checks import Inputs, mapped, tensors_in
 from llqr.curvature.recorder import Streams, forward_replaced, in_modes, unfused
 from llqr.errors import LLQRError
-from llqr.wrapper import Schedule, gradients_of
+from llqr.wrapper import gradients_of
+
+if TYPE_CHECKING:
+    from llqr.wrapper import Schedule
 
 
 class Called(NamedTuple):

@@ -226,7 +226,7 @@ def staleness(optimizer: PaperLLQR, inputs: Inputs, targets: Any, loss_fn: Loss)
 
 def refuse_ranks(optimizer: Optimizer) -> None:
     """Raise where a look at one process would be taken for one at all that train together."""
-    if isinstance(optimizer, PaperLLQR) and optimizer.ranks.several:
+    if isinstance(optimizer, PaperLLQR) and optimizer.processes.several:
         raise LLQRError(
             "how stale U is can be told where one process trains, and not yet among several: look at a training of one process"
         )

@@ -15,16 +15,17 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from llqr.checks import batch_size_of, check_finite
-from llqr.collector import Call, returned
 from llqr.curvature import locations
+from llqr.curvature.collector import Call, returned
+from llqr.curvature.linear_maps import LinearMap
 from llqr.curvature.precision import no_autocast, raised
 from llqr.curvature.recorder import Recorder, Selector
+from llqr.curvature.statistics import Sides
+from llqr.curvature.uses import find_uses
 from llqr.divergences import L2, ActivationTerm, BasePoint, Divergence, OutputTerm, Term
 from llqr.divergences.families import Categorical
 from llqr.divergences.family_of_loss import check_family
 from llqr.errors import LLQRError, NonFiniteError
-from llqr.linear_maps import find_uses
-from llqr.statistics import LinearMap, Sides
 from llqr.training_loop import Closure, as_inputs, loss_of_output
 
 

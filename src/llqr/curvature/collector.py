@@ -3,7 +3,7 @@
 In a step that begins with a refit the hook looks at the graph of what the model returns, and lets the loop's own backward pass
 tell the gradients at every linear map: no pass of its own is needed, and the loss can be anything. Where the maps can't be seen
 there (a compiled graph, a fused LSTM, sharded parameters), it holds the inputs and the gradients at the outputs, and LLQR runs
-the model once more itself (`llqr.second_run`).
+the model once more itself (`llqr.curvature.second_run`).
 """
 
 from __future__ import annotations
@@ -13,20 +13,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from llqr.checks import tensors_in
+from llqr.curvature.linear_maps import LinearMap
 from llqr.curvature.precision import no_autocast
 from llqr.curvature.recorder import CheckpointedError, Streams, refusing_checkpoints
+from llqr.curvature.statistics import Sides, Sums
+from llqr.curvature.uses import Found, Use, find_uses
 from llqr.distributed.processes import holds_gradients
-from llqr.linear_maps import Found, Use, find_uses
-from llqr.statistics import LinearMap, Sides, Sums
 from llqr.structures.base import Structure
 from llqr.training_loop import copied, is_own_call
-from llqr.wrapper import Schedule
+
+if TYPE_CHECKING:
+    from llqr.wrapper import Schedule
 
 
 @dataclass

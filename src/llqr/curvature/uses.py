@@ -1,4 +1,4 @@
-"""Linear maps of a network, found in the graph that autograd has recorded.
+"""Uses of linear maps in a network, found in the graph that autograd has recorded.
 
 A matrix W acts somewhere as y = W x: in a linear layer, a convolution, an attention's projection, a plain `x @ W`. Its gradient
 is a sum of b aᵀ over every place where it acts, with a the input there and b the gradient at the output. Both pass through the
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from llqr.statistics import LinearMap, Sides, matching_rows, patches
+from llqr.curvature.linear_maps import LinearMap
+from llqr.curvature.statistics import Sides, matching_rows, patches
 
 Edge = tuple[Node | None, int]
 
