@@ -362,7 +362,7 @@ def test_ranks_agree_on_what_goes_wrong(tmp_path: Path) -> None:
     for fsdp, rank in product((False, True), (0, 1)):
         found = {name.split()[0]: result for name, result in ranks[rank].items() if name.endswith(str(fsdp))}
         assert found["not_finite"]["counts"] == [1, 1, 0]
-        assert "a refit was left out" in found["not_finite"]["words"][0]
+        assert "a refit was rejected" in found["not_finite"]["words"][0]
         assert found["overflow"]["counts"][2] > 0
         assert "the base's own step was taken" in found["overflow"]["words"][0]
         where = "" if rank == 1 else "RankError: on rank 1: "

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from llqr.base_step import BaseStep
 from llqr.checks import check_callable
+from llqr.closures import Closure, checked_loss, evaluated
 from llqr.curvature.collector import Call, Collector
 from llqr.curvature.linear_maps import Block
 from llqr.curvature.precision import no_autocast
@@ -31,7 +32,6 @@ from llqr.errors import LLQRError, NonFiniteError
 from llqr.paper import PaperLLQR
 from llqr.reporting import assignments
 from llqr.structures.stacks import StructureSpec, assign
-from llqr.training_loop import Closure, checked_loss
 from llqr.wrapper import KEY, LONGEST, Every, Wrapping, gradients_of, not_finite, often_at_first, stepped_parameters
 
 if TYPE_CHECKING:
@@ -139,10 +139,7 @@ class LLQR(Wrapping):
 
     def step(self, closure: Closure | None = None) -> Any:
         """Refit U if it is time, let the base step, and turn its step to U m."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else evaluated(closure)
         parameters = self._meet()
         if self._unhook.alive and self.processes.due(self._schedule):
             self._refit(parameters, closure, loss)
@@ -200,7 +197,7 @@ class LLQR(Wrapping):
             examples = self._second_run.examples(calls[-1])
             share = examples / self.processes.sums(examples)[0]
         self._collector.sums = {}  # of a refit that failed
-        with self._collector.paused():
+        with self._collector.listening(False):
             for call in calls if self.divergence is None else calls[-1:]:
                 for map_, sides in self._second_run(trained, call, closure, generator, share, ranks):
                     self._collector.add(map_, sides)

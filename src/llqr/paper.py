@@ -20,18 +20,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from llqr.checks import Inputs, Loss, check_callable, check_flag
+from llqr.checks import Inputs, Loss, check_callable, check_flag, checked_number
+from llqr.closures import Closure, checked_loss, evaluated, evaluated_gradients
+from llqr.curvature.collector import InputHook
 from llqr.curvature.locations import PerLayer
 from llqr.curvature.precision import no_autocast
 from llqr.curvature.recorder import Selector, Streams
 from llqr.divergences import Divergence, resolve
 from llqr.errors import LLQRError, NonFiniteError
 from llqr.preconditioner import Preconditioner
-from llqr.refit import Batch, Blocks, Refit, Source, checked_batch, checked_ema, trainable
+from llqr.refit import Batch, Refit, Source, check_fit, checked_batch
 from llqr.solvers import SGDM, Quadratic, Solver
 from llqr.structures.stacks import StructureSpec
-from llqr.training_loop import Closure, InputHook, checked_loss, evaluated, evaluated_gradients
-from llqr.wrapper import KEY, Every, Wrapping, gradients_of, not_finite, replaced, stepped_parameters
+from llqr.wrapper import Every, Wrapping, gradients_of, not_finite, replaced, stepped_parameters
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -105,7 +106,10 @@ class PaperLLQR(Wrapping):
     ) -> None:
         super().__init__(base, model, every, process_group)
         kind = resolve(divergence, reduction="sum")
-        self.ema = checked_ema((0.95 if kind.flat else 0.9) if ema is None else ema)
+        ema = (0.95 if kind.flat else 0.9) if ema is None else ema
+        self.ema = checked_number(
+            "ema", ema, lambda share: 0 <= share < 1, "at least 0 (U is the last fit) and below 1"
+        )
         check_callable("refit_batch", refit_batch)
         check_flag("warm_start", warm_start)
         self.warm_start, self.refit_batch = warm_start, refit_batch
@@ -113,7 +117,7 @@ class PaperLLQR(Wrapping):
             self.model,
             self._called,
             kind,
-            Blocks(structure),
+            structure,
             SOLVER if solver is None else solver,
             steps,
             damping,
@@ -197,8 +201,8 @@ class PaperLLQR(Wrapping):
     def objective(self, inputs: Inputs, targets: Any = None, loss_fn: Loss | None = None) -> Quadratic:
         """The quadratic model that a refit on this batch would fit U to; nothing is changed by it."""
         parameters = stepped_parameters(self.base, self.model)
-        known = (loss_fn or self._refit.loss_fn) is not None
-        source = Source(gradients_of(parameters), batch=(inputs, targets), loss_fn=loss_fn, evaluated=known)
+        loss_fn, grads = loss_fn or self._refit.loss_fn, gradients_of(parameters)
+        source = Source(grads, inputs, targets, loss_fn, own_batch=True, evaluated=loss_fn is not None)
         with self._hook.listening(False), no_autocast(parameters):
             return self._refit.objective(parameters, source)
 
@@ -211,42 +215,38 @@ class PaperLLQR(Wrapping):
         loss_fn: Loss | None = None,
     ) -> Source:
         """What a refit is about. `streams` are as they were before the closure was evaluated."""
-        seen = self._hook.inputs(self.model) if batch is None else None
         if count := self._refit.check_family(self._hook.slopes):
             self._warn(
                 "sum",
                 f"the loss adds up its {count} variables, and LLQR.paper expects their mean, as in the paper: steps are about "
                 f'{count} times as long. Write reduction="mean" in the loss, or divide the learning rate by {count}',
             )
-        known = batch is not None and (loss_fn or self._refit.loss_fn) is not None
-        called = None if known else self._hook.called
-        if closure is None or streams is None or known:
-            return Source(gradients_of(parameters), seen, closure, batch, loss_fn, called, streams, evaluated=known)
+        gradients, loss_fn = gradients_of(parameters), loss_fn or self._refit.loss_fn
+        inputs, targets = (self._hook.inputs(self.model), None) if batch is None else batch
+        source = Source(gradients, inputs, targets, loss_fn, batch is not None, closure, self._hook.called, streams)
+        if batch is not None and loss_fn is not None:
+            return replace(source, called=None, evaluated=True)
+        if closure is None or streams is None:
+            return source
         with self._hook.listening(False):
-            gradients = self._evaluated(closure, parameters, streams)
-        if gradients is None:
-            self._warn(
-                "evaluated",
-                "a refit's gradient and curvature are of the network in training, because the closure puts modules into "
-                "training mode: call model.train() outside of it",
-            )
-        own = gradients or gradients_of(parameters)  # it may take nothing backward
-        return Source(own, seen, closure, batch, loss_fn, called, streams, evaluated=bool(gradients))
+            found = self._evaluated(closure, parameters, streams)
+        return replace(source, gradients=found or gradients, evaluated=bool(found))  # it may take nothing backward
 
     def _evaluated(
         self, closure: Closure, parameters: Mapping[str, Tensor], streams: Streams
     ) -> dict[str, Tensor] | None:
+        """The gradients with the modules in evaluation mode, and a warning where that can't be."""
         try:
-            return evaluated_gradients(closure, self.model, parameters, streams)
+            found = evaluated_gradients(closure, self.model, parameters, streams)
+            why = "puts modules into training mode: call model.train() outside of it"
         except Exception as error:
             if self.processes.several:
                 raise  # the others may be waiting in their backward passes
-            self._warn(
-                "evaluated",
-                "a refit's gradient and curvature are of the network in training, because the closure doesn't run with the "
-                f"modules in evaluation mode: {type(error).__name__}: {error}",
-            )
-            return None
+            found, why = None, f"doesn't run with the modules in evaluation mode: {type(error).__name__}: {error}"
+        if found is None:
+            told = "a refit's gradient and curvature are of the network in training, because the closure"
+            self._warn("evaluated", f"{told} {why}")
+        return found
 
     def _own_batch(self) -> Batch | None:
         return None if self.refit_batch is None else checked_batch(self.refit_batch())
@@ -260,21 +260,19 @@ class PaperLLQR(Wrapping):
                 no_autocast(parameters),
                 self.processes.refitting(settings, parameters) as whole,
             ):
-                used = refit.blocks.current(whole, trainable(whole), self.preconditioner)
+                used = refit.current(whole, self.preconditioner)
                 gradients = self.processes.whole(source.gradients)
                 source = replace(source, gradients=gradients, processes=self.processes)
-                u, fault = refit(whole, source, used if self.warm_start else None)
-                if fault is None:
-                    used = used.blend(u, self.ema)
+                u = refit(whole, source, used if self.warm_start else None)
+                if u.history:
+                    self.stats.objective_before, self.stats.objective_after = u.history[0], u.history[-1]
+                check_fit(u)
+                new = used.blend(u, self.ema)
         except NonFiniteError as error:
             return self._reject(str(error))
         finally:
             self.stats.seconds += time.perf_counter() - begun
-        if u.history:
-            self.stats.objective_before, self.stats.objective_after = u.history[0], u.history[-1]
-        if fault is not None:
-            return self._reject(fault)
-        self.preconditioner = used
+        self.preconditioner = new
         self.stats.refits += 1
         self.stats.memory = self._memory()
         return True
@@ -296,12 +294,8 @@ class PaperLLQR(Wrapping):
         return {"preconditioner": None if u is None else u.state_dict()}
 
     def _checked(self, own: Mapping[str, Any], parameters: dict[str, Tensor]) -> Callable[[], None]:
-        state, u = own["preconditioner"], None
-        if state is not None:
-            if not isinstance(state, Mapping) or not isinstance(state.get("blocks"), Mapping):
-                raise LLQRError(f"'preconditioner' in the state, under {KEY!r}, isn't what LLQR.paper puts there")
-            u = self._refit.blocks.blank(parameters, state["blocks"])
-            u.load_state_dict(state)
+        state = own["preconditioner"]
+        u = None if state is None else self._refit.loaded(parameters, state)
 
         def take_over() -> None:
             self.preconditioner = u

@@ -6,7 +6,6 @@ Blocks of one structure and one shape are kept as a stack, a `Group`.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -101,11 +100,6 @@ class Preconditioner:
             found.update(group.scatter(y, values))
         return Preconditioned({name: found[name] for name in gradients if name in found}, bad)
 
-    @cached_property
-    def _shapes(self) -> dict[str, torch.Size]:
-        """Of each parameter that U knows."""
-        return {n: shape for g in self.groups for names in g.members for n, shape in zip(names, g.shapes, strict=True)}
-
     @property
     def blocks(self) -> dict[str, dict[str, Tensor]]:
         return {
@@ -118,6 +112,10 @@ class Preconditioner:
     def structures(self) -> dict[str, Structure]:
         """The structure of each block, under the names of `blocks`."""
         return {key: group.structure for group in self.groups for key in group.keys}
+
+    def layout(self) -> dict[str, tuple[Structure, tuple[torch.Size, ...]]]:
+        """The structure of each block, and the shapes of its parameters."""
+        return {key: (group.structure, group.shapes) for group in self.groups for key in group.keys}
 
     @property
     def memory(self) -> int:
@@ -210,9 +208,7 @@ class Preconditioner:
         """Raise unless the two have blocks of the same names, structures and shapes."""
         if not isinstance(other, Preconditioner):
             raise LLQRError(f"a Preconditioner is wanted here, not {type(other).__name__}")
-        mine, theirs = (
-            {key: (group.structure, group.shapes) for group in u.groups for key in group.keys} for u in (self, other)
-        )
+        mine, theirs = self.layout(), other.layout()
         different = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
         if different:
             raise LLQRError(

@@ -1,4 +1,4 @@
-"""Collector: what LLQR sees of a training loop, by one hook on the model.
+"""What both optimizers see of a training loop, by hooks on the model: `Collector` for LLQR, `InputHook` for LLQR.paper.
 
 In a step that begins with a refit the hook looks at the graph of what the model returns, and lets the loop's own backward pass
 tell the gradients at every linear map: no pass of its own is needed, and the loss can be anything. Where the maps can't be seen
@@ -8,28 +8,100 @@ the model once more itself (`llqr.curvature.second_run`).
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from llqr.checks import tensors_in
+from llqr.checks import Inputs, mapped, tensors_in
 from llqr.curvature.linear_maps import LinearMap
 from llqr.curvature.precision import no_autocast
 from llqr.curvature.recorder import CheckpointedError, Streams, refusing_checkpoints
 from llqr.curvature.statistics import Sides, Sums
 from llqr.curvature.uses import Found, Use, find_uses
 from llqr.distributed.processes import holds_gradients
+from llqr.errors import LLQRError
 from llqr.structures.base import Structure
-from llqr.training_loop import copied, is_own_call
 
 if TYPE_CHECKING:
     from llqr.wrapper import Schedule
+
+
+class Listener:
+    """Hooks on a model that hear its calls with gradients, where the coming step begins with a refit.
+
+    It knows the schedule, not the optimizer, so that neither keeps the other alive. A copy of it, as in a copy or a pickle of
+    the model, does nothing; nor does one without a schedule.
+    """
+
+    def __init__(self, schedule: Schedule | None = None) -> None:
+        self._schedule = schedule
+        self._listens: bool | None = None
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The model is about to be called."""
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """It was called."""
+
+    def traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What stands for `before` inside of a compiled graph, where the outputs have no graph of their own to look at."""
+
+    def attach(self, model: nn.Module) -> Callable[[], None]:
+        """Returns what takes the hooks off again."""
+        hooks = ExitStack()
+        hooks.callback(model.register_forward_pre_hook(partial(_before, self), with_kwargs=True).remove)
+        hooks.callback(model.register_forward_hook(partial(_after, self), with_kwargs=True).remove)
+        return hooks.close
+
+    def hears(self, module: nn.Module) -> bool:
+        """Not a call by `torch.func.functional_call`, which puts other tensors in the place of parameters."""
+        if not torch.is_grad_enabled() or not isinstance(next(module.parameters(), None), nn.Parameter):
+            return False
+        if self._listens is not None:
+            return self._listens
+        return self._schedule is not None and self._schedule.may_be_due()
+
+    @contextmanager
+    def listening(self, listens: bool) -> Iterator[None]:
+        """For a while hear any call, or none: LLQR calls the model itself, or evaluates a closure again."""
+        self._listens = listens
+        try:
+            yield
+        finally:
+            self._listens = None
+
+    def __reduce__(self) -> tuple[type[Listener], tuple[()]]:
+        return type(self), ()
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _before(listener: Listener, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if listener.hears(module):
+        listener.before(module, args, kwargs)
+
+
+@torch.compiler.substitute_in_graph(_before, skip_signature_check=True)
+def _traced_before(listener: Listener, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if torch.is_grad_enabled():
+        listener.traced(args, kwargs)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _after(listener: Listener, module: nn.Module, *call: Any) -> None:
+    if listener.hears(module):
+        listener.after(module, *call)
+
+
+@torch.compiler.substitute_in_graph(_after, skip_signature_check=True)
+def _traced_after(listener: Listener, module: nn.Module, *call: Any) -> None:
+    pass
 
 
 @dataclass
@@ -52,17 +124,14 @@ class _AwaitedGradient:
         self.sides: Callable[[Tensor], Sides] | None = use.sides
 
 
-class Collector:
-    """The second moments of all linear maps since the last step, or the last call of the model.
-
-    It knows the schedule, not the optimizer, so that neither keeps the other alive. A copy of it, as in a copy or a pickle of
-    the model, does nothing.
-    """
+class Collector(Listener):
+    """The second moments of all linear maps since the last step, or the last call of the model."""
 
     def __init__(self, schedule: Schedule | None = None, runs_again: bool = False) -> None:
-        self._schedule = schedule
+        super().__init__(schedule)
         self.runs_again = runs_again
         """LLQR runs the model itself, and is told with what."""
+        self._parts = False
         self.of: Mapping[str, Tensor] = {}
         self.names: Mapping[int, str] = {}
         self.structures: Mapping[str, Structure] = {}
@@ -83,36 +152,14 @@ class Collector:
         self.names = {id(p): name for name, p in parameters.items()}
         self.structures = structures
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """While LLQR runs the model itself, or evaluates a closure again, nothing is heard."""
-        schedule, self._schedule = self._schedule, None
-        try:
-            yield
-        finally:
-            self._schedule = schedule
-
-    def attach(self, model: nn.Module) -> Callable[[], None]:
-        """Returns what takes the hooks off again."""
-        hooks = ExitStack()
-        hooks.callback(model.register_forward_pre_hook(partial(_begin, self)).remove)
-        hooks.callback(model.register_forward_hook(partial(_listen, self), with_kwargs=True).remove)
-        return hooks.close
-
     def attach_to_parts(self, model: nn.Module) -> Callable[[], None]:
         """For loops that call the modules inside, by `model.encode(x)`, `model.forward(x)` or one by one."""
-        hooks = ExitStack()
+        hooks, self._parts = ExitStack(), True
         for module in model.modules():
-            listen = partial(_listen, self, part=True)
-            hooks.callback(module.register_forward_hook(listen, with_kwargs=True).remove)
+            hooks.callback(module.register_forward_hook(partial(_after, self), with_kwargs=True).remove)
         return hooks.close
 
-    def listens(self) -> bool:
-        """Whether the coming step begins with a refit."""
-        return self._schedule is not None and self._schedule.may_be_due()
-
-    def begin(self, module: nn.Module) -> None:
-        """The model is about to be called."""
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._streams = Streams(module)
 
     def forget(self) -> None:
@@ -125,15 +172,13 @@ class Collector:
 
     def gradients_are_cleared(self) -> None:
         """As before a step, or in place of one that a GradScaler left out: so is what has come back with them."""
-        if self._schedule is not None:
+        if self._listens is None:
             self.sums, self.calls = {}, []
 
-    def hear(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, part: bool = False
-    ) -> None:
-        """The model was called, or a part of it, of which nothing can be run again."""
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Nothing of a part can be run again."""
         outputs = [tensor for tensor in returned(output) if tensor.requires_grad]
-        if not outputs or (part and self.runs_again):
+        if not outputs or (self._parts and self.runs_again):
             return
         if not self.was_called:
             self.was_called, self.other_uses = True, {}
@@ -141,21 +186,25 @@ class Collector:
             self.sums, self.calls = {}, []  # what has come back was thrown away
         if not any(parameter.requires_grad for parameter in self.of.values()):
             return  # a gradient goes through the model, to something else, as in a GAN
-        holds = self.runs_again
         if not self.runs_again:
             found = self._found(outputs)
-            self.other_uses, self.runs_again = {**self.other_uses, **found.other_uses}, found.hidden and not part
-            for use in () if self.runs_again else found.uses:
-                awaited = _AwaitedGradient(use)
-                self._awaited.add(awaited)
-                use.node.register_prehook(partial(self._come_back, awaited))
-            # parameters that aren't in it may have been sharded since; a call that goes on from another has none that are new
-            holds = self.runs_again or not (part or found.has_parameters or self._awaited)
-        if holds:
-            call = Call(copied(args), copied(kwargs), self._streams)
-            for place, tensor in enumerate(returned(output)):
-                if tensor.requires_grad:
-                    tensor.register_hook(partial(self._hold, self._step, call, place))  # type: ignore[no-untyped-call]
+            self.other_uses, self.runs_again = {**self.other_uses, **found.other_uses}, found.hidden and not self._parts
+            if not self.runs_again:
+                self._await(found.uses)
+                # a call that goes on from another has no new parameters; else they may have been sharded since
+                if self._parts or found.has_parameters or self._awaited:
+                    return
+        call = Call(copied(args), copied(kwargs), self._streams)
+        for place, tensor in enumerate(returned(output)):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._hold, self._step, call, place))  # type: ignore[no-untyped-call]
+
+    def _await(self, uses: list[Use]) -> None:
+        """The gradients that the loop's backward pass will bring to these uses."""
+        for use in uses:
+            awaited = _AwaitedGradient(use)
+            self._awaited.add(awaited)
+            use.node.register_prehook(partial(self._come_back, awaited))
 
     def _found(self, outputs: list[Tensor]) -> Found:
         """Nothing is seen of checkpointed blocks: they would be run again for every tensor that is asked for."""
@@ -191,9 +240,6 @@ class Collector:
             self.sums[map_] = Sums(map_, structure)
         self.sums[map_].add(sides)
 
-    def __reduce__(self) -> tuple[type[Collector], tuple[()]]:
-        return Collector, ()
-
 
 def returned(output: Any) -> list[Tensor]:
     """The floating-point tensors that a model returned, in order, however deep in what it returned."""
@@ -203,37 +249,86 @@ def returned(output: Any) -> list[Tensor]:
     return [tensor for tensor in found if tensor.is_floating_point()]
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _begin(collector: Collector, module: nn.Module, args: tuple[Any, ...]) -> None:
-    if torch.is_grad_enabled() and collector.listens() and is_own_call(module):
-        collector.begin(module)
+class Called(NamedTuple):
+    """How a model was when it was called: what it drew from, and the modes of its modules."""
+
+    streams: Streams
+    modes: list[tuple[nn.Module, bool]]
 
 
-@torch.compiler.substitute_in_graph(_begin, skip_signature_check=True)
-def _traced_begin(collector: Collector, module: nn.Module, args: tuple[Any, ...]) -> None:
-    """What stands for it inside of a compiled graph."""
+class InputHook(Listener):
+    """Holds the arguments of the model's last call; without `inputs`, only how the model was."""
+
+    def __init__(self, schedule: Schedule | None = None, inputs: bool = True) -> None:
+        super().__init__(schedule)
+        self._inputs = inputs
+        self.forget()
+
+    def forget(self) -> None:
+        self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self.called: Called | None = None
+        """How the model was, in that call."""
+        self.slopes: list[tuple[Tensor, Tensor]] = []
+        """What it returned in that call, with the gradients that came back to it."""
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._call = (copied(args), copied(kwargs)) if self._inputs or self._listens else None
+        self.called = Called(Streams(module), [(each, each.training) for each in module.modules()])
+        self.slopes = []
+
+    def traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A question that breaks off the graph, or an answer that changes, costs more than copies of the inputs that nobody
+        asks for: so every call is held."""
+        if self._schedule is not None and self._inputs:
+            self._call, self.called, self.slopes = (copied(args), copied(kwargs)), None, []
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        for tensor in tensors_in(output) if self._call is not None else ():
+            if tensor.grad_fn is not None and tensor.is_floating_point() and tensor.dim() > 1:
+                tensor.grad_fn.register_prehook(partial(_keep, self.slopes, tensor.detach(), tensor.output_nr))
+
+    @contextmanager
+    def listening(self, listens: bool) -> Iterator[None]:
+        """Then hold what was held before."""
+        before = self._call, self.called, self.slopes
+        try:
+            with super().listening(listens):
+                yield
+        finally:
+            self._call, self.called, self.slopes = before
+
+    def inputs(self, module: nn.Module) -> Inputs | None:
+        return None if self._call is None else as_inputs(module, *self._call)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _listen(
-    collector: Collector,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    output: Any,
-    part: bool = False,
-) -> None:
-    if torch.is_grad_enabled() and collector.listens() and is_own_call(module):
-        collector.hear(module, args, kwargs, output, part)
+def _keep(slopes: list[tuple[Tensor, Tensor]], output: Tensor, place: int, gradients: Sequence[Tensor | None]) -> None:
+    slope = gradients[place]
+    if slope is not None:
+        slopes.append((output, slope.detach()))
 
 
-@torch.compiler.substitute_in_graph(_listen, skip_signature_check=True)
-def _traced(
-    collector: Collector,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    output: Any,
-    part: bool = False,
-) -> None:
-    """What stands for it inside of a compiled graph, where the outputs have no graph of their own to look at."""
+def as_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+    """What the module was called with: a tensor, a tuple, or a dict where there were keywords."""
+    if kwargs:
+        return {**_named(module.forward, args), **kwargs} if args else kwargs
+    return args[0] if len(args) == 1 and isinstance(args[0], Tensor) else args
+
+
+def _named(forward: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Any]:
+    bound = inspect.signature(forward).bind_partial(*args)
+    by_name = {
+        name: value
+        for name, value in bound.arguments.items()
+        if bound.signature.parameters[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    }
+    if len(by_name) != len(args):
+        raise LLQRError(
+            "the model was called with keywords and with arguments that have no name: call it with one kind, "
+            "positions or keywords (or give LLQR.paper a refit_batch)"
+        )
+    return by_name
+
+
+def copied(value: Any) -> Any:
+    """Copies, without their graphs: the model, or the loop after it, may write into its inputs."""
+    return mapped(value, lambda tensor: tensor.detach().clone())

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from llqr.checks import batch_size_of, check_finite
+from llqr.closures import Closure, loss_of_output
 from llqr.curvature import locations
-from llqr.curvature.collector import Call, returned
+from llqr.curvature.collector import Call, as_inputs, returned
 from llqr.curvature.linear_maps import LinearMap
 from llqr.curvature.precision import no_autocast, raised
 from llqr.curvature.recorder import Recorder, Selector
@@ -26,7 +27,6 @@ from llqr.divergences import L2, ActivationTerm, BasePoint, Divergence, OutputTe
 from llqr.divergences.families import Categorical
 from llqr.divergences.family_of_loss import check_family
 from llqr.errors import LLQRError, NonFiniteError
-from llqr.training_loop import Closure, as_inputs, loss_of_output
 
 
 class SecondRun:
