@@ -419,11 +419,11 @@ def test_ranks_send_what_the_page_says(tmp_path: Path) -> None:
         for rank in ranks:
             refit, step = rank[name]["refit"], rank[name]["step"]
             sums = item * (curvature[structure] + len(SIDES))
-            numbers = refit["all_reduce"] - sums
-            assert 0 < numbers <= PULSE * refit["all_reduce messages"] <= 16 * PULSE
+            numbers = refit["all_reduce"] + refit["pulse"] - sums
+            assert 0 < numbers <= 16 * PULSE
             if fsdp:
-                assert refit["broadcast"] == item * products, "the parameters, whole"
-                assert step["all_reduce"] == 3 * PULSE
+                assert refit["gathered"] == item * products, "the parameters, whole"
+                assert step["pulse"] == 3 * PULSE
             else:
                 assert refit["broadcast"] == item * inverse[structure]
                 assert step == {}

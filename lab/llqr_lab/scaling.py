@@ -1,7 +1,7 @@
 """`llqr scaling`: what U costs on many ranks, counted on paper: memory per rank, bytes of a step and a refit, and their time.
 
-The formulas are those of docs/scaling.md, with P the bytes of the parameters, U those of the preconditioner, R ranks, and K
-curvature products a refit; tests compare them with the bytes that ranks really send.
+The formulas are those of docs/scaling.md, with P the bytes of the parameters, U those of the preconditioner, and K curvature
+products a refit; tests compare them with the bytes that ranks really send.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from typing import Literal
 
 from rich.console import Console
 
-from llqr.distributed.processes import deal
 from llqr.structures import Diagonal, EigenKronecker, Kronecker, Structure
 from llqr_lab.results import say, show_table, simple_table
 
 Shapes = Mapping[str, tuple[int, ...]]
-Way = Literal["ddp", "ddp, shard", "fsdp"]
+Way = Literal["ddp", "fsdp"]
 STRUCTURES: dict[str, Structure] = {"diagonal": Diagonal(), "kfac": Kronecker(), "ekfac": EigenKronecker()}
 ITEM = 4
 """Bytes of a number."""
 LEFT = ("structure", "by")
-RIGHT = ("U", "U a rank", "step", "U g", "messages", "refit", "messages", "products", "overhead")
+RIGHT = ("U", "step", "U g", "messages", "refit", "messages", "products", "overhead")
 
 
 def seven_billion() -> dict[str, tuple[int, ...]]:
@@ -39,13 +38,10 @@ def seven_billion() -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Counted:
-    """Bytes on one rank, the one that has most."""
+    """Bytes on one rank."""
 
     parameters: int
     u: int
-    """Of U on all ranks together, each block counted once."""
-    held: int
-    """Of U, by this rank."""
     step: int
     """Sent and received for U g, a step."""
     product: int
@@ -55,30 +51,17 @@ class Counted:
     """Multiplications and additions of U g, a step; not bytes."""
 
 
-def count(shapes: Shapes, structure: Structure, ranks: int, way: Way, products: int, item: int = ITEM) -> Counted:
+def count(shapes: Shapes, structure: Structure, way: Way, products: int, item: int = ITEM) -> Counted:
     """What goes through a rank; a message that all ranks get, or that sums over all of them, counts once.
 
-    A product takes the direction from the owners to all ranks and the sums back: 2P. Replicated, all ranks get U at the end of
-    a refit, and a step needs no message. Sharded under DDP, U g goes from the owners to all: P per step. Under FSDP2 a rank
-    sends its shards of g, P/R, gets the whole gradients of its own blocks, and the same back; a refit gathers the parameters
-    first.
+    Every rank holds all of U and fits it. The first rank's gradient goes to all, P, and a product is summed over the ranks, P.
+    Under FSDP2 a step gathers the gradients, P, and a refit the parameters and the gradients.
     """
-    sizes = {name: structure.memory(shape, item) for name, shape in shapes.items()}
-    parameters = {name: item * prod(shape) for name, shape in shapes.items()}
-    owners = deal(sizes, ranks)
-    held, own, work = [0] * ranks, [0] * ranks, [0] * ranks
-    for name, owner in owners.items():
-        held[owner] += sizes[name]
-        own[owner] += parameters[name]
-        work[owner] += multiplications(structure, shapes[name])
-    p, u = sum(parameters.values()), sum(sizes.values())
-    to_owners = p // ranks + max(own)
-    step = {"ddp": 0, "ddp, shard": p, "fsdp": 2 * to_owners}[way]
-    besides = {"ddp": u, "ddp, shard": 0, "fsdp": p + to_owners}[way]
-    refit = products * 2 * p + besides
-    if way == "ddp":
-        return Counted(p, u, u, step, 2 * p, refit, sum(work))
-    return Counted(p, u, max(held), step, 2 * p, refit, max(work))
+    p = sum(item * prod(shape) for shape in shapes.values())
+    u = sum(structure.memory(shape, item) for shape in shapes.values())
+    work = sum(multiplications(structure, shape) for shape in shapes.values())
+    gathered = p if way == "fsdp" else 0
+    return Counted(p, u, gathered, p, (products + 1) * p + 2 * gathered, work)
 
 
 def multiplications(structure: Structure, shape: Sequence[int]) -> int:
@@ -108,11 +91,11 @@ def show(ranks: Sequence[int]) -> None:
     ways: tuple[Way, ...] = ("fsdp", "ddp")
     for size, (name, structure), way in product(ranks, STRUCTURES.items(), ways):
         train = 6 * numbers * TOKENS / (size * ARITHMETIC)
-        found = count(shapes, structure, size, way, products)
+        found = count(shapes, structure, way, products)
         sending = found.step / BANDWIDTH, found.refit / BANDWIDTH
         apply, work = 2 * found.multiplications / SINGLE, products * train * 4 / 3
         overhead = (apply + sending[0] + (sending[1] + work) / EVERY) / train
-        figures = [gigabytes(found.u), gigabytes(found.held), f"{train:.2f} s", f"{apply:.3f} s"]
+        figures = [gigabytes(found.u), f"{train:.2f} s", f"{apply:.3f} s"]
         figures += [f"{sending[0]:.3f} s", gigabytes(found.refit), f"{sending[1]:.0f} s", f"{work:.0f} s"]
         table.add_row(str(size), name, way, *figures, f"{100 * overhead:.0f}%")
     console = Console()

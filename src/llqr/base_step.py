@@ -217,27 +217,33 @@ def turn(blocks: Iterable[Block], momenta: Mapping[str, Tensor], steps: Mapping[
     parts = [part for stack in stacked(usable) for part in _parts(stack, momenta)]
     if not parts:
         return result
-    lengths = iter(torch._foreach_norm([_of(map_, name, steps) for part in parts for map_, name in part.members]))
-    measured = [(part, torch.stack([next(lengths) for _ in part.members])) for part in parts]
-    for (part, _), sizes in zip(measured, _transferred(measured), strict=True):
-        for place, ((map_, name), row) in enumerate(zip(part.members, sizes, strict=True)):
-            along, own, momentum, length = row[0], row[1] ** 0.5, row[2] ** 0.5, row[3]
-            if not all(map(math.isfinite, row)) or own <= 0 or momentum <= 0:
-                if length != 0:
-                    result.left.append(map_.key)
-                continue
-            share, added = _steep(along / (own * momentum))
-            direction = part.direction[place].mul_(-length * share / own)
-            if added:
-                direction.add_(part.momentum[place], alpha=-length * added / momentum)
-            _keep(result.steps, map_, name, direction, steps)
+    members = [(part, place) for part in parts for place in range(len(part.maps))]
+    own = [part.maps[place].part(part.names[place], steps) for part, place in members]
+    for (part, place), row in zip(members, _measured(parts, own), strict=True):
+        map_, name = part.maps[place], part.names[place]
+        along, size, momentum, length = row[0], row[1] ** 0.5, row[2] ** 0.5, row[3]
+        if not all(map(math.isfinite, row)) or size <= 0 or momentum <= 0:
+            if length != 0:
+                result.left.append(map_.key)
+            continue
+        share, added = _steep(along / (size * momentum))
+        direction = part.direction[place].mul_(-length * share / size)
+        if added:
+            direction.add_(part.momentum[place], alpha=-length * added / momentum)
+        if name == map_.weight and map_.places is not None:
+            if name not in result.steps:
+                result.steps[name] = steps[name].clone(memory_format=torch.contiguous_format)
+            map_.put(direction, result.steps[name])
+        else:
+            result.steps[name] = direction.reshape(steps[name].shape)
     return result
 
 
 class _Part(NamedTuple):
     """The weights or the biases of a stack of maps."""
 
-    members: list[tuple[LinearMap, str]]
+    maps: list[LinearMap]
+    names: list[str]
     direction: Tensor
     """U m, of all of them."""
     momentum: Tensor
@@ -246,33 +252,22 @@ class _Part(NamedTuple):
 
 def _parts(stack: Stack, momenta: Mapping[str, Tensor]) -> Iterator[_Part]:
     m, maps = stack.read(momenta), [block.map for block in stack.blocks]
-    joined = (m, stack.apply(m))
-    _, r, c = maps[0].shape
-    momentum, direction = (x[:, :r, :c].reshape(len(maps), -1, r, c) for x in joined)
-    yield _Part([(map_, map_.weight) for map_ in maps], direction, momentum)
-    if maps[0].bias is not None:
-        lines = (x[:, -1] if maps[0].inputs_on_rows else x[..., -1] for x in joined)
-        momentum, direction = (x.reshape(len(maps), -1) for x in lines)
-        yield _Part([(map_, str(map_.bias)) for map_ in maps], direction, momentum)
+    split = zip(*(maps[0].split(x) for x in (stack.apply(m), m)), strict=True)
+    for names, (direction, momentum) in zip(zip(*(map_.members for map_ in maps), strict=True), split, strict=True):
+        shape = (len(maps), -1, *direction.shape[1:])
+        yield _Part(maps, list(names), direction.reshape(shape), momentum.reshape(shape))
 
 
-def _of(map_: LinearMap, name: str, steps: Mapping[str, Tensor]) -> Tensor:
-    return map_.matrix(steps[name]) if name == map_.weight else steps[name]
-
-
-def _transferred(measured: Sequence[tuple[_Part, Tensor]]) -> Iterator[list[list[float]]]:
+def _measured(parts: Sequence[_Part], steps: Sequence[Tensor]) -> list[list[float]]:
     """U m · m, ‖U m‖², ‖m‖² and ‖Δθ‖ of each member of each part, in one transfer."""
-    columns = []
-    for (_, direction, momentum), lengths in measured:
-        dims = tuple(range(1, direction.dim()))
-        pairs = ((direction, momentum), (direction, direction), (momentum, momentum))
-        products = [(x * y).sum(dims) for x, y in pairs]
-        columns.append(torch.stack((*products, lengths.to(products[0].dtype)), 1))
-    rows = torch.cat([column.to(columns[0].dtype) for column in columns]).tolist()
-    at = 0
-    for part, _ in measured:
-        yield rows[at : at + len(part.members)]
-        at += len(part.members)
+    rows = []
+    for part in parts:
+        pairs = ((part.direction, part.momentum), (part.direction, part.direction), (part.momentum, part.momentum))
+        rows.append(torch.stack([(x * y).flatten(1).sum(1) for x, y in pairs], 1))
+    sizes = torch.cat([row.to(rows[0].dtype) for row in rows])
+    lengths = torch.stack([length.to(sizes) for length in torch._foreach_norm(list(steps))])
+    found: list[list[float]] = torch.cat((sizes, lengths[:, None]), 1).tolist()
+    return found
 
 
 def _steep(cosine: float) -> tuple[float, float]:
@@ -284,13 +279,3 @@ def _steep(cosine: float) -> tuple[float, float]:
         return 0.0, 1.0
     share = math.sqrt(1 - STEEPNESS * STEEPNESS) / across
     return share, STEEPNESS - share * cosine
-
-
-def _keep(into: dict[str, Tensor], map_: LinearMap, name: str, direction: Tensor, steps: Mapping[str, Tensor]) -> None:
-    """The step of one tensor, or of the part of it that the map is."""
-    if map_.places is None or name != map_.weight:
-        into[name] = direction.reshape(steps[name].shape)
-    else:
-        if name not in into:
-            into[name] = steps[name].clone(memory_format=torch.contiguous_format)
-        map_.put(direction, into[name])

@@ -26,7 +26,7 @@ from llqr.curvature.linear_maps import Block
 from llqr.curvature.precision import no_autocast
 from llqr.curvature.recorder import Selector
 from llqr.curvature.second_run import SecondRun
-from llqr.curvature.statistics import Sums
+from llqr.curvature.statistics import UNLIKE_USES, Sums
 from llqr.divergences import Divergence, resolve
 from llqr.errors import LLQRError, NonFiniteError
 from llqr.paper import PaperLLQR
@@ -185,7 +185,10 @@ class LLQR(Wrapping):
         # parts are heard one by one, before what else uses their weights
         used_otherwise = collector.other_uses.keys() if self._by_parts else set()
         sums = [sums for sums in collector.sums.values() if used_otherwise.isdisjoint(sums.map.members)]
-        return self.processes.sum_moments(sums, self.divergence is None, self.blocks)
+        found = self.processes.sum_moments(sums, self.divergence is None, self.blocks)
+        unlike = {s.map.weight for s in sums} - {s.map.weight for s in found.values()}
+        collector.other_uses = {**collector.other_uses, **dict.fromkeys(unlike, UNLIKE_USES)}
+        return found
 
     def _run_again(self, parameters: Mapping[str, Tensor], calls: Sequence[Call], closure: Closure | None) -> None:
         """All calls with the gradients that the loss sent back to them; gradients are drawn for the last one alone."""
@@ -195,7 +198,7 @@ class LLQR(Wrapping):
         share, ranks = 1.0, self.processes.size
         if self.divergence is not None:
             examples = self._second_run.examples(calls[-1])
-            share = examples / self.processes.sums(examples)[0]
+            share = examples / max(self.processes.sums(examples)[0], 1)
         self._collector.sums = {}  # of a refit that failed
         with self._collector.listening(False):
             for call in calls if self.divergence is None else calls[-1:]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from llqr.checks import check_amount, check_count
 from llqr.curvature.linear_maps import Block
+from llqr.curvature.statistics import UNLIKE_USES
 from llqr.curvature.uses import SPARSE_DATA
 from llqr.errors import LLQRError
 from llqr.structures import EigenKronecker, Kronecker
@@ -88,6 +89,7 @@ IN_WORDS = {
     "Index": "a choice by index",
     "IndexSelect": "a choice by index",
     SPARSE_DATA: "a product with data that are mostly zeros",
+    UNLIKE_USES: "several products, as matrices that don't go together",
 }
 """What autograd's nodes are called here; the others go by their own names."""
 

@@ -127,6 +127,7 @@ class Wrapping(Optimizer):
         except LLQRError:
             self.base.param_groups.pop()
             raise
+        self._meet()
 
     def close(self) -> None:
         """Take the hook off the model. U stays as it is; only `refit` of LLQR.paper still changes it."""

@@ -86,6 +86,10 @@ class LinearMap:
         """What a tensor of the weight's shape has at the places of W."""
         return weight.reshape(self.shape) if self.places is None else weight.reshape(-1)[self.places.to(weight.device)]
 
+    def part(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+        """What is of this map in the tensor of its weight, or of its bias."""
+        return self.matrix(tensors[name]) if name == self.weight else tensors[name]
+
     def read(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """What these tensors (gradients, momenta) have at the places of W and its bias, as one stack of matrices."""
         matrix = self.matrix(tensors[self.weight])
@@ -95,11 +99,11 @@ class LinearMap:
         return torch.cat((matrix, line[:, None]), 1) if self.inputs_on_rows else torch.cat((matrix, line[..., None]), 2)
 
     def split(self, joined: Tensor) -> list[Tensor]:
-        """The inverse of `read`: the matrix of W, and the vector of the bias if there is one."""
+        """The inverse of `read`: the matrices of W, and the vectors of the bias if there is one; of a stack of maps, too."""
         _, r, c = self.shape
         if self.bias is None:
             return [joined]
-        return [joined[:, :r, :c], (joined[:, -1] if self.inputs_on_rows else joined[..., -1]).reshape(-1)]
+        return [joined[:, :r, :c], joined[:, -1] if self.inputs_on_rows else joined[..., -1]]
 
     def put(self, matrix: Tensor, weight: Tensor) -> None:
         """Write a matrix to the places of W in a contiguous tensor of the weight's shape."""
@@ -268,18 +272,18 @@ def _map_of(state: Any, key: str) -> LinearMap | None:
             and all(type(count) is int and count > 0 for count in counts)
             and map_.shape[2] % map_.kernel == 0
             and type(map_.inputs_on_rows) is type(map_.reads_data) is bool
-            and map_.key == key
-        )
-        if places is not None:
-            sound = (
-                sound
-                and isinstance(places, Tensor)
+            and (
+                map_.first == 0
+                if places is None
+                else isinstance(places, Tensor)
                 and places.dtype == torch.int64
                 and tuple(places.shape) == map_.shape
                 and int(places.min()) == map_.first
                 and len(set(places.reshape(-1).tolist())) == places.numel()
             )
-        return map_ if sound and (places is not None or map_.first == 0) else None
+            and map_.key == key
+        )
+        return map_ if sound else None
     except (TypeError, KeyError):
         return None
 

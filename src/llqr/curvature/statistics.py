@@ -107,6 +107,10 @@ class Sums:
         return moments
 
 
+UNLIKE_USES = "UnlikeUses"
+"""What weights that `merged` leaves out are said to be used by, as others by the names of nodes."""
+
+
 def merged(found: Iterable[Sums]) -> dict[str, Sums]:
     """The sums of each map, by its key: over its uses with and without a bias, as it is and transposed.
 

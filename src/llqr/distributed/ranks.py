@@ -7,10 +7,8 @@ or is preceded by, a *pulse*: a few numbers that are summed up, and one that say
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from typing import Any, TypeVar
@@ -25,40 +23,17 @@ LIMIT = 2**26
 """Bytes of a bucket, unless one tensor alone is larger."""
 
 
-@dataclass(frozen=True)
-class Bucket:
-    """Tensors of one dtype and device, and a copy of their numbers in one piece."""
-
-    tensors: list[Tensor]
-    flat: Tensor
-
-    def parts(self) -> list[Tensor]:
-        """What the bucket now has for each tensor."""
-        pieces = torch.split(self.flat, [tensor.numel() for tensor in self.tensors])
-        return [piece.view(tensor.shape) for tensor, piece in zip(self.tensors, pieces, strict=True)]
-
-
-def buckets(tensors: Sequence[Tensor]) -> Iterator[Bucket]:
-    """The tensors in buckets, in an order that depends on their dtypes and sizes alone."""
+def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The tensors by dtype and device, as many at a time as `LIMIT` allows; empty ones are left out."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
-            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    for kind in kinds.values():
-        held: list[Tensor] = []
-        size = 0
-        for tensor in kind:
-            length = tensor.numel() * tensor.element_size()
-            if held and size + length > LIMIT:
-                yield _bucket(held)
-                held, size = [], 0
+            held = kinds.setdefault((tensor.dtype, tensor.device), [])
+            if held and sum(t.nbytes for t in held) + tensor.nbytes > LIMIT:
+                yield list(held)
+                held.clear()
             held.append(tensor)
-            size += length
-        yield _bucket(held)
-
-
-def _bucket(tensors: list[Tensor]) -> Bucket:
-    return Bucket(tensors, torch.cat([tensor.detach().reshape(-1) for tensor in tensors]))
+    yield from kinds.values()
 
 
 Sent = TypeVar("Sent")
@@ -66,8 +41,6 @@ WELL, NOT_FINITE, FAILED = 0.0, 1.0, 2.0**20
 """How a rank is; the sum over the ranks tells the gravest."""
 WIDTH = 7
 """Numbers that a pulse can carry."""
-UNDER_WAY = 8
-"""Buckets that are sent at a time, which bounds the memory that they take."""
 
 
 class Ranks:
@@ -121,23 +94,27 @@ class Ranks:
 
     def share(self, held: Mapping[int, Sequence[Tensor]]) -> None:
         """From owners to all: the tensors under a rank are overwritten by what they are on that rank."""
-
-        def broadcast(flat: Tensor, owner: int) -> Any:
-            return dist.broadcast(flat, dist.get_global_rank(self.group, owner), self.group, async_op=True)
-
-        for owner, bucket in self._sent(held, broadcast):
-            if owner != self.rank:
-                for tensor, part in zip(bucket.tensors, bucket.parts(), strict=True):
+        self.check()
+        for owner in sorted(held):
+            source = dist.get_global_rank(self.group, owner)
+            for tensor, part in self._sent(held[owner], partial(dist.broadcast, src=source, group=self.group)):
+                if owner != self.rank:
                     tensor.copy_(part)
 
     def total(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The sums over the ranks, on all of them."""
-        sums: dict[int, Tensor] = {}
-        for _, bucket in self._sent(
-            {0: tensors}, lambda flat, _: dist.all_reduce(flat, dist.ReduceOp.SUM, self.group, async_op=True)
-        ):
-            sums |= {id(tensor): part for tensor, part in zip(bucket.tensors, bucket.parts(), strict=True)}
+        self.check()
+        sent = self._sent(tensors, partial(dist.all_reduce, op=dist.ReduceOp.SUM, group=self.group))
+        sums = {id(tensor): part for tensor, part in sent}
         return [sums.get(id(tensor), tensor) for tensor in tensors]  # empty ones aren't sent
+
+    def _sent(self, tensors: Sequence[Tensor], send: Callable[[Tensor], Any]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each tensor, with what has become of a copy of it; a bucket of them is sent in one piece."""
+        for bucket in buckets(tensors):
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+            self.send(partial(send, flat))
+            for tensor, part in zip(bucket, torch.split(flat, [t.numel() for t in bucket]), strict=True):
+                yield tensor, part.view(tensor.shape)
 
     def check(self) -> None:
         """Hear how the others are, before a message that a rank which has failed won't take part in."""
@@ -159,26 +136,6 @@ class Ranks:
         targets = [tensor for tensors in incoming for tensor in tensors]
         for tensor, part in zip(targets, torch.split(received, [t.numel() for t in targets]), strict=True):
             tensor.copy_(part.view(tensor.shape))
-
-    def _sent(
-        self, held: Mapping[int, Sequence[Tensor]], begin: Callable[[Tensor, int], Any]
-    ) -> Iterator[tuple[int, Bucket]]:
-        """Owners and their buckets, when they have arrived; a few are under way at a time."""
-        self.check()
-        under_way: deque[tuple[int, Bucket, Any]] = deque()
-
-        def arrived() -> tuple[int, Bucket]:
-            owner, bucket, work = under_way.popleft()
-            self.send(work.wait)
-            return owner, bucket
-
-        for owner in sorted(held):
-            for bucket in buckets(held[owner]):
-                under_way.append((owner, bucket, self.send(partial(begin, bucket.flat, owner))))
-                if len(under_way) == UNDER_WAY:
-                    yield arrived()
-        while under_way:
-            yield arrived()
 
     # --- failing together ---
 
