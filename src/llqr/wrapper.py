@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -27,6 +27,11 @@ HOOKS = ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_sta
 
 KEY = "llqr"
 """Where `state_dict` keeps what isn't the base's."""
+
+
+def _of_base(name: str) -> Any:
+    """An attribute that is the base's own."""
+    return property(lambda self: getattr(self.base, name), lambda self, value: setattr(self.base, name, value))
 
 
 class Wrapping(Optimizer):
@@ -92,29 +97,7 @@ class Wrapping(Optimizer):
 
     # --- the base's ---
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.base.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.base.param_groups = groups
-
-    @property
-    def state(self) -> defaultdict[Tensor, Any]:
-        return self.base.state
-
-    @state.setter
-    def state(self, state: defaultdict[Tensor, Any]) -> None:
-        self.base.state = state
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        return self.base.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        self.base.defaults = defaults
+    param_groups, state, defaults = _of_base("param_groups"), _of_base("state"), _of_base("defaults")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.base.zero_grad(set_to_none)
