@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from llqr import LLQR, QuadraticModel, statistics
+from llqr import LLQR, QuadraticModel
+from llqr.curvature import statistics
 from llqr.curvature.linear_maps import damping_after
 from llqr.divergences import (
     KL,

@@ -37,9 +37,6 @@ from llqr.wrapper import KEY, LONGEST, Every, Wrapping, gradients_of, not_finite
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-SEED = 0x11C9
-"""Of the numbers that are drawn in refits; the random streams of the training are left alone."""
-
 LISTENS = "From the next step on calls of the modules inside count too"
 CALL_IT = (
     "With a divergence, or a sharded model, it has to be; if your loop calls torch.compile(model), give LLQR that one"
@@ -111,7 +108,8 @@ class LLQR(Wrapping):
 
     def _hook(self) -> None:
         """Listen to the model, or to what is inside."""
-        self._listen(self._collector.attach_to_parts if self._by_parts else self._collector.attach)
+        collector = self._collector
+        self._listen(collector.attach_to_parts if self._by_parts else collector.attach, collector.forget)
 
     def _listen_to_parts(self) -> None:
         hooked = self._unhook.alive
@@ -127,9 +125,6 @@ class LLQR(Wrapping):
             self._collector.know(parameters, assign(self.structure, parameters))
             self._diagonal = self._second_run.diagonal(parameters)
         return parameters
-
-    def _forget(self) -> None:
-        self._collector.forget()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
@@ -193,16 +188,10 @@ class LLQR(Wrapping):
     def _run_again(self, parameters: Mapping[str, Tensor], calls: Sequence[Call], closure: Closure | None) -> None:
         """All calls with the gradients that the loss sent back to them; gradients are drawn for the last one alone."""
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
-        seed = SEED + self._schedule.step + (self.processes.rank << 32)  # ranks draw each for themselves
-        generator = torch.Generator(next(iter(trained.values())).device).manual_seed(seed)
-        share, ranks = 1.0, self.processes.size
-        if self.divergence is not None:
-            examples = self._second_run.examples(calls[-1])
-            share = examples / max(self.processes.sums(examples)[0], 1)
         self._collector.sums = {}  # of a refit that failed
         with self._collector.listening(False):
             for call in calls if self.divergence is None else calls[-1:]:
-                for map_, sides in self._second_run(trained, call, closure, generator, share, ranks):
+                for map_, sides in self._second_run(trained, call, closure, self._schedule.step, self.processes):
                     self._collector.add(map_, sides)
         self._collector.other_uses = self._second_run.other_uses
 

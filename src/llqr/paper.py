@@ -142,10 +142,7 @@ class PaperLLQR(Wrapping):
         super()._begin()
         own_loss = self.refit_batch is not None and self._refit.loss_fn is not None
         self._hook = InputHook(None if own_loss else self._schedule, inputs=self.refit_batch is None)
-        self._listen(self._hook.attach)
-
-    def _forget(self) -> None:
-        self._hook.forget()
+        self._listen(self._hook.attach, self._hook.forget)
 
     # --- stepping ---
 

@@ -69,8 +69,9 @@ class Wrapping(Optimizer):
         self._standing = standing(self.model.parameters())
         self._stepped = Stepped(self.base, self.model)
 
-    def _listen(self, attach: Callable[[nn.Module], Callable[[], None]]) -> None:
-        self._unhook = weakref.finalize(self, attach(self._called))
+    def _listen(self, attach: Callable[[nn.Module], Callable[[], None]], forget: Callable[[], None]) -> None:
+        """By hooks on the model; `forget` drops what they have heard since the last step."""
+        self._unhook, self._forget = weakref.finalize(self, attach(self._called)), forget
 
     # --- what is derived from it has ---
 
@@ -78,10 +79,6 @@ class Wrapping(Optimizer):
         """Raise now for what the first refit would raise for."""
         for name, parameter in parameters.items():
             check_kind(name, parameter)  # values that aren't finite are the base's to step; a refit will say so
-
-    def _forget(self) -> None:
-        """What was heard of the loop since the last step."""
-        raise NotImplementedError
 
     def _memory(self) -> int:
         """Bytes of U, and of the curvature that it is found from."""
@@ -221,7 +218,7 @@ class Wrapping(Optimizer):
             raise LLQRError(
                 "an optimizer of several ranks holds their process group, which can't be copied or pickled: use state_dict()"
             )
-        again = self.made_again | {"processes", "_unhook", "_warned", "_stepped", "_group", "step"}
+        again = self.made_again | {"processes", "_unhook", "_forget", "_warned", "_stepped", "_group", "step"}
         return {n: v for n, v in self.__dict__.items() if n not in again and not n.startswith("_optimizer_")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -99,11 +99,11 @@ class LinearMap:
         return torch.cat((matrix, line[:, None]), 1) if self.inputs_on_rows else torch.cat((matrix, line[..., None]), 2)
 
     def split(self, joined: Tensor) -> list[Tensor]:
-        """The inverse of `read`: the matrices of W, and the vectors of the bias if there is one; of a stack of maps, too."""
+        """The inverse of `read`: the matrices of W, and the bias if there is one; of a stack of maps, one after another."""
         _, r, c = self.shape
         if self.bias is None:
             return [joined]
-        return [joined[:, :r, :c], joined[:, -1] if self.inputs_on_rows else joined[..., -1]]
+        return [joined[:, :r, :c], (joined[:, -1] if self.inputs_on_rows else joined[..., -1]).reshape(-1)]
 
     def put(self, matrix: Tensor, weight: Tensor) -> None:
         """Write a matrix to the places of W in a contiguous tensor of the weight's shape."""
