@@ -60,9 +60,8 @@ def everything(structures: list[str], **more: Any) -> dict[str, Case]:
     ways: dict[str, dict[str, Any]] = {"kl": {}, "newton": {"divergence": "newton", "damping": 0.5}}
     cases = {}
     for number, (structure, (name, options)) in enumerate(product(structures, ways.items())):
-        shard = {} if "fsdp" in more else {"shard": number % 3 == 0}
         cases[f"{structure} {name}, everything"] = Case(
-            {"structure": structure, **options, **shard},
+            {"structure": structure, **options},
             closures=name == "newton",
             micro=2,
             no_sync=True,

@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.nn import functional
 
-from llqr import LLQR, QuadraticModel, statistics
+from llqr import LLQR, QuadraticModel
+from llqr.curvature import statistics
+from llqr.curvature.linear_maps import DAMPING, MEMORY, Block, LinearMap, Stack, damping_after
+from llqr.curvature.statistics import Sums
+from llqr.curvature.uses import find_uses
 from llqr.divergences import KL
 from llqr.errors import LLQRError
-from llqr.linear_maps import find_uses
-from llqr.statistics import DAMPING, MEMORY, Block, LinearMap, Stack, Sums, damping_after
 from llqr.structures import Dense, Diagonal, EigenKronecker, Kronecker, Scalar
 from llqr.structures.base import LONG_SIDE, Structure, damped_inverse, gram, leading_rank, thin_inverse
 from llqr.wrapper import often_at_first

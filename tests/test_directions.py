@@ -17,7 +17,8 @@ from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAd
 
 from llqr import LLQR
 from llqr.base_step import STEEPNESS, turn
-from llqr.statistics import Block, LinearMap, Stack, Sums, damping_after
+from llqr.curvature.linear_maps import Block, LinearMap, Stack, damping_after
+from llqr.curvature.statistics import Sums
 from llqr.structures import Dense, EigenKronecker, Kronecker
 from llqr.structures.base import Structure
 from llqr.wrapper import LONGEST, often_at_first

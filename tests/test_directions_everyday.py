@@ -1188,7 +1188,7 @@ def test_another_model_under_the_same_names() -> None:
 def test_a_refit_listens_to_no_call_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """The closure that Gauss–Newton evaluates again for every product leaves no copies of the inputs behind."""
     copies = []
-    monkeypatch.setattr("llqr.collector.copied", lambda value: copies.append(value) or value)
+    monkeypatch.setattr("llqr.curvature.collector.copied", lambda value: copies.append(value) or value)
     model = nn.Linear(SIZE, CLASSES).double()
     optimizer = LLQR(sgd(model), model, divergence="gauss-newton")
     x, y = batch()

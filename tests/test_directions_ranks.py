@@ -24,9 +24,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from llqr import LLQR
+from llqr.curvature.statistics import Sums
 from llqr.divergences import KL
 from llqr.errors import LLQRWarning
-from llqr.statistics import Sums
 from loops import network, sgd
 from ranks import on_ranks
 from ranks_directions import STEPS, Case, backward, build, outcome, trained, trained_on_ranks, whole
@@ -362,7 +362,7 @@ def test_ranks_agree_on_what_goes_wrong(tmp_path: Path) -> None:
     for fsdp, rank in product((False, True), (0, 1)):
         found = {name.split()[0]: result for name, result in ranks[rank].items() if name.endswith(str(fsdp))}
         assert found["not_finite"]["counts"] == [1, 1, 0]
-        assert "a refit was left out" in found["not_finite"]["words"][0]
+        assert "a refit was rejected" in found["not_finite"]["words"][0]
         assert found["overflow"]["counts"][2] > 0
         assert "the base's own step was taken" in found["overflow"]["words"][0]
         where = "" if rank == 1 else "RankError: on rank 1: "
@@ -419,11 +419,11 @@ def test_ranks_send_curvature_and_u_and_nothing_else(tmp_path: Path) -> None:
         for rank in ranks:
             refit, step = rank[name]["refit"], rank[name]["step"]
             sums = item * (curvature[structure] + len(SIDES))
-            numbers = refit["all_reduce"] - sums
-            assert 0 < numbers <= PULSE * refit["all_reduce messages"] <= 16 * PULSE
+            numbers = refit["all_reduce"] + refit["pulse"] - sums
+            assert 0 < numbers <= 16 * PULSE
             if fsdp:
-                assert refit["broadcast"] == item * products, "the parameters, whole"
-                assert step["all_reduce"] == 3 * PULSE
+                assert refit["gathered"] == item * products, "the parameters, whole"
+                assert step["pulse"] == 3 * PULSE
             else:
                 assert refit["broadcast"] == item * inverse[structure]
                 assert step == {}

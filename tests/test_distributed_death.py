@@ -22,10 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 from llqr import LLQR
 from llqr.curvature.quadratic import QuadraticModel
 from llqr.distributed import checkpoint
+from llqr.distributed.shards import Shards
 from llqr.divergences import KL
 from llqr.errors import RankError
 from llqr.paper import PaperLLQR
-from llqr.preconditioner import Preconditioner
 from llqr.solvers import ScaleFree
 from loops import backward, batch, network, parameters_of, sgd
 from ranks import on_ranks
@@ -33,7 +33,7 @@ from ranks import on_ranks
 DIES_AT, LAST = 3, 5
 
 
-def build(shard: bool, dies: bool = False) -> tuple[torch.nn.Sequential, torch.nn.Module, PaperLLQR]:
+def build(dies: bool = False) -> tuple[torch.nn.Sequential, torch.nn.Module, PaperLLQR]:
     model = network()
     called = DistributedDataParallel(model) if dist.is_initialized() else model
     refits = 0
@@ -45,15 +45,15 @@ def build(shard: bool, dies: bool = False) -> tuple[torch.nn.Sequential, torch.n
             os.kill(os.getpid(), signal.SIGKILL)
         return batch(50)
 
-    options: dict[str, Any] = {"divergence": KL(), "every": 1, "steps": 3, "solver": ScaleFree(), "shard": shard}
+    options: dict[str, Any] = {"divergence": KL(), "every": 1, "steps": 3, "solver": ScaleFree()}
     options |= {"structure": "kfac", "refit_batch": refit_batch, "loss_fn": functional.cross_entropy}
     return model, called, LLQR.paper(sgd(model), called, **options)
 
 
-def dying(folder: str, shard: bool) -> dict[str, Any]:
+def dying(folder: str) -> dict[str, Any]:
     """The second rank dies in a refit; the first has saved after every step."""
     rank = dist.get_rank()
-    model, called, optimizer = build(shard, dies=rank == 1)
+    model, called, optimizer = build(dies=rank == 1)
     for number in range(LAST):
         backward(called, batch(number))
         before = parameters_of(model)
@@ -61,23 +61,23 @@ def dying(folder: str, shard: bool) -> dict[str, Any]:
             optimizer.step()
         except RankError as error:
             same = all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-            kept = None if shard else optimizer.state_dict()["llqr"]["step"]
+            kept = optimizer.state_dict()["llqr"]["step"]
             return {"words": str(error), "same": same, "kept": kept, "number": number}
         checkpoint.save(f"{folder}/{number}", optimizer)
     return {}
 
 
 def dying_at_work(way: str) -> dict[str, Any]:
-    """The second rank dies while it applies its blocks in a step (DDP, U in shards), or in the middle of a refit (FSDP2)."""
+    """The second rank dies in the middle of a refit, or (FSDP2) before a step gathers gradients."""
     model = network()
-    called = fully_shard(model) if way == "fsdp" else DistributedDataParallel(model)
-    optimizer = LLQR.paper(sgd(model), called, structure="kfac", every=2, steps=3, shard=True)
-    for number in range(2 if way == "fsdp" else 1):
+    called = DistributedDataParallel(model) if way == "ddp" else fully_shard(model)
+    optimizer = LLQR.paper(sgd(model), called, structure="kfac", every=2, steps=3)
+    for number in range(1 if way == "step" else 2):
         backward(called, batch(number))
         optimizer.step()
     backward(called, batch(2))
     before = parameters_of(model)
-    deadly = (QuadraticModel, "product") if way == "fsdp" else (Preconditioner, "precondition")
+    deadly = (Shards, "whole") if way == "step" else (QuadraticModel, "product")
     with mock.patch.object(*deadly, side_effect=die) if dist.get_rank() == 1 else nullcontext():
         try:
             optimizer.step()
@@ -113,31 +113,28 @@ def absent() -> str:
 
 
 def test_a_rank_dies(tmp_path: Path) -> None:
-    for shard in (False, True):
-        folder = tmp_path / f"{shard}"
-        found, nothing = on_ranks(2, folder / "ranks", dying, str(folder), shard, may_die=True)
-        assert nothing is None
-        assert found["words"].startswith("rank 0 lost the others: one has died")
-        assert found["same"], "the step that failed has moved parameters"
-        assert found["number"] == DIES_AT
-        assert found["kept"] == (None if shard else DIES_AT)
-        assert sorted(entry.name for entry in folder.iterdir()) == ["0", "1", "2", "ranks"]
-        model, called, optimizer = build(shard)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            checkpoint.load(folder / "2", optimizer)
-        for number in range(DIES_AT, LAST):
-            backward(called, batch(number))
-            optimizer.step()
-        whole, called, other = build(shard)
-        for number in range(LAST):
-            backward(called, batch(number))
-            other.step()
-        for name, parameter in model.named_parameters():
-            torch.testing.assert_close(parameter, whole.get_parameter(name), rtol=1e-9, atol=1e-9)
+    found, nothing = on_ranks(2, tmp_path / "ranks", dying, str(tmp_path), may_die=True)
+    assert nothing is None
+    assert found["words"].startswith("rank 0 lost the others: one has died")
+    assert found["same"], "the step that failed has moved parameters"
+    assert found["number"] == found["kept"] == DIES_AT
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["0", "1", "2", "ranks"]
+    model, called, optimizer = build()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        checkpoint.load(tmp_path / "2", optimizer)
+    for number in range(DIES_AT, LAST):
+        backward(called, batch(number))
+        optimizer.step()
+    whole, called, other = build()
+    for number in range(LAST):
+        backward(called, batch(number))
+        other.step()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter, whole.get_parameter(name), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+@pytest.mark.parametrize("way", ["ddp", "fsdp", "step"])
 def test_a_rank_dies_at_work(way: str, tmp_path: Path) -> None:
     found, nothing = on_ranks(2, tmp_path, dying_at_work, way, may_die=True)
     assert nothing is None

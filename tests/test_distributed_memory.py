@@ -1,4 +1,4 @@
-"""Promise: a refit holds what docs/processes.md says: 2P (DDP) or 3P (FSDP2), and a part that falls with the number of ranks."""
+"""Promise: a refit of LLQR.paper holds what docs/processes.md says, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def peaks() -> dict[str, float]:
         optimizer.step()
         most = []
         for _ in range(3):  # on a busy machine a rank may hold a message longer than it has to
-            with mock.patch.object(ranks, "LIMIT", 1), mock.patch.object(ranks, "UNDER_WAY", 1), Peak(model) as peak:
+            with mock.patch.object(ranks, "LIMIT", 1), Peak(model) as peak:
                 assert optimizer.refit(x)
             most.append(peak.bytes)
         found[way] = min(most) / (4 * WIDTH**2 * DEPTH)
@@ -77,12 +77,11 @@ def peaks() -> dict[str, float]:
 
 
 def test_a_refit_holds_what_the_page_says(tmp_path: Path) -> None:
-    """With a peak of a + b/R times P, those at R = 2 and 4 tell a and b; a tensor under way is an eighth of P here."""
+    """Directions, products and what the solver works with; under FSDP2 whole parameters and gradients besides."""
     few, many = (max_of(on_ranks(size, tmp_path / str(size), peaks)) for size in (2, 4))
-    for way, whole in {"ddp": 2, "fsdp": 3}.items():
-        constant, shared = 2 * many[way] - few[way], 4 * (few[way] - many[way])
-        assert abs(constant - whole) < 0.5, (way, few, many)
-        assert 6 < shared < 9, (way, few, many)
+    for way, most in {"ddp": 12.5, "fsdp": 14.5}.items():
+        assert abs(few[way] - many[way]) < 0.5, (way, few, many)
+        assert most - 1 < few[way] < most, (way, few, many)
 
 
 def max_of(found: list[dict[str, float]]) -> dict[str, float]:

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from llqr import LLQR, QuadraticModel, statistics
+from llqr import LLQR, QuadraticModel
+from llqr.curvature import statistics
+from llqr.curvature.linear_maps import damping_after
 from llqr.divergences import (
     KL,
     L2,
@@ -28,7 +30,6 @@ from llqr.divergences import (
     ReverseKL,
 )
 from llqr.divergences.places import ActivationTerm
-from llqr.statistics import damping_after
 from loops import backward, batch, closure_of, network, sgd
 from networks import relative
 

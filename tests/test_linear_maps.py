@@ -12,10 +12,12 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from llqr import statistics
+from llqr import LLQR
+from llqr.curvature import statistics
+from llqr.curvature.linear_maps import LinearMap
 from llqr.curvature.recorder import unfused
-from llqr.linear_maps import Found, find_uses
-from llqr.statistics import LinearMap, Sides, Sums, merged, some_places
+from llqr.curvature.statistics import Sides, Sums, merged, some_places
+from llqr.curvature.uses import Found, find_uses
 from llqr.structures import Dense, Kronecker
 
 BATCH = 3
@@ -552,3 +554,23 @@ def test_data_that_are_mostly_zeros(zeros: float, sparse: bool) -> None:
     left = {"0.weight": "SparseData", "0.bias": "SparseData"} if sparse else {}
     assert found.other_uses == left
     assert [use.map.weight for use in found.uses] == ["2.weight", "0.weight"][: 1 if sparse else 2]
+
+
+def test_a_weight_whose_uses_dont_go_together_is_told_so() -> None:
+    """All of W and its first two rows: no one block covers both, the base steps it, and `assignments` says why."""
+
+    class Overlapping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w, self.head = nn.Parameter(torch.eye(4)), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head((x @ self.w).tanh() + x[:, :2] @ self.w[:2])  # type: ignore[no-any-return]
+
+    model = Overlapping()
+    optimizer = LLQR(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    model(torch.ones(5, 4)).square().mean().backward()
+    optimizer.step()
+    told = optimizer.assignments()
+    assert told["w"] == "by the base: used by several products, as matrices that don't go together"
+    assert told["head.weight"].startswith("along U m")

@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 
 from llqr import LLQR
 from llqr.divergences import KL, Divergence, Newton
-from llqr.errors import LLQRError
 from llqr.minimal import apply, identity
 from llqr.solvers import SGDM
 from loops import CLASSES, SIZE, STRUCTURES, batch, closure_of, network, parameters_of
@@ -289,88 +288,3 @@ def test_the_papers_hyperparameters_are_the_defaults(scale: float, clips: bool) 
         assert LLQR.paper(base, model, divergence).ema == ema
     assert LLQR.paper(base, model, KL() + Newton(), ema=None).ema == 0.9
     assert LLQR.paper(base, model, ema=0.0).ema == 0.0
-
-
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_a_sample_is_the_curvature_of_every_so_many_th_example(structure: str) -> None:
-    """J(U) = g·ε + ½ ε·Hε with g of the whole batch and H of the sample: what a refit_batch of these examples gives."""
-    trained = []
-    for share in (1 / 3, None):
-        model, shown = network(), list[Tensor]()
-        settings: dict[str, Any] = {"refit_batch": lambda s=shown: (s[-1][::3], None)}
-        if share is not None:
-            settings = {"sample": share}
-        optimizer = LLQR.paper(BASES["sgdm"](model.parameters()), model, KL(), structure, every=2, steps=3, **settings)
-        for k in range(6):
-            shown.append(batch(k)[0])
-            closure_of(model, optimizer, batch(k))()
-            optimizer.step()
-        assert optimizer.stats.refits == 3
-        trained.append(parameters_of(model))
-    assert distance(*trained) < 1e-12
-
-
-def test_a_sample_takes_a_part_of_what_has_examples() -> None:
-    seen = []
-
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 3)
-
-        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-            seen.append((len(x), len(mask)))
-            return torch.as_tensor(self.layer(x) * mask.mean())
-
-    model = Masked()
-    optimizer = LLQR.paper(BASES["sgdm"](model.parameters()), model, KL(), sample=0.25, shared=["mask"])
-    model(x=torch.randn(10, 4), mask=torch.ones(10)).log_softmax(1)[:, 0].sum().backward()
-    optimizer.step()
-    assert optimizer.stats.refits == 1
-    assert {(10, 10), (3, 10)} <= set(seen)
-    assert {mask for _, mask in seen} == {10}
-
-
-@pytest.mark.parametrize(("share", "rows"), [(0.9, 9), (0.6, 6), (0.5, 5), (0.3, 3), (0.01, 1), (1.0, 10)])
-def test_a_sample_has_its_share_of_the_rows(share: float, rows: int) -> None:
-    model, seen = nn.Linear(4, 3), list[int]()
-    optimizer = LLQR.paper(BASES["sgdm"](model.parameters()), model, KL(), sample=share, every=2)
-    for k in range(3):
-        if k == 2:  # at the first refit it is seen whether examples can be taken out
-            model.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
-        optimizer.zero_grad()
-        model(torch.randn(10, 4)).log_softmax(1)[:, 0].sum().backward()
-        optimizer.step()
-    assert optimizer.stats.refits == 2
-    assert set(seen) == {10, rows}
-
-
-def test_samples_that_cannot_be_taken_are_refused() -> None:
-    """Time steps for examples, batch statistics, and sums over the batch."""
-
-    class Sequence(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.LSTM(4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.as_tensor(self.layer(x)[0])
-
-    class Normed(Sequence):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.as_tensor(self.norm(super().forward(x).sum(1)))
-
-    for model, message in (
-        (Sequence(), "depends on the other examples"),
-        (Normed(), "statistics of the batch.*closure"),
-    ):
-        optimizer = LLQR.paper(BASES["sgdm"](model.parameters()), model, KL(), sample=0.25)
-        model(torch.randn(12, 5, 4)).log_softmax(-1)[..., 0].sum().backward()
-        with pytest.raises(LLQRError, match=message):
-            optimizer.step()
-    with pytest.raises(LLQRError, match='reduction="mean"'):
-        LLQR.paper(BASES["sgdm"](model.parameters()), model, sample=0.25)

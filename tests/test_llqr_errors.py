@@ -44,9 +44,6 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"weights": torch.ones(3)}, "weights is a function, not a Tensor"),
     ({"refit_batch": batch()}, "refit_batch is a function, not a tuple"),
     ({"warm_start": "yes"}, "warm_start is True or False, not 'yes'"),
-    *[({"sample": share}, "share of a batch's examples") for share in (0, -0.5, 1.5, True, None, float("nan"), "0.5")],
-    ({"sample": 0.5, "divergence": KL(), "refit_batch": batch}, "leave out sample"),
-    *[({"sample": 0.5, "divergence": each}, "divergences that need no loss") for each in ("newton", "gauss-newton")],
 ]  # fmt: skip
 
 

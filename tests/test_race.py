@@ -549,10 +549,10 @@ def test_singd_leaves_large_vocabularies_to_adamw(monkeypatch: pytest.MonkeyPatc
 
 
 def test_settings_of_llqr_reach_it() -> None:
-    settings = {"llqr.reduction": "mean", "llqr.fresh_batch": False, "llqr.sample": 0.5, "llqr.max_dim": 17}
+    settings = {"llqr.reduction": "mean", "llqr.fresh_batch": False, "llqr.ema": 0.5, "llqr.max_dim": 17}
     config = resolve("shakespeare-gpt-sgdm", "smoke", "kfac-ngd", 0, settings)
     made = repr(optimizer(config, task_of(config, None).network()))
-    for shown in ("sample=0.5", "max_dim=17"):
+    for shown in ("ema=0.5", "max_dim=17"):
         assert shown in made
 
 

@@ -123,7 +123,7 @@ def test_the_reference_has_every_public_name(site: Path, built: dict[Path, Links
         "paper.PaperLLQR.refit",
         "LLQR.state_dict",
         "QuadraticModel.build",
-        "saved_state.Stats.as_logs",
+        "reporting.Stats.as_logs",
     ):
         assert f"llqr.{method}" in places
 

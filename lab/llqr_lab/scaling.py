@@ -20,12 +20,12 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from llqr.collector import Collector
-from llqr.distributed.block_owners import deal
-from llqr.distributed.processes import cost
+from llqr.curvature.collector import Collector
+from llqr.curvature.linear_maps import COLUMNS, ROWS, Block, Stack
+from llqr.curvature.statistics import Sums, merged
+from llqr.curvature.uses import find_uses
+from llqr.distributed.processes import cost, deal
 from llqr.distributed.ranks import buckets
-from llqr.linear_maps import find_uses
-from llqr.statistics import COLUMNS, ROWS, Block, Stack, Sums, merged
 from llqr.structures.stacks import assign
 from llqr.wrapper import LONGEST
 from llqr_lab.figures.style import BLUE, GREEN, ORANGE, drawing

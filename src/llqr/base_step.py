@@ -8,16 +8,15 @@ it is. So nothing of the base has to be tuned again, and no step is longer than 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
+from llqr.curvature.linear_maps import Block, LinearMap, Stack, stacked
 from llqr.errors import LLQRError
-from llqr.statistics import Block, LinearMap, Stack, stacked
-from llqr.wrapper import gradients_of
 
 if TYPE_CHECKING:
     from llqr.distributed.processes import Process
@@ -42,14 +41,20 @@ class BaseStep:
         self._taken_back = TakenBack(base)
         self._before: dict[str, Tensor] = {}
 
-    def take(self, parameters: Mapping[str, Tensor], blocks: Sequence[Block], processes: Process) -> list[str]:
+    def take(
+        self,
+        parameters: Mapping[str, Tensor],
+        gradients: Mapping[str, Tensor],
+        blocks: Sequence[Block],
+        processes: Process,
+    ) -> list[str]:
         """-‖Δθ‖ U m / ‖U m‖ in the place of the base's step Δθ. All in shards, where the parameters are.
 
         Returns the maps whose step the base took as it would have alone, because something wasn't finite.
         """
         names = list(dict.fromkeys(name for block in blocks for name in block.map.members))
         groups = groups_of(self._base, parameters)
-        self.momentum.gather(gradients_of(parameters), parameters, groups)
+        self.momentum.gather(gradients, parameters, groups)
         if not names:
             self._base.step()
             return []
@@ -57,12 +62,8 @@ class BaseStep:
             local = {name: processes.local(parameters[name]) for name in names}
             before = self._remembered(local)
             self._base.step()
-            momenta = {}
-            for name in names:
-                was = processes.shard_like(parameters[name], before[name])
-                momentum = self.momentum.of(name, parameters[name], was, groups[name])
-                if momentum is not None:
-                    momenta[name] = processes.local(momentum)
+            found = {n: self.momentum.of(n, parameters[n], before[n], groups[n], processes.local) for n in names}
+            momenta = {name: momentum for name, momentum in found.items() if momentum is not None}
             factors = {name: decay(self._base, groups[name]) for name in names}
             for factor in {*factors.values()} - {1.0}:
                 torch._foreach_mul_([before[name] for name in names if factors[name] == factor], factor)
@@ -109,19 +110,21 @@ class Momentum:
                 self.averages[name] = torch.zeros_like(gradient)
             self.averages[name] = self.averages[name].to(signed).lerp_(signed, 1 - OWN_MOMENTUM)
 
-    def of(self, name: str, parameter: Tensor, before: Tensor, group: Group) -> Tensor | None:
-        """After the base has stepped from `before`."""
+    def of(
+        self, name: str, parameter: Tensor, before: Tensor, group: Group, local: Callable[[Tensor], Tensor]
+    ) -> Tensor | None:
+        """After the base has stepped from `before`; of shards, what is `local`, as `before` is."""
         kind, state = type(self._base), self._base.state.get(parameter, {})
         if kind in AVERAGING:
-            average: Tensor | None = state.get("exp_avg")
-            return average
-        if not self.is_known:
-            return self.averages.get(name)
-        buffer, gradient = state.get("momentum_buffer") if group["momentum"] else None, parameter.grad
-        if buffer is not None and not group["nesterov"]:
-            return buffer if isinstance(buffer, Tensor) else None
-        if gradient is None:
-            return None
+            buffer, gradient = state.get("exp_avg"), None
+        elif not self.is_known:
+            buffer, gradient = self.averages.get(name), None
+        else:
+            buffer, gradient = state.get("momentum_buffer") if group["momentum"] else None, parameter.grad
+        buffer = local(buffer) if isinstance(buffer, Tensor) else None
+        if gradient is None or (buffer is not None and not group["nesterov"]):
+            return buffer
+        gradient = local(gradient)
         if kind in MUON:
             return gradient if buffer is None else gradient.lerp(buffer, group["momentum"])
         gradient = -gradient if group["maximize"] else gradient
@@ -214,27 +217,33 @@ def turn(blocks: Iterable[Block], momenta: Mapping[str, Tensor], steps: Mapping[
     parts = [part for stack in stacked(usable) for part in _parts(stack, momenta)]
     if not parts:
         return result
-    lengths = iter(torch._foreach_norm([_of(map_, name, steps) for part in parts for map_, name in part.members]))
-    measured = [(part, torch.stack([next(lengths) for _ in part.members])) for part in parts]
-    for (part, _), sizes in zip(measured, _transferred(measured), strict=True):
-        for place, ((map_, name), row) in enumerate(zip(part.members, sizes, strict=True)):
-            along, own, momentum, length = row[0], row[1] ** 0.5, row[2] ** 0.5, row[3]
-            if not all(map(math.isfinite, row)) or own <= 0 or momentum <= 0:
-                if length != 0:
-                    result.left.append(map_.key)
-                continue
-            share, added = _steep(along / (own * momentum))
-            direction = part.direction[place].mul_(-length * share / own)
-            if added:
-                direction.add_(part.momentum[place], alpha=-length * added / momentum)
-            _keep(result.steps, map_, name, direction, steps)
+    members = [(part, place) for part in parts for place in range(len(part.maps))]
+    own = [part.maps[place].part(part.names[place], steps) for part, place in members]
+    for (part, place), row in zip(members, _measured(parts, own), strict=True):
+        map_, name = part.maps[place], part.names[place]
+        along, size, momentum, length = row[0], row[1] ** 0.5, row[2] ** 0.5, row[3]
+        if not all(map(math.isfinite, row)) or size <= 0 or momentum <= 0:
+            if length != 0:
+                result.left.append(map_.key)
+            continue
+        share, added = _steep(along / (size * momentum))
+        direction = part.direction[place].mul_(-length * share / size)
+        if added:
+            direction.add_(part.momentum[place], alpha=-length * added / momentum)
+        if name == map_.weight and map_.places is not None:
+            if name not in result.steps:
+                result.steps[name] = steps[name].clone(memory_format=torch.contiguous_format)
+            map_.put(direction, result.steps[name])
+        else:
+            result.steps[name] = direction.reshape(steps[name].shape)
     return result
 
 
 class _Part(NamedTuple):
     """The weights or the biases of a stack of maps."""
 
-    members: list[tuple[LinearMap, str]]
+    maps: list[LinearMap]
+    names: list[str]
     direction: Tensor
     """U m, of all of them."""
     momentum: Tensor
@@ -243,33 +252,22 @@ class _Part(NamedTuple):
 
 def _parts(stack: Stack, momenta: Mapping[str, Tensor]) -> Iterator[_Part]:
     m, maps = stack.read(momenta), [block.map for block in stack.blocks]
-    joined = (m, stack.apply(m))
-    _, r, c = maps[0].shape
-    momentum, direction = (x[:, :r, :c].reshape(len(maps), -1, r, c) for x in joined)
-    yield _Part([(map_, map_.weight) for map_ in maps], direction, momentum)
-    if maps[0].bias is not None:
-        lines = (x[:, -1] if maps[0].inputs_on_rows else x[..., -1] for x in joined)
-        momentum, direction = (x.reshape(len(maps), -1) for x in lines)
-        yield _Part([(map_, str(map_.bias)) for map_ in maps], direction, momentum)
+    split = zip(*(maps[0].split(x) for x in (stack.apply(m), m)), strict=True)
+    for names, (direction, momentum) in zip(zip(*(map_.members for map_ in maps), strict=True), split, strict=True):
+        shape = (len(maps), -1, *direction.shape[1:])
+        yield _Part(maps, list(names), direction.reshape(shape), momentum.reshape(shape))
 
 
-def _of(map_: LinearMap, name: str, steps: Mapping[str, Tensor]) -> Tensor:
-    return map_.matrix(steps[name]) if name == map_.weight else steps[name]
-
-
-def _transferred(measured: Sequence[tuple[_Part, Tensor]]) -> Iterator[list[list[float]]]:
+def _measured(parts: Sequence[_Part], steps: Sequence[Tensor]) -> list[list[float]]:
     """U m · m, ‖U m‖², ‖m‖² and ‖Δθ‖ of each member of each part, in one transfer."""
-    columns = []
-    for (_, direction, momentum), lengths in measured:
-        dims = tuple(range(1, direction.dim()))
-        pairs = ((direction, momentum), (direction, direction), (momentum, momentum))
-        products = [(x * y).sum(dims) for x, y in pairs]
-        columns.append(torch.stack((*products, lengths.to(products[0].dtype)), 1))
-    rows = torch.cat([column.to(columns[0].dtype) for column in columns]).tolist()
-    at = 0
-    for part, _ in measured:
-        yield rows[at : at + len(part.members)]
-        at += len(part.members)
+    rows = []
+    for part in parts:
+        pairs = ((part.direction, part.momentum), (part.direction, part.direction), (part.momentum, part.momentum))
+        rows.append(torch.stack([(x * y).flatten(1).sum(1) for x, y in pairs], 1))
+    sizes = torch.cat([row.to(rows[0].dtype) for row in rows])
+    lengths = torch.stack([length.to(sizes) for length in torch._foreach_norm(list(steps))])
+    found: list[list[float]] = torch.cat((sizes, lengths[:, None]), 1).tolist()
+    return found
 
 
 def _steep(cosine: float) -> tuple[float, float]:
@@ -281,13 +279,3 @@ def _steep(cosine: float) -> tuple[float, float]:
         return 0.0, 1.0
     share = math.sqrt(1 - STEEPNESS * STEEPNESS) / across
     return share, STEEPNESS - share * cosine
-
-
-def _keep(into: dict[str, Tensor], map_: LinearMap, name: str, direction: Tensor, steps: Mapping[str, Tensor]) -> None:
-    """The step of one tensor, or of the part of it that the map is."""
-    if map_.places is None or name != map_.weight:
-        into[name] = direction.reshape(steps[name].shape)
-    else:
-        if name not in into:
-            into[name] = steps[name].clone(memory_format=torch.contiguous_format)
-        map_.put(direction, into[name])

@@ -93,9 +93,9 @@ class MinimalLLQR:
 
     def _momentum(self, p: Tensor, slope: Tensor, group: dict[str, Any]) -> Tensor:
         state: Tensors = self.base.state[p]
-        if isinstance(self.base, AVERAGING):
+        if type(self.base) in AVERAGING:
             return state["exp_avg"]
-        if not isinstance(self.base, SGD):
+        if type(self.base) is not SGD:
             return self.averages[p]
         if not group["momentum"]:
             return slope

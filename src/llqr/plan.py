@@ -119,28 +119,20 @@ class _Rehearsal:
 
     def __init__(self, model: nn.Module, batch: Inputs, structure: StructureSpec, output: Selector | None) -> None:
         self._model, self._batch, self._output, self._refits = model, batch, output, True
-        self._device = next(model.parameters()).device
         base = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
         self.optimizer = LLQR(base, model, structure=structure, every=lambda step: self._refits)
 
     def seconds(self, repeats: int) -> list[float]:
         """The medians of a training step, the base's step, LLQR's step, and what a refit adds; a first round isn't counted."""
-        rounds = []
+        rounds, optimizer = [], self.optimizer
         for _ in range(1 + repeats):
-            self._refits, before = True, self.optimizer.stats.seconds
-            heard = self._timed(self._train)  # with what the hooks add
-            self.optimizer.step()
-            refit, self._refits = self.optimizer.stats.seconds - before, False
-            train, step = self._timed(self._train), self._timed(self.optimizer.step)
-            rounds.append((train, self._timed(self.optimizer.base.step), step, refit + max(heard - train, 0.0)))
+            self._refits, before = True, optimizer.stats.seconds
+            heard = _timed(self._train)  # with what the hooks add
+            optimizer.step()
+            refit, self._refits = optimizer.stats.seconds - before, False
+            train, step, base = _timed(self._train), _timed(optimizer.step), _timed(optimizer.base.step)
+            rounds.append((train, base, step, refit + max(heard - train, 0.0)))
         return [statistics.median(times) for times in zip(*rounds[1:], strict=True)]
-
-    def _timed(self, job: Callable[[], object]) -> float:
-        begun = time.perf_counter()
-        job()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # nothing is left for the next one to wait for
-        return time.perf_counter() - begun
 
     def _train(self) -> None:
         self.optimizer.zero_grad()
@@ -157,6 +149,14 @@ class _Rehearsal:
             for value in outputs:
                 check_finite(value.detach(), "the output")
             torch.stack([value.square().mean() for value in outputs]).sum().backward()  # type: ignore[no-untyped-call]
+
+
+def _timed(job: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    job()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # nothing is left for the next one to wait for
+    return time.perf_counter() - begun
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

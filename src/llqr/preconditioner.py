@@ -6,7 +6,6 @@ Blocks of one structure and one shape are kept as a stack, a `Group`.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +18,9 @@ from llqr.structures.stacks import Group, StructureSpec, identity_groups
 
 
 class Preconditioned(NamedTuple):
-    """Preconditioned gradients (None: there is none), and the blocks where they weren't finite."""
+    """Preconditioned gradients, and the blocks where they weren't finite."""
 
-    gradients: dict[str, Tensor | None]
+    gradients: dict[str, Tensor]
     nonfinite: list[str]
 
 
@@ -101,11 +100,6 @@ class Preconditioner:
             found.update(group.scatter(y, values))
         return Preconditioned({name: found[name] for name in gradients if name in found}, bad)
 
-    @cached_property
-    def _shapes(self) -> dict[str, torch.Size]:
-        """Of each parameter that U knows."""
-        return {n: shape for g in self.groups for names in g.members for n, shape in zip(names, g.shapes, strict=True)}
-
     @property
     def blocks(self) -> dict[str, dict[str, Tensor]]:
         return {
@@ -118,6 +112,10 @@ class Preconditioner:
     def structures(self) -> dict[str, Structure]:
         """The structure of each block, under the names of `blocks`."""
         return {key: group.structure for group in self.groups for key in group.keys}
+
+    def layout(self) -> dict[str, tuple[Structure, tuple[torch.Size, ...]]]:
+        """The structure of each block, and the shapes of its parameters."""
+        return {key: (group.structure, group.shapes) for group in self.groups for key in group.keys}
 
     @property
     def memory(self) -> int:
@@ -189,30 +187,32 @@ class Preconditioner:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the blocks of a preconditioner with the same names and structures; device and dtype stay."""
-        blocks = _blocks_of(state)
+        blocks, history = (state.get(key) if isinstance(state, Mapping) else None for key in ("blocks", "history"))
+        if not isinstance(blocks, Mapping) or not isinstance(history, Sequence):
+            raise LLQRError("this isn't the state_dict() of a Preconditioner, which has 'blocks' and a 'history'")
+        if not all(isinstance(value, float) for value in history):
+            raise LLQRError("the 'history' of the state isn't a list of numbers")
         mine = self.blocks
-        for key in blocks:
+        for key, block in blocks.items():
+            check_tensors(f"the state's block for {key!r}", block)
             if key not in mine:
                 raise unknown("block", key, mine)
         for key, tensors in mine.items():
             if key not in blocks:
                 raise LLQRError(f"the state has no block for {key!r}")
-            wanted = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-            given = {name: tuple(tensor.shape) for name, tensor in blocks[key].items()}
+            wanted, given = ({n: tuple(t.shape) for n, t in block.items()} for block in (tensors, blocks[key]))
             if wanted != given:
                 raise LLQRError(f"the state's block for {key!r} has tensors {given}, and here it has {wanted}")
         for key, tensors in mine.items():
             for name, tensor in tensors.items():
                 tensor.copy_(blocks[key][name])
-        self.history = list(state["history"])
+        self.history = list(history)
 
     def check_same_blocks(self, other: Preconditioner) -> None:
         """Raise unless the two have blocks of the same names, structures and shapes."""
         if not isinstance(other, Preconditioner):
             raise LLQRError(f"a Preconditioner is wanted here, not {type(other).__name__}")
-        mine, theirs = (
-            {key: (group.structure, group.shapes) for group in u.groups for key in group.keys} for u in (self, other)
-        )
+        mine, theirs = self.layout(), other.layout()
         different = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
         if different:
             raise LLQRError(
@@ -230,28 +230,6 @@ class Preconditioner:
     def _replaced(self, tensors: Sequence[dict[str, Tensor]]) -> Preconditioner:
         groups = [group.holding(mapping) for group, mapping in zip(self.groups, tensors, strict=True)]
         return Preconditioner(groups, self.history)
-
-
-def _blocks_of(state: object) -> Mapping[str, Mapping[str, Tensor]]:
-    """The blocks in a state, which has to look like one."""
-    if not isinstance(state, Mapping) or not isinstance(state.get("history"), Sequence):
-        raise _no_state()
-    blocks = state.get("blocks")
-    if not isinstance(blocks, Mapping) or not all(isinstance(block, Mapping) for block in blocks.values()):
-        raise _no_state()
-    if not all(isinstance(tensor, Tensor) for block in blocks.values() for tensor in block.values()):
-        raise _no_state()
-    if not all(isinstance(value, float) for value in state["history"]):
-        raise LLQRError("the 'history' of the state isn't a list of numbers")
-    for key, block in blocks.items():
-        check_tensors(f"the state's block for {key!r}", block)
-    return blocks
-
-
-def _no_state() -> LLQRError:
-    return LLQRError(
-        "this isn't the state_dict() of a Preconditioner, which has 'blocks' with mappings of tensors, and a 'history'"
-    )
 
 
 def _blocks_finite(group: Group, y: Tensor, values: Mapping[str, Tensor]) -> Tensor:

@@ -4,89 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from glob import escape
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from llqr.checks import Inputs, Loss, as_arguments, check_callable, checked_number, tensors_in
+from llqr.checks import Inputs, Loss, as_arguments, check_callable, tensors_in
+from llqr.closures import Closure, loss_of_output, loss_of_rows, tensor_alone, whole_loss
 from llqr.curvature import locations
 from llqr.curvature.chunks import Examples, check_chunk_size, total
+from llqr.curvature.collector import Called
 from llqr.curvature.locations import PerLayer
 from llqr.curvature.precision import is_low, raised
 from llqr.curvature.quadratic import QuadraticModel
 from llqr.curvature.recorded_chunk import Portion
 from llqr.curvature.recorder import Selector, Streams, in_modes
-from llqr.distributed.block_owners import BlockOwners, JoinedModel, OneProcess
+from llqr.distributed.processes import Process
 from llqr.divergences import L2, Divergence, Newton, OutputTerm
 from llqr.divergences.families import Categorical
 from llqr.divergences.family_of_loss import check_family, summed
-from llqr.errors import LLQRError, unknown
+from llqr.errors import LLQRError, NonFiniteError, unknown
 from llqr.preconditioner import Preconditioner
 from llqr.relaxation import checked_solver, fit
 from llqr.solvers import Quadratic, Solver
-from llqr.solvers.problem import totals_of
 from llqr.structures.base import Structure
-from llqr.structures.stacks import Group, StructureSpec, assign, identity_groups
-from llqr.training_loop import Called, Closure, loss_of_output, loss_of_rows, tensor_alone, whole_loss
-from llqr.wrapper import check_parameters
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """U's blocks, by a structure for all parameters or by patterns of their names."""
-
-    structure: StructureSpec
-
-    def structures(self, parameters: Mapping[str, Tensor], only: Collection[str]) -> dict[str, Structure]:
-        """By name; a pattern for frozen parameters alone is no mistake, so the patterns are held against all of them."""
-        assigned = assign(self.structure, parameters)
-        return {escape(name): assigned[name] for name in only}
-
-    def identity(self, parameters: Mapping[str, Tensor], only: Collection[str]) -> Preconditioner:
-        """U = I for some of the parameters."""
-        return Preconditioner.identity({name: parameters[name] for name in only}, self.structures(parameters, only))
-
-    def layout(self, parameters: Mapping[str, Tensor], only: Collection[str]) -> list[Group]:
-        """The blocks for some of the parameters, without numbers."""
-        shapes = {name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in parameters.items()}
-        return identity_groups({name: shapes[name] for name in only}, self.structures(parameters, only))
-
-    def current(
-        self, parameters: Mapping[str, Tensor], only: Collection[str], u: Preconditioner | None
-    ) -> Preconditioner:
-        """U for some of the parameters: the one that is there, the identity for what it doesn't know.
-
-        It doesn't know a layer's block either that covers other parameters now, since some were added or frozen.
-        """
-        new = self.identity(parameters, only)
-        if u is not None:
-            known, wanted = _shapes(u), _shapes(new)
-            new.take(u.restricted([key for key in wanted if known.get(key) == wanted[key]]))
-        return new
-
-    def blank(
-        self, parameters: Mapping[str, Tensor], keys: Collection[str], ranks: OneProcess
-    ) -> tuple[Preconditioner, BlockOwners | None]:
-        """U = I for the blocks of these names, to be filled: those that this rank is to hold."""
-        covered = [name for name, p in parameters.items() if p.requires_grad or name in keys]
-        layout = self.layout(parameters, covered)
-        known = [key for group in layout for key in group.keys]
-        for key in keys:
-            if key not in known:
-                raise unknown("block in the state", key, known)
-        groups = [group.only(keys) for group in layout]
-        owners = ranks.owners_of([group for group in groups if group is not None])
-        if owners is None:
-            return self.identity(parameters, covered).restricted(keys), None
-        return self.identity(parameters, owners.held()), owners
-
-
-def _shapes(u: Preconditioner) -> dict[str, Any]:
-    return {key: (group.structure, group.shapes) for group in u.groups for key in group.keys}
-
+from llqr.structures.stacks import StructureSpec, assign
 
 WHOLE = "num_items_in_batch"
 """Where transformers' models are told how many tokens to divide their loss by: all those of an accumulated batch, of which the
@@ -105,25 +49,20 @@ class Source:
     """What there is to fit U on: a batch of its own, or else what the step has evaluated."""
 
     gradients: Mapping[str, Tensor]
-    seen: Inputs | None = None
-    closure: Closure | None = None
-    batch: Batch | None = None
+    inputs: Any = None
+    targets: Any = None
     loss_fn: Loss | None = None
+    """With a batch of its own: the loss whose gradient on it is taken, in place of those."""
+    own_batch: bool = False
+    closure: Closure | None = None
     called: Called | None = None
-    """How the model was when it was called with what was seen."""
+    """How the model was when it was called with the inputs that were seen."""
     streams: Streams | None = None
     """What the closure drew from, as it was then."""
     evaluated: bool = False
     """The network is the evaluated one (running BatchNorm statistics, no dropout), for g and H alike; else as it is now."""
-    owners: BlockOwners | None = None
-    """Among the ranks that fit it together, each on its own batch."""
-
-
-class Fitted(NamedTuple):
-    """A fitted U, and why it isn't to be taken, if it isn't."""
-
-    u: Preconditioner
-    fault: str | None
+    processes: Process = field(default_factory=Process)
+    """Those that fit U together, each on its own batch."""
 
 
 @dataclass
@@ -134,7 +73,7 @@ class Refit:
     called: nn.Module
     """What the loop calls: the model, or a wrapper of torch.compile around it."""
     divergence: Divergence
-    blocks: Blocks
+    structure: StructureSpec
     solver: Solver | None
     steps: int
     damping: PerLayer
@@ -143,7 +82,6 @@ class Refit:
     output: Selector | None
     weights: Callable[[Inputs], Tensor] | None
     shared: Collection[str | int]
-    sample: float = 1.0
     segments: Collection[str] = ()
 
     def __post_init__(self) -> None:
@@ -154,23 +92,12 @@ class Refit:
         terms = [term for _, term in self.divergence.terms()]
         self._needs_loss = any(isinstance(term, OutputTerm) and term.needs_loss for term in terms)
         self._loss_alone = all(isinstance(term, (Newton, L2)) for term in terms)
-        self.sample = checked_sample(self.sample)
-        if self.sample < 1 and self._needs_loss:
-            raise LLQRError(
-                f"sample={self.sample:g} is for divergences that need no loss, and {self.divergence!r} needs it: give a "
-                "refit_batch that returns fewer examples"
-            )
-        if self.sample < 1 and any(getattr(term, "reduction", "mean") == "sum" for term in terms):
-            raise LLQRError(
-                f"sample={self.sample:g} is for curvatures that are means over examples, and {self.divergence!r} is a sum: "
-                'take reduction="mean"'
-            )
 
     def check(self, parameters: Mapping[str, Tensor]) -> None:
         """Raise now for what a refit would raise for: structures, metrics and dampings that fit no part of the model."""
-        check_parameters(parameters)
         terms = list(self.divergence.terms())
-        self.blocks.layout(parameters, parameters)
+        shapes = {name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in parameters.items()}
+        self.identity(shapes, shapes)
         locations.diagonal(self.model, parameters, terms, self.damping)
         places = locations.locations_of(self.model, terms)
         locations.segment_modules(self.model, self.segments, [place.module for place in places.values()])
@@ -195,40 +122,74 @@ class Refit:
         terms = [
             (weight, term if is_dataclass(term) else type(term).__name__) for weight, term in self.divergence.terms()
         ]
-        return self.steps, solver, self.damping, self.sample, terms
+        return self.steps, solver, self.damping, self.structure, terms
 
     def described(self) -> list[str]:
         """Its settings, as one would write them."""
         return [
             f"divergence={self.divergence!r}",
-            f"structure={self.blocks.structure!r}",
+            f"structure={self.structure!r}",
             f"steps={self.steps}, solver={self.solver!r}, damping={self.damping!r}",
-            f"chunk_size={self.chunk_size}, segments={list(self.segments)!r}, sample={self.sample:g}",
+            f"chunk_size={self.chunk_size}, segments={list(self.segments)!r}",
         ]
 
-    def __call__(self, parameters: Mapping[str, Tensor], source: Source, start: Preconditioner | None = None) -> Fitted:
-        """U of the parameters that require a gradient, fitted from the identity or from `start`."""
+    # --- U, by a structure for all parameters or by patterns of their names ---
+
+    def _structures(self, parameters: Mapping[str, Tensor], only: Collection[str]) -> dict[str, Structure]:
+        """By name; a pattern for frozen parameters alone is no mistake, so the patterns are matched with all of them."""
+        assigned = assign(self.structure, parameters)
+        return {escape(name): assigned[name] for name in only}
+
+    def identity(self, parameters: Mapping[str, Tensor], only: Collection[str]) -> Preconditioner:
+        """U = I for some of the parameters."""
+        return Preconditioner.identity({name: parameters[name] for name in only}, self._structures(parameters, only))
+
+    def current(self, parameters: Mapping[str, Tensor], u: Preconditioner | None) -> Preconditioner:
+        """U for the parameters that are trained: the one that is there, the identity for what it doesn't know.
+
+        It doesn't know a layer's block either that covers other parameters now, since some were added or frozen.
+        """
+        new = self.identity(parameters, trainable(parameters))
+        if u is not None:
+            known = u.layout()
+            new.take(u.restricted([key for key, block in new.layout().items() if known.get(key) == block]))
+        return new
+
+    def loaded(self, parameters: Mapping[str, Tensor], state: Any) -> Preconditioner:
+        """U of a state."""
+        blocks = state.get("blocks") if isinstance(state, Mapping) else None
+        if not isinstance(blocks, Mapping):
+            raise LLQRError("the 'preconditioner' in the state, under 'llqr', has no 'blocks'")
+        u = self.identity(parameters, [name for name, p in parameters.items() if p.requires_grad or name in blocks])
+        for key in blocks:
+            if key not in u.structures:
+                raise unknown("block in the state", key, u.structures)
+        u = u.restricted(blocks)
+        u.load_state_dict(state)
+        return u
+
+    # --- the fit ---
+
+    def __call__(
+        self, parameters: Mapping[str, Tensor], source: Source, start: Preconditioner | None
+    ) -> Preconditioner:
+        """U of the parameters that are trained, fitted from the identity or from `start`."""
         q = self.objective(parameters, source)
-        u = fit(q, self.blocks.structures(parameters, list(q.gradient)), self.solver, self.steps, start)
-        return Fitted(u, _fault(q, u))
+        return fit(q, self._structures(parameters, list(q.gradient)), self.solver, self.steps, start)
 
     def objective(self, parameters: Mapping[str, Tensor], source: Source) -> Quadratic:
         """The quadratic model that J is of."""
         only = trainable(parameters)
-        if source.batch is not None:
-            inputs, targets = source.batch
-            loss_fn = source.loss_fn or self.loss_fn
-            if loss_fn is not None:
-                return self._build(only, source, inputs, targets, loss_fn)
-        else:
-            inputs = source.seen if source.seen is not None else ()
+        inputs: Inputs = () if source.inputs is None and not source.own_batch else source.inputs
+        if source.own_batch and source.loss_fn is not None:
+            return self._build(only, source, inputs, source.targets, source.loss_fn)
         if not source.gradients:
             raise LLQRError(
                 "no parameter has a gradient: call loss.backward() before optimizer.step(), or give refit() targets and a "
                 "loss_fn"
             )
         gradient = {name: source.gradients[name] for name in only if name in source.gradients}
-        closure = source.closure if source.batch is None else None
+        closure = None if source.own_batch else source.closure
         if self._loss_alone and self._needs_loss and (closure is None or self.chunk_size is None):
             whole = whole_loss(closure or self._own_loss(inputs), self.model)
             return self._build(only, source, inputs, gradient=gradient, closure=whole)
@@ -238,16 +199,13 @@ class Refit:
                 "step. Call it before optimizer.step(), or give LLQR.paper a refit_batch. If your loop calls "
                 "torch.compile(model), give it that one"
             )
-        if source.batch is None and not tensors_in(inputs):
+        if not source.own_batch and not tensors_in(inputs):
             raise LLQRError(
                 f"the model was called with a {type(next(iter(inputs))).__name__} and no tensor: call it with tensors, or with "
                 "keywords, as in model(**batch)"
             )
         if not self._needs_loss:
-            if source.batch is not None or self.sample == 1:
-                return self._build(only, source, inputs, gradient=gradient)
-            batch, rows = self._sampled(inputs)
-            return self._build(only, source, batch.rows(rows), gradient=gradient, sampled_from=(inputs, rows))
+            return self._build(only, source, inputs, gradient=gradient)
         if closure is None:
             raise LLQRError(self._loss_wanted())
         if self.output is not None:
@@ -261,12 +219,6 @@ class Refit:
             loss, rows_of_loss = loss_of_rows(loss, count), torch.arange(count)
         return self._build(only, source, inputs, rows_of_loss, loss, gradient, output=tensor_alone)
 
-    def _sampled(self, inputs: Inputs) -> tuple[Examples, list[int]]:
-        """The examples whose curvature is looked at, taken evenly from the batch: it may be sorted."""
-        batch = Examples(inputs, self.shared)
-        count = math.ceil(round(batch.count * self.sample, 6))
-        return batch, [int(place / self.sample) for place in range(count)]
-
     def _build(
         self,
         only: list[str],
@@ -277,10 +229,12 @@ class Refit:
         gradient: dict[str, Tensor] | None = None,
         closure: Callable[[], Tensor] | None = None,
         output: Selector | None = None,
-        sampled_from: tuple[Inputs, list[int]] | None = None,
     ) -> Quadratic:
         weights = None if self.weights is None or closure is not None else self.weights(inputs)
-        by_closure, owners, called = closure is not None or output is not None, source.owners, source.called
+        called, several, portion = source.called, source.processes.several, None
+        if several:
+            by_closure = closure is not None or output is not None
+            portion = self._portion(source.processes, None if by_closure else inputs, weights)
         with in_modes(called.modes if called is not None else []):
             q = QuadraticModel.build(
                 self.model,
@@ -299,19 +253,18 @@ class Refit:
                 closure=closure,
                 shared=self.shared,
                 segments=self.segments,
-                sampled_from=sampled_from,
-                portion=None if owners is None else self._portion(owners, None if by_closure else inputs, weights),
+                portion=portion,
             )
-        return q if owners is None else JoinedModel(q, owners, joined=gradient is not None)
+        return JoinedModel(q, source.processes, joined=gradient is not None) if several else q
 
-    def _portion(self, owners: BlockOwners, inputs: Inputs | None, weights: Tensor | None) -> Portion:
+    def _portion(self, processes: Process, inputs: Inputs | None, weights: Tensor | None) -> Portion:
         """How much this rank's batch counts among all of them: by its examples, and by the weights of its variables.
 
         The losses of closures count alike, as they do in the gradients that DistributedDataParallel averages.
         """
         count = 1 if inputs is None else Examples(inputs, self.shared).count
         variables = float(count) if weights is None else total(weights)
-        all_variables, examples = owners.ranks.sums([variables, count])
+        all_variables, examples = processes.sums(variables, count)
         return Portion(variables / all_variables, count / examples)
 
     def _own_loss(self, inputs: Inputs) -> Closure:
@@ -336,13 +289,20 @@ class Refit:
         )
 
 
-def checked_sample(sample: float) -> float:
-    meaning = "the share of a batch's examples, above 0 and at most 1 (0.25: every fourth)"
-    return checked_number("sample", sample, lambda share: 0 < share <= 1, meaning)
+class JoinedModel:
+    """g and H·v of all processes' batches. Each knows its batch's share of them; damping is added once."""
 
+    def __init__(self, model: QuadraticModel, processes: Process, joined: bool) -> None:
+        """`joined`: the model's gradient is that of all the batches already."""
+        self._model, self._processes = model, processes
+        self.gradient = processes.firsts(model.gradient) if joined else self._summed(model.gradient)
 
-def checked_ema(ema: float) -> float:
-    return checked_number("ema", ema, lambda share: 0 <= share < 1, "at least 0 (U is the last fit) and below 1")
+    def curvature(self, direction: dict[str, Tensor]) -> dict[str, Tensor]:
+        product, diagonal = self._summed(self._model.product(direction)), self._model.diagonal
+        return {name: torch.add(product[name], v, alpha=diagonal[name]) for name, v in direction.items()}
+
+    def _summed(self, shares: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return dict(zip(shares, self._processes.total(list(shares.values())), strict=True))
 
 
 def checked_batch(batch: Any) -> Batch:
@@ -354,10 +314,11 @@ def checked_batch(batch: Any) -> Batch:
     return batch[0], batch[1]
 
 
-def _fault(q: Quadratic, u: Preconditioner) -> str | None:
+def check_fit(u: Preconditioner) -> None:
     """Every fit that is finite is taken, as in Algorithm 1."""
     if not u.history or not math.isfinite(u.history[0]):
-        return "J isn't finite at the start of the fit, or the solver returned a U without a history of J"
-    if not math.isfinite(u.history[-1]) or any(totals_of(q).sums([float(not u.is_finite())])):
-        return "the fit didn't stay finite: a smaller inner learning rate, or clip, may help"
-    return None
+        raise NonFiniteError(
+            "J isn't finite at the start of the fit, or the solver returned a U without a history of J"
+        )
+    if not math.isfinite(u.history[-1]) or not u.is_finite():
+        raise NonFiniteError("the fit didn't stay finite: a smaller inner learning rate, or clip, may help")

@@ -11,7 +11,6 @@ from llqr.checks import checked_integer
 from llqr.errors import LLQRError, NonFiniteError
 from llqr.preconditioner import Preconditioner
 from llqr.solvers import Problem, Quadratic, ScaleFree, Solver
-from llqr.solvers.problem import ALONE, totals_of
 from llqr.structures.stacks import StructureSpec
 
 __all__ = ["Quadratic", "fit"]
@@ -35,7 +34,7 @@ def fit(
         )
     solver = checked_solver(solver, steps)
     gradient = q.gradient
-    if not gradient and totals_of(q) is ALONE:
+    if not gradient:
         raise LLQRError("the quadratic model has no parameters")
     _check(gradient)
     u = Preconditioner.identity(gradient, structure)

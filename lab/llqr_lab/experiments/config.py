@@ -82,8 +82,6 @@ class Wrapper:
     """Examples at a time in a refit; 0 is all."""
     segments: tuple[str, ...] = ()
     """Modules, by patterns of their names, that a refit runs again in place of keeping what they compute."""
-    sample: float = 1.0
-    """The share of a batch's examples whose curvature a refit looks at."""
     max_dim: int = 8192
     """The longest side of a matrix that K-FAC and E-KFAC have a full factor for."""
     solver: Inner = field(default_factory=Inner)
@@ -176,6 +174,8 @@ def read(path: Path) -> Config:
 
 def parsed(table: Mapping[str, Any]) -> Config:
     """The configuration that a table of TOML is, checked."""
+    if isinstance(table.get("llqr"), Mapping) and table["llqr"].get("sample") == 1.0:  # of runs from before it went
+        table = {**table, "llqr": {name: value for name, value in table["llqr"].items() if name != "sample"}}
     config = typing.cast(Config, _made(Config, table, ""))
     _check(config)
     return config
@@ -270,7 +270,6 @@ POSITIVE = (
     "llqr.every",
     "llqr.steps",
     "llqr.solver.lr",
-    "llqr.sample",
     "llqr.order",
     "llqr.intermediate_weight",
     "llqr.max_dim",
@@ -313,16 +312,10 @@ def _check(config: Config) -> None:
     for name in FRACTIONS:
         if name in settings and not 0 <= settings[name] < 1:
             raise ConfigError(f"'{name}' should be at least 0 and below 1, and is {settings[name]}")
-    if settings.get("llqr.sample", 1.0) > 1:
-        raise ConfigError(f"'llqr.sample' is a share of the batch, at most 1, and is {settings['llqr.sample']}")
-    if settings.get("llqr.sample", 1.0) < 1 and settings.get("llqr.reduction") == "sum":
-        raise ConfigError("'llqr.sample' below 1 is for 'llqr.reduction' \"mean\": a sum is of the whole batch")
     if config.llqr and not config.llqr.intermediate and config.llqr.intermediate_weight != 0.1:
         raise ConfigError(
             "'llqr.intermediate_weight' has no effect without 'llqr.intermediate': name the modules there"
         )
-    if config.llqr and config.llqr.fresh_batch and config.llqr.sample < 1:
-        raise ConfigError("'llqr.sample' is a share of the step's batch: leave out 'llqr.fresh_batch'")
     if config.default_llqr and config.llqr is not None:
         raise ConfigError("'llqr' is the paper's, and 'default_llqr' takes no settings: leave out one of them")
     if (config.epochs > 0) == (config.steps > 0):

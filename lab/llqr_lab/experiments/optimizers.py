@@ -69,7 +69,6 @@ def optimizer(
         chunk_size=wrapper.chunk_size or None,
         segments=wrapper.segments,
         warm_start=wrapper.warm_start,
-        sample=wrapper.sample,
         weights=task.weights if task else None,
         loss_fn=task.loss if task and own_batch else None,
         refit_batch=fresh if own_batch else None,

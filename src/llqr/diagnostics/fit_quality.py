@@ -22,7 +22,6 @@ from llqr.diagnostics.comparison import dot
 from llqr.errors import LLQRError
 from llqr.paper import PaperLLQR
 from llqr.preconditioner import Preconditioner
-from llqr.refit import Blocks
 from llqr.relaxation import fit
 from llqr.solvers import Quadratic, Solver
 from llqr.structures import Kronecker
@@ -219,14 +218,14 @@ def staleness(optimizer: PaperLLQR, inputs: Inputs, targets: Any, loss_fn: Loss)
         raise LLQRError("there is no U yet: it is the identity until the first refit")
     refuse_ranks(optimizer)
     q = optimizer.objective(inputs, targets, loss_fn)
-    parameters, blocks, names = dict(optimizer.model.named_parameters()), Blocks(optimizer.structure), list(q.gradient)
-    current = blocks.current(parameters, names, optimizer.preconditioner)
-    return compare_fits(q, current, blocks.structures(parameters, names), optimizer.solver, optimizer.steps)
+    parameters = {name: p for name, p in optimizer.model.named_parameters() if name in q.gradient}
+    current = optimizer._refit.current(parameters, optimizer.preconditioner)
+    return compare_fits(q, current, current.structures, optimizer.solver, optimizer.steps)
 
 
 def refuse_ranks(optimizer: Optimizer) -> None:
     """Raise where a look at one process would be taken for one at all that train together."""
-    if isinstance(optimizer, PaperLLQR) and optimizer.ranks.several:
+    if isinstance(optimizer, PaperLLQR) and optimizer.processes.several:
         raise LLQRError(
             "how stale U is can be told where one process trains, and not yet among several: look at a training of one process"
         )

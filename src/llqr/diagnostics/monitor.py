@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from llqr.checks import Inputs, Loss, as_arguments, check_finite, check_model, checked_integer, frozen_rng
+from llqr.closures import checked_loss
 from llqr.curvature import locations
 from llqr.curvature.locations import PerLayer
 from llqr.curvature.precision import no_autocast
@@ -23,7 +24,6 @@ from llqr.diagnostics.fit_quality import QUANTILES, Objectives, Spectrum, refuse
 from llqr.divergences import Divergence
 from llqr.errors import DegenerateProblemError, LLQRError, LLQRWarning, NonFiniteError
 from llqr.paper import PaperLLQR
-from llqr.training_loop import checked_loss
 from llqr.wrapper import Wrapping, stepped_parameters
 
 

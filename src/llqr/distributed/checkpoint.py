@@ -15,8 +15,7 @@ import io
 import json
 import pickle
 import shutil
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,13 +30,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.serialization import _get_layout
-from torch.utils._pytree import tree_map
 
 from llqr.errors import LLQRError
-from llqr.optimizer import LLQR
-from llqr.paper import PaperLLQR
-from llqr.saved_state import State, block_state
-from llqr.wrapper import stepped_parameters
+from llqr.wrapper import Wrapping
 
 METADATA = ".metadata"
 
@@ -114,58 +109,67 @@ class Planner(DefaultLoadPlanner):
         super().load_bytes(read_item, value)
 
 
-BLOCK, PLACES, AVERAGES, WORDS = "u", "places", "averages", "words"
-"""Where a block's tensors are, of the default also the places of its maps and its own momenta; and all that isn't a tensor, as
-JSON in bytes."""
-
-Tensors = dict[str, dict[str, Tensor]]
+OWN, WORDS = "own", "words"
+"""Where the tensors are that LLQR adds, by the keys that lead to them; and all of it that isn't a tensor, as JSON in bytes."""
 
 
-def save(folder: str | Path, optimizer: LLQR | PaperLLQR) -> None:
+def save(folder: str | Path, optimizer: Wrapping) -> None:
     """Write a checkpoint of an optimizer and its model; every rank has to take part."""
     folder = Path(folder)
-    optimizer._meet(stepped_parameters(optimizer.base, optimizer.model))
-    group = _group(optimizer)
+    optimizer._meet()
+    processes, group = optimizer.processes, optimizer.processes.group
     partial = folder.with_name(folder.name + ".partial")
-    with optimizer._together():
+    with processes.together():
         if folder.exists():
             raise LLQRError(f"{str(folder)!r} is there already: give each checkpoint a folder of its own")
-        if _leads(group) and partial.exists():
+        if processes.rank == 0 and partial.exists():
             shutil.rmtree(partial)  # of a run that was stopped while it wrote
-    tensors, told = _of_paper(optimizer) if isinstance(optimizer, PaperLLQR) else _of_default(optimizer)
-    words = torch.tensor(list(json.dumps(told).encode()), dtype=torch.uint8)
-    state = {**_trained(optimizer), **tensors, WORDS: words}
+    own = optimizer._own_state(gathered=False)
+    tensors = {json.dumps(path): tensor for path, tensor in _take_tensors(own)}
+    words = torch.tensor(list(json.dumps(own).encode()), dtype=torch.uint8)
+    state = {**_trained(optimizer), OWN: tensors, WORDS: words}
     state_dict_saver.save(state, checkpoint_id=partial, process_group=group, no_dist=group is None)
-    with optimizer._together():
-        if _leads(group):
+    with processes.together():
+        if processes.rank == 0:
             partial.rename(folder)
 
 
-def load(folder: str | Path, optimizer: LLQR | PaperLLQR) -> None:
+def _take_tensors(state: dict[str, Any], *keys: str) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    """The tensors in a dictionary, however deep, out of it; by the keys that lead to them."""
+    for key in list(state):
+        if isinstance(state[key], Tensor):
+            yield (*keys, key), state.pop(key)
+        elif isinstance(state[key], dict):
+            yield from _take_tensors(state[key], *keys, key)
+
+
+def load(folder: str | Path, optimizer: Wrapping) -> None:
     """Go on from a checkpoint, whatever the number of ranks that wrote it; every rank has to take part.
 
-    Only tensors and builtins are read, so a folder from elsewhere can't run anything; one that holds more is refused.
+    Only tensors and builtins are read, so a folder from elsewhere can't run anything; one that holds more is refused. What LLQR
+    has added comes first: where that doesn't fit, nothing is changed.
     """
-    optimizer._meet(stepped_parameters(optimizer.base, optimizer.model), loads=True)
-    folder, group = Path(folder), _group(optimizer)
-    with optimizer._together():
+    parameters, folder = optimizer._meet(loads=True), Path(folder)
+    processes = optimizer.processes
+    with processes.together():
         if not (folder / METADATA).is_file():
             raise LLQRError(f"there is no complete checkpoint in {str(folder)!r}")
-        files = _Files(folder, read_metadata(folder), group)
+        files = _Files(folder, read_metadata(folder), processes.group)
         if WORDS not in files.known:
             raise LLQRError(f"what is in {str(folder)!r} wasn't written by llqr.distributed.checkpoint.save")
     try:
-        told = dict(json.loads(bytes(files.whole(WORDS)[WORDS].tolist())))
-        of_default = "blocks" in told
-        if of_default != isinstance(optimizer, LLQR):
-            kind = "LLQR" if of_default else "LLQR.paper"
-            raise LLQRError(
-                f"the checkpoint in {str(folder)!r} is of {kind}: load it into an optimizer of the same kind"
-            )
-        if isinstance(optimizer, PaperLLQR):
-            _load_paper(files, optimizer, told)
-        else:
-            _load_default(files, optimizer, told)
+        found = files.whole()
+        with processes.together():
+            own = dict(json.loads(bytes(found.pop(WORDS).tolist())))
+            for path, tensor in found.items():
+                *keys, last = json.loads(path)
+                place = own
+                for key in keys:
+                    place = place[key]
+                place[last] = tensor
+            resume = optimizer._resuming(own, parameters)
+        _load_trained(files, optimizer)
+        resume()
     except LLQRError:
         raise
     except (AttributeError, IndexError, KeyError, MemoryError, TypeError, ValueError) as error:
@@ -180,16 +184,12 @@ class _Files:
         kinds = stored.state_dict_metadata.items()
         self.known = {name: kind for name, kind in kinds if isinstance(kind, TensorStorageMetadata)}
 
-    def under(self, place: str) -> dict[str, TensorStorageMetadata]:
-        """The tensors in a dictionary of the state, by their names in it."""
-        return {n.partition(".")[2]: kind for n, kind in self.known.items() if n.startswith(f"{place}.")}
-
-    def whole(self, *places: str) -> dict[str, Any]:
-        """All tensors there, whole on each rank."""
-        kinds: dict[str, Any] = {place: self.known.get(place, self.under(place)) for place in places}
-        state = tree_map(lambda kind: torch.empty(kind.size, dtype=kind.properties.dtype), kinds)
-        self.fill({place: held for place, held in state.items() if not isinstance(held, dict) or held})
-        return dict(state)
+    def whole(self) -> dict[str, Tensor]:
+        """All that LLQR has added, whole on each rank."""
+        kinds = {name: kind for name, kind in self.known.items() if name == WORDS or name.startswith(f"{OWN}.")}
+        state = {name: torch.empty(kind.size, dtype=kind.properties.dtype) for name, kind in kinds.items()}
+        self.fill(state)
+        return {name.removeprefix(f"{OWN}."): tensor for name, tensor in state.items()}
 
     def entries(self, place: str, parameters: Mapping[str, Tensor]) -> dict[tuple[Any, ...], Any]:
         """All that is there, by the keys that lead to it. What has the shape of a parameter among them is divided like it."""
@@ -221,7 +221,7 @@ class _Files:
             raise LLQRError(f"the checkpoint in {str(self._folder)!r} can't be loaded: {why}") from error
 
 
-def _trained(optimizer: LLQR | PaperLLQR) -> dict[str, Any]:
+def _trained(optimizer: Wrapping) -> dict[str, Any]:
     """The model's state and the base's, by the names of the parameters.
 
     Torch's own get_optimizer_state_dict lets a base that hasn't stepped yet take a step, which it would begin after.
@@ -232,8 +232,7 @@ def _trained(optimizer: LLQR | PaperLLQR) -> dict[str, Any]:
     return {"model": get_model_state_dict(optimizer.model), "base": {"state": state, "param_groups": groups}}
 
 
-def _load_trained(files: _Files, optimizer: LLQR | PaperLLQR, more: Mapping[str, Any]) -> None:
-    """With more tensors to be filled."""
+def _load_trained(files: _Files, optimizer: Wrapping) -> None:
     order = _order(optimizer)
     entries = files.entries("base", dict(optimizer.model.named_parameters()))
     state: dict[Any, Any] = {}
@@ -251,91 +250,12 @@ def _load_trained(files: _Files, optimizer: LLQR | PaperLLQR, more: Mapping[str,
     numbers = {name: number for number, name in enumerate(order)}
     packed = [{**group, "params": [numbers[n] for n in group["params"]]} for _, group in sorted(groups.items())]
     model = get_model_state_dict(optimizer.model)
-    files.fill({"model": model, **more})
+    files.fill({"model": model})
     set_model_state_dict(optimizer.model, model)
     optimizer.base.load_state_dict({"state": {numbers[n]: held for n, held in state.items()}, "param_groups": packed})
 
 
-def _order(optimizer: LLQR | PaperLLQR) -> list[str]:
+def _order(optimizer: Wrapping) -> list[str]:
     """The names of the parameters, as they come in the groups of the base."""
     names = {id(parameter): name for name, parameter in optimizer.model.named_parameters()}
     return [names[id(parameter)] for group in optimizer.base.param_groups for parameter in group["params"]]
-
-
-# --- the paper's ---
-
-
-def _of_paper(optimizer: PaperLLQR) -> tuple[Tensors, dict[str, Any]]:
-    u = optimizer.preconditioner
-    own = State.of(optimizer._schedule.step, None, optimizer.stats).as_dict()
-    return {BLOCK: _named({} if u is None else u.blocks)}, {**own, "history": [] if u is None else u.history}
-
-
-def _load_paper(files: _Files, optimizer: PaperLLQR, told: dict[str, Any]) -> None:
-    parameters, kinds = stepped_parameters(optimizer.base, optimizer.model), files.under(BLOCK)
-    with optimizer._together():
-        keys = {name.rpartition("/")[0] for name in kinds}
-        u, owners = optimizer._refit.blocks.blank(parameters, keys, optimizer.ranks) if keys else (None, None)
-        blocks = _named({} if u is None else u.blocks)
-        for name, tensor in blocks.items():
-            if name not in kinds or tuple(tensor.shape) != tuple(kinds[name].size):
-                block, _, part = name.rpartition("/")
-                raise LLQRError(
-                    f"the checkpoint's block for {block!r} has no tensor {part!r} of shape {tuple(tensor.shape)}: was it "
-                    "written with another structure?"
-                )
-    _load_trained(files, optimizer, {BLOCK: blocks})
-    own = State.from_dict({**told, "preconditioner": None})
-    if u is not None:
-        u.history = told["history"]
-    optimizer._resume(own, u, owners)
-
-
-# --- the default ---
-
-
-def _of_default(optimizer: LLQR) -> tuple[Tensors, dict[str, Any]]:
-    """Moments of the blocks that are held here; what isn't a tensor is known to all ranks."""
-    blocks = {key: block_state(block) for key, block in optimizer.blocks.items()}
-    places = {key: block["map"].pop("places") for key, block in blocks.items()}
-    tensors: Tensors = {
-        BLOCK: _named({key: block.pop("moments") for key, block in blocks.items()}),
-        PLACES: {key: tensor for key, tensor in places.items() if tensor is not None},
-        AVERAGES: dict(optimizer._base_step.momentum.averages),
-    }
-    told = {"step": optimizer._schedule.step, "stats": asdict(optimizer.stats), "by_parts": optimizer._by_parts}
-    return tensors, {**told, "blocks": blocks}
-
-
-def _load_default(files: _Files, optimizer: LLQR, told: dict[str, Any]) -> None:
-    """First what LLQR adds: where that doesn't fit, nothing is changed."""
-    found = files.whole(BLOCK, PLACES, AVERAGES)
-    with optimizer._together():
-        blocks = told["blocks"]
-        for key, block in blocks.items():
-            block["map"]["places"] = found[PLACES].get(key)
-            block["moments"] = {}
-        for name, moment in found[BLOCK].items():
-            key, _, part = name.rpartition("/")
-            blocks[key]["moments"][part] = moment
-        own = {**told, AVERAGES: found[AVERAGES]}
-        checked = optimizer._checked_state(own, stepped_parameters(optimizer.base, optimizer.model))
-    _load_trained(files, optimizer, {})
-    optimizer._resume(*checked)
-
-
-# --- both ---
-
-
-def _named(blocks: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    return {f"{key}/{name}": tensor for key, block in blocks.items() for name, tensor in block.items()}
-
-
-def _group(optimizer: LLQR | PaperLLQR) -> dist.ProcessGroup | None:
-    if isinstance(optimizer, LLQR):
-        return optimizer._processes.group
-    return optimizer.ranks.group
-
-
-def _leads(group: dist.ProcessGroup | None) -> bool:
-    return group is None or dist.get_rank(group) == 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,12 +16,8 @@ from llqr.distributed.ranks import Ranks
 from llqr.errors import LLQRError
 
 
-def is_sharded(model: nn.Module) -> bool:
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
-
-
 def group_of(model: nn.Module) -> dist.ProcessGroup | None:
-    """The ranks that the parameters are sharded over."""
+    """The ranks that the parameters are sharded over; None where they aren't."""
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
             return parameter.device_mesh.get_group()
@@ -91,7 +87,9 @@ def whole_parameters(model: nn.Module, ranks: Ranks) -> Iterator[None]:
     The sharded ones have no gradients meanwhile, so a closure finds nothing to clear.
     """
     sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
-    found = _gathered(sharded, ranks)
+    ranks.check()
+    with torch.no_grad():
+        found = {id(p): nn.Parameter(ranks.send(p.full_tensor), p.requires_grad) for p in sharded}
     gradients = [p.grad for p in sharded]
     slots: list[tuple[dict[str, Any], str, Any]] = []
     hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
@@ -119,21 +117,6 @@ def whole_parameters(model: nn.Module, ranks: Ranks) -> Iterator[None]:
             later = {key: hook for key, hook in held.items() if key not in before}
             held.clear()
             held.update({**before, **later})
-
-
-def _gathered(parameters: Sequence[DTensor], ranks: Ranks) -> dict[int, nn.Parameter]:
-    """Whole parameters, by the ids of the sharded ones."""
-    held: dict[int, list[Tensor]] = {rank: [] for rank in range(ranks.size)}
-    found: dict[int, nn.Parameter] = {}
-    for parameter in parameters:
-        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-        shard(whole, parameter, ranks.rank).copy_(parameter.to_local().detach())
-        for rank, shards in held.items():
-            shards.append(shard(whole, parameter, rank))
-        found[id(parameter)] = nn.Parameter(whole, parameter.requires_grad)
-    with torch.no_grad():
-        ranks.share(held)
-    return found
 
 
 def _is_fsdp(hook: Any) -> bool:

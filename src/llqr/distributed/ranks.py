@@ -1,66 +1,39 @@
-"""Ranks: the processes that fit U together, and the few things that they tell each other.
+"""Ranks: the processes that find U together, and the few things that they tell each other.
 
-Everything that goes between ranks goes through here: numbers (totals over all blocks), tensors from a block's owner to all,
-and sums over all ranks to a block's owner. Each is, or is preceded by, a *pulse*: a few numbers that are summed up, and one
-that says how a rank is. A rank that raises inside `together()` says so in the others' next pulse, and all of them raise, where
-they would have waited forever.
+Everything that goes between ranks goes through here: numbers, tensors from an owner to all, and sums over all ranks. Each is,
+or is preceded by, a *pulse*: a few numbers that are summed up, and one that says how a rank is. A rank that raises inside
+`together()` says so in the others' next pulse, and all of them raise, where they would have waited forever.
 """
 
 from __future__ import annotations
 
-import math
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from llqr.errors import NonFiniteError, RankError
-from llqr.solvers.problem import Totals
 
 LIMIT = 2**26
 """Bytes of a bucket, unless one tensor alone is larger."""
 
 
-@dataclass(frozen=True)
-class Bucket:
-    """Tensors of one dtype and device, and a copy of their numbers in one piece."""
-
-    tensors: list[Tensor]
-    flat: Tensor
-
-    def parts(self) -> list[Tensor]:
-        """What the bucket now has for each tensor."""
-        pieces = torch.split(self.flat, [tensor.numel() for tensor in self.tensors])
-        return [piece.view(tensor.shape) for tensor, piece in zip(self.tensors, pieces, strict=True)]
-
-
-def buckets(tensors: Sequence[Tensor]) -> Iterator[Bucket]:
-    """The tensors in buckets, in an order that depends on their dtypes and sizes alone."""
+def buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The tensors by dtype and device, as many at a time as `LIMIT` allows; empty ones are left out."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
-            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    for kind in kinds.values():
-        held: list[Tensor] = []
-        size = 0
-        for tensor in kind:
-            length = tensor.numel() * tensor.element_size()
-            if held and size + length > LIMIT:
-                yield _bucket(held)
-                held, size = [], 0
+            held = kinds.setdefault((tensor.dtype, tensor.device), [])
+            if held and sum(t.nbytes for t in held) + tensor.nbytes > LIMIT:
+                yield list(held)
+                held.clear()
             held.append(tensor)
-            size += length
-        yield _bucket(held)
-
-
-def _bucket(tensors: list[Tensor]) -> Bucket:
-    return Bucket(tensors, torch.cat([tensor.detach().reshape(-1) for tensor in tensors]))
+    yield from kinds.values()
 
 
 Sent = TypeVar("Sent")
@@ -68,12 +41,10 @@ WELL, NOT_FINITE, FAILED = 0.0, 1.0, 2.0**20
 """How a rank is; the sum over the ranks tells the gravest."""
 WIDTH = 7
 """Numbers that a pulse can carry."""
-UNDER_WAY = 8
-"""Buckets that are sent at a time, which bounds the memory that they take."""
 
 
-class Ranks(Totals):
-    """The ranks of a process group, with totals over the blocks that they hold."""
+class Ranks:
+    """The ranks of a process group."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
@@ -83,18 +54,8 @@ class Ranks(Totals):
 
     # --- numbers ---
 
-    def sums(self, values: list[float]) -> list[float]:
-        chunks = [values[i : i + WIDTH] for i in range(0, len(values), WIDTH)]
-        return [total for chunk in chunks for total in self._pulse(chunk)]
-
-    def norms(self, values: list[float]) -> list[float]:
-        return list(map(math.sqrt, self.sums([value * value for value in values])))
-
-    def least(self, value: float) -> float:
-        return self._extremes([-math.inf if math.isnan(value) else value])[0]
-
-    def most(self, value: float) -> float:
-        return -self._extremes([-value])[0]
+    def sums(self, *values: float) -> list[float]:
+        return self._pulse(values)
 
     def agree(self, what: str, value: object) -> None:
         """Raise on all ranks unless all have the same value, by its repr."""
@@ -103,34 +64,30 @@ class Ranks(Totals):
 
     def same(self, value: object) -> bool:
         """Whether all ranks have the same value, by its repr."""
+        self.check()
         digest = int.from_bytes(sha256(repr(value).encode()).digest()[:6], "big")  # exact in a double
-        least, most = self._extremes([digest, -digest])
+        least, most = self._reduced([digest, -digest], dist.ReduceOp.MIN)
         return least == -most
 
     def gather(self, value: Sent) -> list[Sent]:
         """What every rank has, in their order: small things that can be pickled."""
         self.check()
         values: list[Sent] = [value] * self.size
-        self._send(lambda: dist.all_gather_object(values, value, self.group))
+        self.send(lambda: dist.all_gather_object(values, value, self.group))
         return values
 
     def decide(self, what: str, ask: Callable[[], bool]) -> bool:
         """What every rank answers; raises on all of them where answers differ, or one has none."""
         with self.together():
             answer = ask()
-            (yes,) = self.sums([float(answer)])
+            (yes,) = self.sums(answer)
             if yes not in (0, self.size):
                 raise self._settled(RankError(f"the ranks don't have the same {what}; rank {self.rank} has {answer!r}"))
         return answer
 
-    def _extremes(self, values: Sequence[float]) -> list[float]:
-        """The least of each."""
-        self.check()
-        return self._reduced(values, dist.ReduceOp.MIN)
-
     def _reduced(self, values: Sequence[float], op: dist.ReduceOp.RedOpType) -> list[float]:
         numbers = torch.tensor(values, dtype=torch.float64, device=self.device)
-        self._send(lambda: dist.all_reduce(numbers, op, self.group))
+        self.send(lambda: dist.all_reduce(numbers, op, self.group))
         return list(map(float, numbers.tolist()))
 
     # --- tensors ---
@@ -138,27 +95,26 @@ class Ranks(Totals):
     def share(self, held: Mapping[int, Sequence[Tensor]]) -> None:
         """From owners to all: the tensors under a rank are overwritten by what they are on that rank."""
         self.check()
-        for owner, bucket in self._sent(held, self._broadcast):
-            if owner != self.rank:
-                for tensor, part in zip(bucket.tensors, bucket.parts(), strict=True):
+        for owner in sorted(held):
+            source = dist.get_global_rank(self.group, owner)
+            for tensor, part in self._sent(held[owner], partial(dist.broadcast, src=source, group=self.group)):
+                if owner != self.rank:
                     tensor.copy_(part)
-
-    def collect(self, held: Mapping[int, Sequence[Tensor]]) -> list[Tensor]:
-        """From all to owners: the sums over the ranks of the tensors under this rank."""
-        self.check()
-        sums: dict[int, Tensor] = {}
-        for owner, bucket in self._sent(held, self._reduce):
-            if owner == self.rank:
-                sums |= {id(tensor): part for tensor, part in zip(bucket.tensors, bucket.parts(), strict=True)}
-        return [sums.get(id(tensor), tensor) for tensor in held.get(self.rank, ())]  # empty ones aren't sent
 
     def total(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The sums over the ranks, on all of them."""
         self.check()
-        sums: dict[int, Tensor] = {}
-        for _, bucket in self._sent({self.rank: tensors}, self._all_reduce):
-            sums |= {id(tensor): part for tensor, part in zip(bucket.tensors, bucket.parts(), strict=True)}
+        sent = self._sent(tensors, partial(dist.all_reduce, op=dist.ReduceOp.SUM, group=self.group))
+        sums = {id(tensor): part for tensor, part in sent}
         return [sums.get(id(tensor), tensor) for tensor in tensors]  # empty ones aren't sent
+
+    def _sent(self, tensors: Sequence[Tensor], send: Callable[[Tensor], Any]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each tensor, with what has become of a copy of it; a bucket of them is sent in one piece."""
+        for bucket in buckets(tensors):
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
+            self.send(partial(send, flat))
+            for tensor, part in zip(bucket, torch.split(flat, [t.numel() for t in bucket]), strict=True):
+                yield tensor, part.view(tensor.shape)
 
     def check(self) -> None:
         """Hear how the others are, before a message that a rank which has failed won't take part in."""
@@ -176,42 +132,10 @@ class Ranks(Totals):
         empty = torch.empty(0, device=self.device) if like is None else like.new_empty(0)
         flat = torch.cat([empty, *(t.detach().reshape(-1) for tensors in outgoing for t in tensors)])
         received = empty.new_empty(sum(got))
-        self._send(lambda: dist.all_to_all_single(received, flat, got, sent, self.group))
+        self.send(lambda: dist.all_to_all_single(received, flat, got, sent, self.group))
         targets = [tensor for tensors in incoming for tensor in tensors]
         for tensor, part in zip(targets, torch.split(received, [t.numel() for t in targets]), strict=True):
             tensor.copy_(part.view(tensor.shape))
-
-    def _sent(
-        self, held: Mapping[int, Sequence[Tensor]], send: Callable[[Tensor, int], dist.Work]
-    ) -> Iterator[tuple[int, Bucket]]:
-        """Owners and their buckets, when they have arrived; a few are under way at a time."""
-        under_way: deque[tuple[int, Bucket, dist.Work]] = deque()
-        for owner in sorted(held):
-            for bucket in buckets(held[owner]):
-                under_way.append((owner, bucket, self._begin(send, bucket.flat, owner)))
-                if len(under_way) == UNDER_WAY:
-                    yield self._arrived(*under_way.popleft())
-        while under_way:
-            yield self._arrived(*under_way.popleft())
-
-    def _begin(self, send: Callable[[Tensor, int], dist.Work], flat: Tensor, owner: int) -> dist.Work:
-        return self._send(lambda: send(flat, dist.get_global_rank(self.group, owner)))
-
-    def _arrived(self, owner: int, bucket: Bucket, work: dist.Work) -> tuple[int, Bucket]:
-        self._send(work.wait)
-        return owner, bucket
-
-    def _broadcast(self, flat: Tensor, source: int) -> dist.Work:
-        work: dist.Work = dist.broadcast(flat, source, self.group, async_op=True)
-        return work
-
-    def _reduce(self, flat: Tensor, target: int) -> dist.Work:
-        work: dist.Work = dist.reduce(flat, target, dist.ReduceOp.SUM, self.group, async_op=True)
-        return work
-
-    def _all_reduce(self, flat: Tensor, _: int) -> dist.Work:
-        work: dist.Work = dist.all_reduce(flat, dist.ReduceOp.SUM, self.group, async_op=True)
-        return work
 
     # --- failing together ---
 
@@ -247,7 +171,7 @@ class Ranks(Totals):
         gravest = FAILED if health >= FAILED else NOT_FINITE
         own = f"{type(error).__name__}: {error}" if state == gravest else None
         words: list[str | None] = [None] * self.size
-        self._send(lambda: dist.all_gather_object(words, own, self.group))
+        self.send(lambda: dist.all_gather_object(words, own, self.group))
         if error is not None and state == gravest:
             self._settled(error)
             raise error
@@ -260,7 +184,7 @@ class Ranks(Totals):
         self._known = error
         return error
 
-    def _send(self, call: Callable[[], Sent]) -> Sent:
+    def send(self, call: Callable[[], Sent]) -> Sent:
         """A call to torch.distributed; its errors say what they mean."""
         try:
             return call()

@@ -1,7 +1,8 @@
 """Shards: LLQR where the parameters are sharded by `fully_shard` (FSDP2).
 
 Each block of U, with its curvature, is on one rank, its owner. At a refit the parameters are whole on every rank. At a step the
-shards of the momentum and of the base's step go to the owner, and the shards of the step along U m come back.
+shards of the momentum and of the base's step go to the owner, and the shards of the step along U m come back. LLQR.paper has
+all of U on every rank, and its gradients are gathered.
 """
 
 from __future__ import annotations
@@ -10,22 +11,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import reduce
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from llqr.base_step import TurnedSteps, turn
+from llqr.curvature.linear_maps import Block
+from llqr.curvature.statistics import Sums
 from llqr.distributed import fsdp
-from llqr.distributed.block_owners import deal
-from llqr.distributed.paper_ranks import TrainingRanks
-from llqr.distributed.processes import Blocks, Found, Process, Replicas, cost, spread
+from llqr.distributed.processes import Process, Replicas, Tensors, cost, deal
 from llqr.distributed.ranks import Ranks
 from llqr.errors import LLQRError
-from llqr.saved_state import block_from_state, map_from_state
-from llqr.statistics import Block, Sums
-from llqr.structures.base import Structure
 
 
 class Shards(Replicas):
@@ -33,102 +30,71 @@ class Shards(Replicas):
 
     sharded = True
 
-    def __init__(self, training: TrainingRanks, model: nn.Module) -> None:
-        super().__init__(training)
-        self._model = model
-        self._owners: dict[str, int] = {}
-        """Of all maps of a weight, by its name."""
-        self._dealt: dict[str, int] = {}
-        """The same, of a refit that isn't taken yet."""
-
     @contextmanager
-    def refitting(self, settings: object, parameters: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
-        with super().refitting(settings, parameters):
+    def refitting(self, settings: object, parameters: Tensors) -> Iterator[Tensors]:
+        with super().refitting(settings, parameters), fsdp.whole_parameters(self._model, self._ranks):
             yield {name: p for name, p in self._model.named_parameters() if name in parameters}
 
     def stepping(self) -> AbstractContextManager[None]:
         return self.together()
 
-    # --- refits ---
+    def sum_moments(self, found: Iterable[Sums], of_means: bool, blocks: Mapping[str, Block]) -> dict[str, Sums]:
+        """Only the owner keeps the sums of a map; all maps of a weight have one."""
+        summed = super().sum_moments(found, of_means, blocks)
+        owners = self._owners(summed.values(), {block.map.weight: block.owner for block in blocks.values()})
+        for sums in summed.values():
+            sums.owner = owners[sums.map.weight]
+            if sums.owner != self.rank:
+                sums.tensors = {}
+        return summed
 
-    def sum_moments(self, found: Found, of_means: bool) -> dict[str, Sums]:
-        """Only the owner keeps the sums of a map."""
-        summed = super().sum_moments(found, of_means)
-        self._dealt = self._deal({key: (s.map.weight, cost(s.tensors)) for key, s in summed.items()}, self._owners)
-        return {
-            key: sums if self._dealt[sums.map.weight] == self.rank else replace(sums, tensors={})
-            for key, sums in summed.items()
-        }
-
-    def _deal(self, costs: Mapping[str, tuple[str, int]], kept: Mapping[str, int]) -> dict[str, int]:
-        """An owner for each weight; one that has an owner keeps it."""
-        sizes = dict.fromkeys(kept, 0)
-        for weight, size in costs.values():
-            sizes[weight] = sizes.get(weight, 0) + size
-        return deal(sizes, self._ranks.size, kept)
-
-    def settle(self) -> None:
-        self._owners = self._dealt
+    def _owners(self, found: Iterable[Sums], kept: Mapping[str, int]) -> dict[str, int]:
+        sizes: dict[str, int] = {}
+        for sums in found:
+            sizes[sums.map.weight] = sizes.get(sums.map.weight, 0) + cost(sums.tensors)
+        return deal(sizes, self.size, kept)
 
     def invert(self, blocks: Mapping[str, Block]) -> None:
         Process.invert(self, {key: block for key, block in blocks.items() if block.moments})
 
-    # --- steps ---
-
     def local(self, tensor: Tensor) -> Tensor:
         return _sharded(tensor).to_local()
 
-    def shard_like(self, parameter: Tensor, local: Tensor) -> Tensor:
-        like = _sharded(parameter)
-        return DTensor.from_local(
-            local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-        )
-
-    def turn(
-        self,
-        blocks: Iterable[Block],
-        momenta: Mapping[str, Tensor],
-        steps: Mapping[str, Tensor],
-        parameters: Mapping[str, Tensor],
-    ) -> TurnedSteps:
+    def turn(self, blocks: Iterable[Block], momenta: Tensors, steps: Tensors, parameters: Tensors) -> TurnedSteps:
         """By the owners of the blocks."""
         by_owner: dict[int, list[Block]] = {}
         for block in blocks:
             if all(name in momenta and name in steps for name in block.map.members):
-                by_owner.setdefault(self._owners[block.map.weight], []).append(block)
+                by_owner.setdefault(block.owner, []).append(block)
         if not by_owner:
             return TurnedSteps({}, [])
         exchange = _Exchange(self._ranks, by_owner, [momenta, steps], parameters)
         turned = turn(by_owner.get(self.rank, []), *exchange.to_owners())
         return exchange.from_owners(turned)
 
-    # --- checkpoints: every rank takes part ---
-
-    def gathered(self, blocks: Blocks) -> Blocks:
-        with self._ranks.together():
-            moments = spread(self._ranks, {key: block.moments for key, block in blocks.items() if block.moments})
-        return {key: replace(block, moments=moments[key]) for key, block in blocks.items()}
-
-    def blocks(
-        self, states: Mapping[str, Any], parameters: Mapping[str, Tensor], structures: Mapping[str, Structure]
-    ) -> Blocks:
-        maps = {key: map_from_state(key, state, parameters) for key, state in states.items()}
-        self._dealt = self._deal({key: (maps[key].weight, cost(s["moments"])) for key, s in states.items()}, {})
-        return {
-            key: block_from_state(key, state, parameters, structures)
-            if self._dealt[maps[key].weight] == self.rank
-            else Block(
-                maps[key], structures[maps[key].weight], refits=state["refits"], diagonal=float(state["diagonal"])
-            )
-            for key, state in states.items()
-        }
-
-    def whole(self, tensor: Tensor) -> Tensor:
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+    def whole(self, tensors: Tensors) -> dict[str, Tensor]:
+        self._ranks.agree("gradients", list(tensors))
+        return {name: self._ranks.send(_sharded(tensor).full_tensor) for name, tensor in tensors.items()}
 
     def part(self, tensor: Tensor, parameter: Tensor) -> Tensor:
         like = _sharded(parameter)
-        return self.shard_like(like, fsdp.shard(tensor, like, self.rank).to(like.device, like.dtype, copy=True))
+        local = fsdp.shard(tensor, like, self.rank).contiguous()
+        return DTensor.from_local(
+            local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+
+    def gathered(self, blocks: Mapping[str, Block]) -> Mapping[str, Block]:
+        with self.together():
+            moments = self._spread({key: block.moments for key, block in blocks.items() if block.moments})
+        return {key: replace(block, moments=moments[key]) for key, block in blocks.items()}
+
+    def hold(self, blocks: Mapping[str, Block]) -> None:
+        owners = self._owners([Sums(block.map, block.structure, block.moments) for block in blocks.values()], {})
+        for block in blocks.values():
+            block.owner = owners[block.map.weight]
+            if block.owner != self.rank:
+                block.moments = {}
+        self.invert(blocks)
 
 
 class _Exchange:
@@ -138,8 +104,8 @@ class _Exchange:
         self,
         ranks: Ranks,
         by_owner: Mapping[int, list[Block]],
-        sides: Sequence[Mapping[str, Tensor]],
-        parameters: Mapping[str, Tensor],
+        sides: Sequence[Tensors],
+        parameters: Tensors,
     ) -> None:
         self._ranks, self._blocks, self._sides = ranks, by_owner, sides
         self._names = {

@@ -15,17 +15,22 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from llqr.checks import batch_size_of, check_finite
-from llqr.collector import Call, returned
+from llqr.closures import Closure, loss_of_output
 from llqr.curvature import locations
+from llqr.curvature.collector import Call, as_inputs, returned
+from llqr.curvature.linear_maps import LinearMap
 from llqr.curvature.precision import no_autocast, raised
 from llqr.curvature.recorder import Recorder, Selector
+from llqr.curvature.statistics import Sides
+from llqr.curvature.uses import find_uses
+from llqr.distributed.processes import Process
 from llqr.divergences import L2, ActivationTerm, BasePoint, Divergence, OutputTerm, Term
 from llqr.divergences.families import Categorical
 from llqr.divergences.family_of_loss import check_family
 from llqr.errors import LLQRError, NonFiniteError
-from llqr.linear_maps import find_uses
-from llqr.statistics import LinearMap, Sides
-from llqr.training_loop import Closure, as_inputs, loss_of_output
+
+SEED = 0x11C9
+"""Of the numbers that are drawn in refits; the random streams of the training are left alone."""
 
 
 class SecondRun:
@@ -56,20 +61,10 @@ class SecondRun:
                 "backward and returns it"
             )
 
-    def examples(self, call: Call) -> int:
-        """How many the model was called with."""
-        return batch_size_of(as_inputs(self._model, call.args, call.kwargs))
-
     def __call__(
-        self,
-        parameters: Mapping[str, Tensor],
-        call: Call,
-        closure: Closure | None,
-        generator: torch.Generator,
-        share: float = 1.0,
-        ranks: int = 1,
+        self, parameters: Mapping[str, Tensor], call: Call, closure: Closure | None, step: int, processes: Process
     ) -> Iterator[tuple[LinearMap, Sides]]:
-        """What meets each side of every linear map, use by use. `share`: how many of all the ranks' examples are here."""
+        """What meets each side of every linear map, use by use."""
         leaves = {name: raised(p.detach()).requires_grad_() for name, p in parameters.items()}
         inputs = as_inputs(self._model, call.args, call.kwargs)
         recorder = (
@@ -81,7 +76,10 @@ class SecondRun:
             outputs = recorder.run(leaves, inputs)
         found = find_uses(outputs, {id(leaf): name for name, leaf in leaves.items()})
         uses, self.other_uses = found.uses, found.other_uses
-        slopes = self._slopes(outputs, call, closure, batch_size_of(inputs), generator, share, ranks)
+        if self._terms:
+            slopes = self._drawn(outputs, call, closure, batch_size_of(inputs), step, processes)
+        else:
+            slopes = [raised(call.gradients.get(place)) for place in range(len(outputs))]
         pairs = [(output, slope) for output, slope in zip(outputs, slopes, strict=True) if slope is not None]
         if not uses or not pairs:
             return
@@ -93,19 +91,19 @@ class SecondRun:
                 with torch.no_grad():
                     yield use.map, use.sides(gradient)
 
-    def _slopes(
+    def _drawn(
         self,
         outputs: list[Tensor],
         call: Call,
         closure: Closure | None,
         examples: int,
-        generator: torch.Generator,
-        share: float,
-        ranks: int,
+        step: int,
+        processes: Process,
     ) -> list[Tensor | None]:
-        if not self._terms:
-            return [raised(call.gradients[i]) if i in call.gradients else None for i in range(len(outputs))]
+        """Gradients at the outputs, drawn from the divergence: by each rank for itself, as many as it has examples."""
         values = [output.detach() for output in outputs]
+        share = examples / max(processes.sums(examples)[0], 1)
+        generator = torch.Generator(values[0].device).manual_seed(SEED + step + (processes.rank << 32))
         if values[0].numel() == 0:
             raise NonFiniteError("the batch is empty")
         check_finite(values[0], "the output")
@@ -130,7 +128,7 @@ class SecondRun:
                 check_family(term, _loss_slope(call, values[0]), values[0], self._has_classes)
                 drawn = term.draw(BasePoint(values[0], loss, _counted(term, call, base)), generator)
             # the loss of a closure counts as its gradients do: all ranks alike, whatever they have
-            counts = 1.0 if term.additive else 1 / ranks if needs_loss(term) else share
+            counts = 1.0 if term.additive else 1 / processes.size if needs_loss(term) else share
             drawn = drawn * (weight * counts) ** 0.5
             slope = slopes[index]
             slopes[index] = drawn if slope is None else slope + drawn

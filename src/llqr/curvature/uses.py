@@ -1,4 +1,4 @@
-"""Linear maps of a network, found in the graph that autograd has recorded.
+"""Uses of linear maps in a network, found in the graph that autograd has recorded.
 
 A matrix W acts somewhere as y = W x: in a linear layer, a convolution, an attention's projection, a plain `x @ W`. Its gradient
 is a sum of b aᵀ over every place where it acts, with a the input there and b the gradient at the output. Both pass through the
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from llqr.statistics import LinearMap, Sides, matching_rows, patches
+from llqr.curvature.linear_maps import LinearMap
+from llqr.curvature.statistics import Sides, matching_rows, patches
 
 Edge = tuple[Node | None, int]
 
@@ -112,13 +113,11 @@ def find_uses(outputs: Iterable[Tensor], names: Mapping[int, str], mark: object 
     for use in uses:
         if use.map.weight not in dense:
             others[use.map.weight] = SPARSE_DATA
-    kept = [use for use in uses if use.map.weight not in others]
     for use in uses:
         if use.map.weight in others and use.map.bias is not None:
             others.setdefault(use.map.bias, others[use.map.weight])
-    return Found(
-        [use.without_bias() if use.map.bias in others else use for use in kept], others, hidden, has_parameters
-    )
+    kept = [use.without_bias() if use.map.bias in others else use for use in uses if use.map.weight not in others]
+    return Found(kept, others, hidden, has_parameters)
 
 
 def _read(node: Any, names: Mapping[int, str]) -> Use | None:
@@ -143,14 +142,12 @@ def _with_added_bias(nodes: Sequence[Node], names: Mapping[int, str]) -> dict[No
                 product = product.next_functions[0][0]
             if product is None or product.name() != "MmBackward0" or heads[product] > 1:
                 continue
-            use = _read(product, names)
-            second = _origin(product.next_functions[1], names)
-            if use is not None and second is not None and use.map.places is None and use.map.shape[0] == 1:
-                _, r, c = use.map.shape
-                size = c if use.map.inputs_on_rows else r
-                bias = _bias(other, names, size)
-                if bias is not None and cast(Any, edge[0])._input_metadata[edge[1]].shape[-1] == size:
-                    found[node] = found[product] = replace(use, map=replace(use.map, bias=bias))
+            use, size = _read(product, names), cast(Any, edge[0])._input_metadata[edge[1]].shape[-1]
+            if use is None or _origin(product.next_functions[1], names) is None:  # W x: its outputs aren't the last
+                continue
+            map_ = _with_bias(use.map, other, names)
+            if map_.bias is not None and size == map_.joined[2 if map_.inputs_on_rows else 1]:
+                found[node] = found[product] = replace(use, map=map_)
     return found
 
 
@@ -176,30 +173,42 @@ def _nodes(outputs: Iterable[Tensor], mark: object) -> Iterator[Node]:
 
 # --- products of matrices ---
 
+OPERANDS = {
+    "AddmmBackward0": ("mat1", "mat2"),
+    "MmBackward0": ("self", "mat2"),
+    "BmmBackward0": ("self", "mat2"),
+    "BaddbmmBackward0": ("batch1", "batch2"),
+}
+"""By what names a node of a product has saved its two matrices."""
 
-def _addmm(node: Any, names: Mapping[int, str]) -> Use | None:
-    bias, first, second = node.next_functions
-    if node._saved_alpha != 1:
+
+def _product(node: Any, names: Mapping[int, str]) -> Use | None:
+    """y = x W or y = W x; one of the two is a weight, and the other was saved for its gradient."""
+    *more, first, second = node.next_functions
+    origins = [_origin(first, names), _origin(second, names)]
+    which = 0 if origins[1] is None else 1
+    origin = origins[which]
+    if origin is None or origins[1 - which] is not None or getattr(node, "_saved_alpha", 1) != 1:
         return None
-    shapes = [tuple(node._saved_mat1_sym_sizes), tuple(node._saved_mat2_sym_sizes)]
-    return _product(node, names, first, second, shapes, ("mat1", "mat2"), bias if node._saved_beta == 1 else None)
-
-
-def _mm(node: Any, names: Mapping[int, str]) -> Use | None:
-    first, second = node.next_functions
-    shapes = [tuple(node._saved_self_sym_sizes), tuple(node._saved_mat2_sym_sizes)]
-    return _product(node, names, first, second, shapes, ("self", "mat2"))
-
-
-def _bmm(node: Any, names: Mapping[int, str]) -> Use | None:
-    first, second = node.next_functions[-2:]
-    saved = ("self", "mat2") if node.name() == "BmmBackward0" else ("batch1", "batch2")
-    batch, t, n = node._input_metadata[0].shape
-    operands = [getattr(node, f"_saved_{name}") for name in saved]
-    inner = next((o.shape[2 - i] for i, o in enumerate(operands) if o is not None), None)
-    if inner is None:
+    inputs = getattr(node, f"_saved_{OPERANDS[node.name()][1 - which]}")
+    *batch, t, n = node._input_metadata[0].shape
+    shape = (*batch, t, inputs.shape[-2]) if which == 0 else (*batch, inputs.shape[-1], n)
+    map_ = origin.matrix(shape, which == 1)
+    if map_ is None:
         return None
-    return _product(node, names, first, second, [(batch, t, inner), (batch, inner, n)], saved)
+    map_ = replace(map_, reads_data=_is_data((first, second)[1 - which], names))
+    if more and node._saved_beta == 1 and which == 1:
+        map_ = _with_bias(map_, more[0], names)
+    groups, inputs_on_rows = map_.shape[0], map_.inputs_on_rows
+
+    def sides(gradient: Tensor) -> Sides:
+        x, y = (t if which == 1 else t.mT for t in (inputs.detach(), gradient))
+        # (batch, T, n), the groups' matrices in turn along the batch
+        batch = (x.shape[0] if x.dim() == 3 else 1) // groups
+        x, y = (t.reshape(batch, groups, *t.shape[-2:]).transpose(0, 1).flatten(1, 2) for t in (x, y))
+        return matching_rows(x, y) if inputs_on_rows else matching_rows(y, x)
+
+    return Use(node, map_, sides, origin.leaf, _is_sparse(map_, inputs))
 
 
 def _linear(node: Any, names: Mapping[int, str]) -> Use | None:
@@ -208,11 +217,8 @@ def _linear(node: Any, names: Mapping[int, str]) -> Use | None:
     origin = _origin(weight, names)
     if origin is None or not origin.in_place:
         return None
-    map_ = LinearMap(
-        origin.name, (1, *origin.shape), bias=_bias(bias, names, origin.shape[0]), reads_data=_is_data(inputs, names)
-    )
-
-    x = node._saved_input
+    map_ = LinearMap(origin.name, (1, *origin.shape), reads_data=_is_data(inputs, names))
+    map_, x = _with_bias(map_, bias, names), node._saved_input
 
     def sides(gradient: Tensor) -> Sides:
         return matching_rows(gradient.flatten(0, -2)[None], x.detach().flatten(0, -2)[None])
@@ -220,43 +226,13 @@ def _linear(node: Any, names: Mapping[int, str]) -> Use | None:
     return Use(node, map_, sides, origin.leaf, _is_sparse(map_, x))
 
 
-def _product(
-    node: Any,
-    names: Mapping[int, str],
-    first: Edge,
-    second: Edge,
-    shapes: Sequence[tuple[int, ...]],
-    saved: tuple[str, str],
-    bias: Edge | None = None,
-) -> Use | None:
-    """y = x W or y = W x; one of the two is a weight."""
-    origins = [_origin(first, names), _origin(second, names)]
-    which = 0 if origins[1] is None else 1
-    origin, shape = origins[which], shapes[which]
-    if origin is None or origins[1 - which] is not None:
-        return None
-    map_ = origin.matrix(shape, which == 1)
-    if map_ is None:
-        return None
-    map_ = replace(map_, reads_data=_is_data((first, second)[1 - which], names))
-    if bias is not None and which == 1:
-        outputs = map_.shape[2] if map_.inputs_on_rows else map_.shape[1]
-        name = _bias(bias, names, outputs) if map_.places is None and map_.shape[0] == 1 else None
-        map_ = replace(map_, bias=name)
-    saved_inputs, groups, inputs_on_rows = (
-        getattr(node, f"_saved_{saved[1 - which]}"),
-        map_.shape[0],
-        map_.inputs_on_rows,
-    )
-
-    def sides(gradient: Tensor) -> Sides:
-        x, y = (t if which == 1 else t.mT for t in (saved_inputs.detach(), gradient))
-        # (batch, T, n), the groups' matrices in turn along the batch
-        batch = (x.shape[0] if x.dim() == 3 else 1) // groups
-        x, y = (t.reshape(batch, groups, *t.shape[-2:]).transpose(0, 1).flatten(1, 2) for t in (x, y))
-        return matching_rows(x, y) if inputs_on_rows else matching_rows(y, x)
-
-    return Use(node, map_, sides, origin.leaf, _is_sparse(map_, saved_inputs))
+def _with_bias(map_: LinearMap, edge: Edge, names: Mapping[int, str]) -> LinearMap:
+    """With the parameter that is added as a bias, as it is, to all of the map's outputs; without one where there is none."""
+    origin, (groups, r, c) = _origin(edge, names), map_.shape
+    outputs = groups * (c if map_.inputs_on_rows else r)
+    if origin is None or map_.places is not None or not origin.in_place or origin.shape != (outputs,):
+        return map_
+    return replace(map_, bias=origin.name)
 
 
 def _is_sparse(map_: LinearMap, inputs: Tensor | None) -> bool:
@@ -276,17 +252,19 @@ class _Origin:
     leaf: Node
 
     @property
-    def moves(self) -> list[str]:
-        return [node.name() for node, _ in self.chain if node.name() not in SAME_PLACES]
+    def moved(self) -> list[Any]:
+        """The nodes that put numbers elsewhere."""
+        return [node for node, _ in self.chain if node.name() not in SAME_PLACES]
 
     @property
     def in_place(self) -> bool:
-        return not self.moves
+        return not self.moved
 
     def matrix(self, operand: tuple[int, ...], is_second: bool) -> LinearMap | None:
         """The map of a product whose first (y = W x) or second (y = x W) operand this is."""
-        if len(self.shape) == 2 and len(operand) == 2 and (self.in_place or self._is_transposed):
-            return LinearMap(self.name, (1, *self.shape), inputs_on_rows=is_second == self.in_place)
+        moved = self.moved
+        if len(self.shape) == len(operand) == 2 and (not moved or (len(moved) == 1 and _transposes(moved[0]))):
+            return LinearMap(self.name, (1, *self.shape), inputs_on_rows=is_second == (not moved))
         r, c = operand[-2:]
         batch = operand[0] if len(operand) == 3 else 1
         g = batch
@@ -296,7 +274,8 @@ class _Origin:
             g = self.shape.numel() // (r * c)
             g = g if 0 < g < batch and batch % g == 0 else 1
         places = self._places(operand, 0, g)
-        if places is None or (g < batch and not _same(places, self._places(operand, batch - g, g))):
+        last = self._places(operand, batch - g, g) if g < batch else places
+        if places is None or last is None or not torch.equal(places, last):
             return None
         in_order = torch.arange(self.shape.numel())
         if torch.equal(places.flatten(), in_order):
@@ -304,12 +283,6 @@ class _Origin:
         if torch.equal(places.mT.flatten(), in_order):
             return LinearMap(self.name, (g, c, r), not is_second)
         return LinearMap(self.name, (g, r, c), is_second, places=places, first=int(places.min()))
-
-    @property
-    def _is_transposed(self) -> bool:
-        """Of a matrix: by one node."""
-        moved = [node for node, _ in self.chain if node.name() not in SAME_PLACES]
-        return len(moved) == 1 and _transposes(moved[0])
 
     def _places(self, operand: tuple[int, ...], start: int, g: int) -> Tensor | None:
         """Where in the parameter g matrices of the operand come from: their numbers, sent back along the chain."""
@@ -354,10 +327,6 @@ def _transposes(node: Any) -> bool:
     return node.name() in TRANSPOSING
 
 
-def _same(first: Tensor, second: Tensor | None) -> bool:
-    return second is not None and torch.equal(first, second)
-
-
 def _origin(edge: Edge, names: Mapping[int, str]) -> _Origin | None:
     """The parameter that this edge leads to by nothing but views and copies."""
     node, output = edge
@@ -382,12 +351,6 @@ def _is_data(edge: Edge, names: Mapping[int, str]) -> bool:
     return node is None or (id(getattr(node, "variable", node)) not in names and hasattr(node, "variable"))
 
 
-def _bias(edge: Edge, names: Mapping[int, str], size: int) -> str | None:
-    """The parameter that is added as a bias, as it is."""
-    origin = _origin(edge, names)
-    return origin.name if origin is not None and origin.in_place and origin.shape == (size,) else None
-
-
 # --- convolutions ---
 
 
@@ -404,10 +367,9 @@ def _convolution(node: Any, names: Mapping[int, str]) -> Use | None:
         (groups, rows // groups, columns * places),
         inputs_on_rows=transposed,
         kernel=places,
-        bias=None if transposed else _bias(bias, names, rows),
         reads_data=_is_data(inputs, names),
     )
-
+    map_ = map_ if transposed else _with_bias(map_, bias, names)
     x, settings = node._saved_input, (node._saved_stride, node._saved_padding, node._saved_dilation)
 
     def sides(gradient: Tensor) -> Sides:
@@ -419,10 +381,10 @@ def _convolution(node: Any, names: Mapping[int, str]) -> Use | None:
 
 
 READERS: dict[str, Callable[[Any, Mapping[int, str]], Use | None]] = {
-    "AddmmBackward0": _addmm,
-    "MmBackward0": _mm,
-    "BmmBackward0": _bmm,
-    "BaddbmmBackward0": _bmm,
+    **dict.fromkeys(OPERANDS, _product),
     "LinearBackward0": _linear,
     "ConvolutionBackward0": _convolution,
 }
+"""How a node is read as the use of a linear map, by its name; None where it isn't one. A new one needs three more looks: what
+uses a weight and isn't read is told by `IN_WORDS` (llqr.reporting); a bias that is added by a node of its own is found by
+`_with_added_bias`, for `mm` alone; and what a reader raises as a RuntimeError counts as "can't be read" (`_read`)."""

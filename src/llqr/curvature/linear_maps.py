@@ -1,23 +1,24 @@
-"""Statistics: the curvature of every linear map, averaged over refits, and the block of U that inverts it.
+"""Linear maps: which numbers of the parameters are a matrix W, its curvature, averaged over refits, and the block of U that
+inverts it.
 
 With a the inputs of a map and b the gradients at its outputs, one pair for each example and place where it acts, the second
-moment of its gradients b aᵀ is about A ⊗ G, A = E[a aᵀ], G = E[b bᵀ]. What a structure keeps of it, and the U that it gives, is
-in `llqr.structures`.
+moment of its gradients b aᵀ is about A ⊗ G, A = E[a aᵀ], G = E[b bᵀ] (`llqr.curvature.statistics`). What a structure keeps of
+it, and the U that it gives, is in `llqr.structures`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from llqr.checks import check_amount, check_count, check_tensors
 from llqr.curvature.precision import at_least_single, raised
-from llqr.errors import LLQRError, NonFiniteError
+from llqr.errors import LLQRError, NonFiniteError, unknown
 from llqr.structures.base import Damping, Structure
 
 MEMORY = 0.8
@@ -26,9 +27,6 @@ DAMPING = 0.1
 """λ, as a share of the mean curvature of a map, once there were many refits."""
 FIRST_DAMPING = 1000.0
 """What is added to it at the first refit, when few examples were seen; it falls with the cube of the number of refits."""
-
-PLACES = 1024
-"""At how many places a use is looked at, at the most; the average over refits sees others."""
 
 NEVER_SEEN = 1e-6
 """An input of the data that is smaller than this share of the mean, in squares, has no units that are known."""
@@ -88,6 +86,10 @@ class LinearMap:
         """What a tensor of the weight's shape has at the places of W."""
         return weight.reshape(self.shape) if self.places is None else weight.reshape(-1)[self.places.to(weight.device)]
 
+    def part(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+        """What is of this map in the tensor of its weight, or of its bias."""
+        return self.matrix(tensors[name]) if name == self.weight else tensors[name]
+
     def read(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """What these tensors (gradients, momenta) have at the places of W and its bias, as one stack of matrices."""
         matrix = self.matrix(tensors[self.weight])
@@ -97,7 +99,7 @@ class LinearMap:
         return torch.cat((matrix, line[:, None]), 1) if self.inputs_on_rows else torch.cat((matrix, line[..., None]), 2)
 
     def split(self, joined: Tensor) -> list[Tensor]:
-        """The inverse of `read`: the matrix of W, and the vector of the bias if there is one."""
+        """The inverse of `read`: the matrices of W, and the bias if there is one; of a stack of maps, one after another."""
         _, r, c = self.shape
         if self.bias is None:
             return [joined]
@@ -109,161 +111,6 @@ class LinearMap:
             weight.copy_(matrix.reshape(weight.shape))
         else:
             weight.view(-1)[self.places.to(weight.device)] = matrix.to(weight.dtype)
-
-
-Sides = tuple[Tensor, Tensor, float]
-"""What meets the rows of W, (g, T, r), and what meets its columns, (g, T, c), at T of the places where it acts; and how many
-times as many of these there are. One of the two is inputs, the other gradients."""
-
-
-def matching_rows(left: Tensor, right: Tensor) -> Sides:
-    """The same rows of both, some of them where there are many."""
-    count = left.shape[1]
-    if count <= PLACES:
-        return left, right, 1.0
-    chosen = some_places(count, left.device)
-    return left[:, chosen], right[:, chosen], count / len(chosen)
-
-
-def some_places(count: int, device: torch.device) -> Tensor:
-    """Places spread over all of them: steps of about the golden section, which falls in with no period of the data."""
-    stride = max(1, round(0.6180339887 * count))
-    while math.gcd(stride, count) > 1:
-        stride += 1
-    return torch.arange(min(count, PLACES), device=device) * stride % count
-
-
-def patches(
-    under: Tensor,
-    over: Tensor,
-    kernel: Sequence[int],
-    groups: int,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-) -> Sides:
-    """At some places of `over` (N, rows, …): its numbers there, and those of `under` (N, channels, …) that the kernel meets."""
-    sizes, laid = over.shape[2:], under.shape[2:]
-    count = len(over) * math.prod(sizes)
-    channels, rows = under.shape[1] // groups, over.shape[1] // groups
-    chosen = some_places(count, over.device)
-    batch = chosen // math.prod(sizes)
-    rest, where, inside = chosen % math.prod(sizes), torch.zeros_like(chosen)[:, None], None
-    for dim in range(len(sizes)):
-        after = math.prod(sizes[dim + 1 :])
-        start = (rest // after) * stride[dim] - padding[dim]
-        rest = rest % after
-        at = start[:, None] + torch.arange(kernel[dim], device=over.device) * dilation[dim]
-        within = (at >= 0) & (at < laid[dim])
-        where = (where[:, :, None] * laid[dim] + at.clamp(0, laid[dim] - 1)[:, None]).flatten(1)
-        inside = within if inside is None else (inside[:, :, None] & within[:, None]).flatten(1)
-    assert inside is not None
-    met = under.flatten(2)[batch[:, None], :, where].masked_fill(~inside[..., None], 0)  # (T, kernel, channels)
-    columns = met.reshape(*met.shape[:2], groups, channels).permute(2, 0, 3, 1).flatten(2)
-    left = over.flatten(2)[batch, :, chosen % math.prod(sizes)].reshape(len(chosen), groups, rows).transpose(0, 1)
-    return left, columns, count / max(len(chosen), 1)
-
-
-@dataclass
-class Sums:
-    """The second moments of one map, summed over all its uses since the last refit."""
-
-    map: LinearMap
-    structure: Structure
-    tensors: Moments = field(default_factory=dict)
-    places: float = 0.0
-    """Where it acts: how many summands there are."""
-
-    def add(self, sides: Sides) -> None:
-        """Count one use."""
-        rows, columns, repeats = sides
-        rows, columns = raised(rows), raised(columns)
-        if self.map.bias is not None:  # it meets an input of 1
-            if self.map.inputs_on_rows:
-                rows = functional.pad(rows, (0, 1), value=1.0)
-            else:
-                columns = functional.pad(columns, (0, 1), value=1.0)
-        self.places += repeats * rows.shape[1]
-        for name, moment in self.structure.second_moments(rows, columns, self.map.kernel).items():
-            moment = moment if repeats == 1 else moment * repeats
-            self.tensors[name] = self.tensors[name] + moment if name in self.tensors else moment
-
-    def moments(self) -> Moments:
-        """A as a mean over the places and G as a sum, so that A ⊗ G is of the size of H."""
-        inputs = ROWS if self.map.inputs_on_rows else COLUMNS
-        moments = {name: m / self.places if name == inputs else m for name, m in self.tensors.items()}
-        if KERNEL in moments:  # it shares its size with the channels
-            moments[KERNEL] = moments[KERNEL] / moments[KERNEL].diagonal(dim1=1, dim2=2).sum(1)[:, None, None]
-        return moments
-
-
-def merged(found: Iterable[Sums]) -> dict[str, Sums]:
-    """The sums of each map, by its key: over its uses with and without a bias, as it is and transposed.
-
-    Weights that are used in arrangements that don't go together are left out.
-    """
-    by_weight: dict[str, list[Sums]] = {}
-    for sums in found:
-        by_weight.setdefault(sums.map.weight, []).append(sums)
-    result: dict[str, Sums] = {}
-    for all_of_it in by_weight.values():
-        by_key: dict[str, list[Sums]] = {}
-        for sums in all_of_it:
-            by_key.setdefault(sums.map.key, []).append(sums)
-        joined = [_joined(group) for group in by_key.values()]
-        if all(sums is not None for sums in joined) and _are_apart([sums.map for sums in joined if sums is not None]):
-            result |= {sums.map.key: sums for sums in joined if sums is not None}
-    return result
-
-
-def _joined(group: list[Sums]) -> Sums | None:
-    if len(group) == 1:
-        return group[0]
-    if len({(sums.map.shape, sums.map.kernel) for sums in group}) > 1:
-        return None
-    by_sides = all(sums.tensors.keys() <= {ROWS, COLUMNS, KERNEL} for sums in group)
-    if not by_sides and len({(sums.map.bias, sums.map.inputs_on_rows) for sums in group}) > 1:
-        return None  # the numbers of other moments aren't arranged alike
-    first = replace(group[0].map, reads_data=all(sums.map.reads_data for sums in group))
-    biases = {sums.map.bias for sums in group} - {None}
-    if len({sums.map.inputs_on_rows for sums in group}) == 1 and len(biases) <= 1:
-        total = Sums(replace(first, bias=next(iter(biases), None)), group[0].structure)
-        wanted = next(sums for sums in group if sums.map.bias == total.map.bias).tensors
-        parts = [{name: _grown(m, wanted[name]) for name, m in sums.tensors.items()} for sums in group]
-    else:  # inputs meet gradients on each side: every use counts as much on one as on the other
-        total = Sums(replace(first, bias=None), group[0].structure)
-        parts = [_balanced(sums) for sums in group]
-    total.places = sum(sums.places for sums in group)
-    if len({tuple(m.shape for m in part.values()) for part in parts}) > 1:
-        return None
-    total.tensors = {name: torch.stack([part[name] for part in parts]).sum(0) for name in parts[0]}
-    return total
-
-
-def _grown(moment: Tensor, like: Tensor) -> Tensor:
-    """With zeros for the input that a bias would have met."""
-    lacking = [side for a, b in zip(like.shape[:0:-1], moment.shape[:0:-1], strict=True) for side in (0, a - b)]
-    return functional.pad(moment, lacking) if any(lacking) else moment
-
-
-def _balanced(sums: Sums) -> Moments:
-    """Without the bias; A and G so that both have the same trace."""
-    _, r, c = sums.map.shape
-    if ROWS not in sums.tensors:
-        return sums.tensors
-    cut = {ROWS: r, COLUMNS: c if KERNEL not in sums.tensors else c // sums.map.kernel}
-    moments = {name: m[:, : cut[name], : cut[name]] if name in cut else m for name, m in sums.moments().items()}
-    traces = {name: float(m.sum() if m.dim() == 2 else m.diagonal(dim1=1, dim2=2).sum()) for name, m in moments.items()}
-    size = (traces[ROWS] * traces[COLUMNS]) ** 0.5
-    return {name: m * (size / traces[name]) if name in cut and traces[name] > 0 else m for name, m in moments.items()}
-
-
-def _are_apart(maps: list[LinearMap]) -> bool:
-    """Whether no number of a weight is in two of its maps."""
-    if len(maps) == 1:
-        return True
-    places = [map_.places.reshape(-1) for map_ in maps if map_.places is not None]
-    return len(places) == len(maps) and len(set(torch.cat(places).tolist())) == sum(map(len, places))
 
 
 @dataclass(eq=False)
@@ -280,8 +127,54 @@ class Block:
     """The tensors of U, as its structure has them; empty on a rank that doesn't hold them."""
     diagonal: float = 0.0
     """What the divergence itself puts on H's diagonal, as L2 does."""
+    owner: int = 0
+    """The rank that has the tensors, where only one has."""
     stack: Stack | None = field(default=None, init=False)
     """Of blocks like this one, which U was last applied with."""
+
+    def state(self) -> dict[str, Any]:
+        """Tensors and builtins alone. U isn't among them: the curvature gives it again."""
+        map_ = {f.name: getattr(self.map, f.name) for f in fields(self.map)}
+        return {
+            "map": {**map_, "shape": list(self.map.shape)},
+            "refits": self.refits,
+            "moments": dict(self.moments),
+            "diagonal": self.diagonal,
+        }
+
+    @classmethod
+    def from_state(
+        cls, key: str, state: Any, parameters: Mapping[str, Tensor], structures: Mapping[str, Structure]
+    ) -> Block:
+        """The block of a state, without its U, for the parameters that are here; an error where anything doesn't fit."""
+        what = f"the state's block for {key!r}"
+        if not isinstance(state, Mapping) or not {"map", "refits", "moments", "diagonal"} <= state.keys():
+            raise LLQRError(f"{what} has no 'map', 'refits', 'moments' and 'diagonal'")
+        check_count(f"'refits' in {what}", state["refits"], 1)
+        check_amount(f"'diagonal' in {what}", state["diagonal"])
+        check_tensors(f"'moments' in {what}", state["moments"])
+        map_ = _map_of(state["map"], key)
+        if map_ is None:
+            raise LLQRError(f"{what} has a 'map' that isn't one")
+        for name in map_.members:
+            if name not in parameters:
+                raise unknown("parameter in the state", name, parameters)
+        weight, structure = parameters[map_.weight], structures[map_.weight]
+        if not map_.lies_in(parameters):
+            raise LLQRError(
+                f"the state has a matrix of {map_.shape} for {key!r}, which has shape {tuple(weight.shape)} here"
+            )
+        dtype, (g, r, c) = at_least_single(weight.dtype), map_.joined
+        rows, columns = (torch.empty(g, 1, side, dtype=dtype, device="meta") for side in (r, c))
+        wanted = {n: tuple(m.shape) for n, m in structure.second_moments(rows, columns, map_.kernel).items()}
+        given = {name: tuple(moment.shape) for name, moment in state["moments"].items()}
+        if wanted != given:
+            raise LLQRError(
+                f"the state has {given} for {key!r}, and {structure!r} has {wanted}: give the same structure"
+            )
+        # in the order in which the structure has them
+        moments = {name: state["moments"][name].to(weight.device, dtype, copy=True) for name in wanted}
+        return cls(map_, structure, moments, state["refits"], diagonal=float(state["diagonal"]))
 
     def fits(self, parameters: Mapping[str, Tensor]) -> bool:
         """Whether they are as they were when it was made: their shapes, their dtype, their device."""
@@ -295,7 +188,7 @@ class Block:
         if replace(map_, bias=self.map.bias, reads_data=self.map.reads_data) != self.map:
             return False
         if map_.bias is None and self.map.bias is not None and self.moments.keys() <= {ROWS, COLUMNS, KERNEL}:
-            moments.update({name: _grown(m, self.moments[name]) for name, m in moments.items()})
+            moments.update({name: grown(m, self.moments[name]) for name, m in moments.items()})
         elif map_.bias != self.map.bias:
             return False
         return {name: m.shape for name, m in moments.items()} == {name: m.shape for name, m in self.moments.items()}
@@ -324,8 +217,9 @@ class Block:
             inverse = self.structure.closed_form(moments, damping)
         except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
             raise NonFiniteError(f"the curvature of {self.map.key!r} can't be inverted: {error}") from error
-        side = 0 if self.map.inputs_on_rows else 1
-        self.inverse = inverse if units is None else self.structure.scale_side(inverse, side, units)
+        if units is not None:
+            inverse = self.structure.scale_side(inverse, 0 if self.map.inputs_on_rows else 1, units)
+        self.inverse = {name: tensor.contiguous() for name, tensor in inverse.items()}  # as ranks send them
 
     def dense(self) -> Tensor:
         """U as one matrix over the numbers of W, row by row, each row with its bias at the end; a stack of them for groups.
@@ -364,6 +258,34 @@ class Block:
         """Bytes of the curvature and of U."""
         held = [*self.moments.values(), *self.inverse.values()]
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+
+def _map_of(state: Any, key: str) -> LinearMap | None:
+    """The map of this key in a block's state; None where a field isn't of the type and size that it should be."""
+    try:
+        parts = {f.name: state[f.name] for f in fields(LinearMap)}
+        map_ = LinearMap(**{**parts, "shape": tuple(parts["shape"])})
+        counts, places = (*map_.shape, map_.kernel, map_.first + 1), map_.places
+        sound = (
+            all(isinstance(name, str) for name in map_.members)
+            and len(map_.shape) == 3
+            and all(type(count) is int and count > 0 for count in counts)
+            and map_.shape[2] % map_.kernel == 0
+            and type(map_.inputs_on_rows) is type(map_.reads_data) is bool
+            and (
+                map_.first == 0
+                if places is None
+                else isinstance(places, Tensor)
+                and places.dtype == torch.int64
+                and tuple(places.shape) == map_.shape
+                and int(places.min()) == map_.first
+                and len(set(places.reshape(-1).tolist())) == places.numel()
+            )
+            and map_.key == key
+        )
+        return map_ if sound else None
+    except (TypeError, KeyError):
+        return None
 
 
 class Stack:
@@ -415,3 +337,9 @@ def _kind(block: Block) -> tuple[Any, ...]:
     layout = [(name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in block.inverse.items()]
     how = (map_.shape, map_.bias is None, map_.inputs_on_rows, map_.kernel, KERNEL in block.moments)
     return (block.structure, *how, *layout)
+
+
+def grown(moment: Tensor, like: Tensor) -> Tensor:
+    """With zeros for the input that a bias would have met."""
+    lacking = [side for a, b in zip(like.shape[:0:-1], moment.shape[:0:-1], strict=True) for side in (0, a - b)]
+    return functional.pad(moment, lacking) if any(lacking) else moment

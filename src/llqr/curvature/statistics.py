@@ -1,0 +1,174 @@
+"""Statistics of linear maps: the inputs a and the output gradients b at some of the places where a map acts, and the sums of
+their second moments over one refit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from llqr.curvature.linear_maps import COLUMNS, KERNEL, ROWS, LinearMap, Moments, grown
+from llqr.curvature.precision import raised
+from llqr.structures.base import Structure
+
+PLACES = 1024
+"""At how many places a use is looked at, at the most; the average over refits sees others."""
+
+
+Sides = tuple[Tensor, Tensor, float]
+"""What meets the rows of W, (g, T, r), and what meets its columns, (g, T, c), at T of the places where it acts; and how many
+times as many of these there are. One of the two is inputs, the other gradients."""
+
+
+def matching_rows(left: Tensor, right: Tensor) -> Sides:
+    """The same rows of both, some of them where there are many."""
+    count = left.shape[1]
+    if count <= PLACES:
+        return left, right, 1.0
+    chosen = some_places(count, left.device)
+    return left[:, chosen], right[:, chosen], count / len(chosen)
+
+
+def some_places(count: int, device: torch.device) -> Tensor:
+    """Places spread over all of them: steps of about the golden section, which falls in with no period of the data."""
+    stride = max(1, round(0.6180339887 * count))
+    while math.gcd(stride, count) > 1:
+        stride += 1
+    return torch.arange(min(count, PLACES), device=device) * stride % count
+
+
+def patches(
+    under: Tensor,
+    over: Tensor,
+    kernel: Sequence[int],
+    groups: int,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> Sides:
+    """At some places of `over` (N, rows, …): its numbers there, and those of `under` (N, channels, …) that the kernel meets."""
+    sizes, laid = over.shape[2:], under.shape[2:]
+    count = len(over) * math.prod(sizes)
+    channels, rows = under.shape[1] // groups, over.shape[1] // groups
+    chosen = some_places(count, over.device)
+    batch = chosen // math.prod(sizes)
+    rest, where, inside = chosen % math.prod(sizes), torch.zeros_like(chosen)[:, None], None
+    for dim in range(len(sizes)):
+        after = math.prod(sizes[dim + 1 :])
+        start = (rest // after) * stride[dim] - padding[dim]
+        rest = rest % after
+        at = start[:, None] + torch.arange(kernel[dim], device=over.device) * dilation[dim]
+        within = (at >= 0) & (at < laid[dim])
+        where = (where[:, :, None] * laid[dim] + at.clamp(0, laid[dim] - 1)[:, None]).flatten(1)
+        inside = within if inside is None else (inside[:, :, None] & within[:, None]).flatten(1)
+    assert inside is not None
+    met = under.flatten(2)[batch[:, None], :, where].masked_fill(~inside[..., None], 0)  # (T, kernel, channels)
+    columns = met.reshape(*met.shape[:2], groups, channels).permute(2, 0, 3, 1).flatten(2)
+    left = over.flatten(2)[batch, :, chosen % math.prod(sizes)].reshape(len(chosen), groups, rows).transpose(0, 1)
+    return left, columns, count / max(len(chosen), 1)
+
+
+@dataclass
+class Sums:
+    """The second moments of one map, summed over all its uses since the last refit."""
+
+    map: LinearMap
+    structure: Structure
+    tensors: Moments = field(default_factory=dict)
+    places: float = 0.0
+    """Where it acts: how many summands there are."""
+    owner: int = 0
+    """The rank that has the tensors, where only one has."""
+
+    def add(self, sides: Sides) -> None:
+        """Count one use."""
+        rows, columns, repeats = sides
+        rows, columns = raised(rows), raised(columns)
+        if self.map.bias is not None:  # it meets an input of 1
+            if self.map.inputs_on_rows:
+                rows = functional.pad(rows, (0, 1), value=1.0)
+            else:
+                columns = functional.pad(columns, (0, 1), value=1.0)
+        self.places += repeats * rows.shape[1]
+        for name, moment in self.structure.second_moments(rows, columns, self.map.kernel).items():
+            moment = moment if repeats == 1 else moment * repeats
+            self.tensors[name] = self.tensors[name] + moment if name in self.tensors else moment
+
+    def moments(self) -> Moments:
+        """A as a mean over the places and G as a sum, so that A ⊗ G is of the size of H."""
+        inputs = ROWS if self.map.inputs_on_rows else COLUMNS
+        moments = {name: m / self.places if name == inputs else m for name, m in self.tensors.items()}
+        if KERNEL in moments:  # it shares its size with the channels
+            moments[KERNEL] = moments[KERNEL] / moments[KERNEL].diagonal(dim1=1, dim2=2).sum(1)[:, None, None]
+        return moments
+
+
+UNLIKE_USES = "UnlikeUses"
+"""What weights that `merged` leaves out are said to be used by, as others by the names of nodes."""
+
+
+def merged(found: Iterable[Sums]) -> dict[str, Sums]:
+    """The sums of each map, by its key: over its uses with and without a bias, as it is and transposed.
+
+    Weights that are used in arrangements that don't go together are left out.
+    """
+    by_weight: dict[str, list[Sums]] = {}
+    for sums in found:
+        by_weight.setdefault(sums.map.weight, []).append(sums)
+    result: dict[str, Sums] = {}
+    for all_of_it in by_weight.values():
+        by_key: dict[str, list[Sums]] = {}
+        for sums in all_of_it:
+            by_key.setdefault(sums.map.key, []).append(sums)
+        joined = [_joined(group) for group in by_key.values()]
+        if all(sums is not None for sums in joined) and _are_apart([sums.map for sums in joined if sums is not None]):
+            result |= {sums.map.key: sums for sums in joined if sums is not None}
+    return result
+
+
+def _joined(group: list[Sums]) -> Sums | None:
+    if len(group) == 1:
+        return group[0]
+    if len({(sums.map.shape, sums.map.kernel) for sums in group}) > 1:
+        return None
+    by_sides = all(sums.tensors.keys() <= {ROWS, COLUMNS, KERNEL} for sums in group)
+    if not by_sides and len({(sums.map.bias, sums.map.inputs_on_rows) for sums in group}) > 1:
+        return None  # the numbers of other moments aren't arranged alike
+    first = replace(group[0].map, reads_data=all(sums.map.reads_data for sums in group))
+    biases = {sums.map.bias for sums in group} - {None}
+    if len({sums.map.inputs_on_rows for sums in group}) == 1 and len(biases) <= 1:
+        total = Sums(replace(first, bias=next(iter(biases), None)), group[0].structure)
+        wanted = next(sums for sums in group if sums.map.bias == total.map.bias).tensors
+        parts = [{name: grown(m, wanted[name]) for name, m in sums.tensors.items()} for sums in group]
+    else:  # inputs meet gradients on each side: every use counts as much on one as on the other
+        total = Sums(replace(first, bias=None), group[0].structure)
+        parts = [_balanced(sums) for sums in group]
+    total.places = sum(sums.places for sums in group)
+    if len({tuple(m.shape for m in part.values()) for part in parts}) > 1:
+        return None
+    total.tensors = {name: torch.stack([part[name] for part in parts]).sum(0) for name in parts[0]}
+    return total
+
+
+def _balanced(sums: Sums) -> Moments:
+    """Without the bias; A and G so that both have the same trace."""
+    _, r, c = sums.map.shape
+    if ROWS not in sums.tensors:
+        return sums.tensors
+    cut = {ROWS: r, COLUMNS: c if KERNEL not in sums.tensors else c // sums.map.kernel}
+    moments = {name: m[:, : cut[name], : cut[name]] if name in cut else m for name, m in sums.moments().items()}
+    traces = {name: float(m.sum() if m.dim() == 2 else m.diagonal(dim1=1, dim2=2).sum()) for name, m in moments.items()}
+    size = (traces[ROWS] * traces[COLUMNS]) ** 0.5
+    return {name: m * (size / traces[name]) if name in cut and traces[name] > 0 else m for name, m in moments.items()}
+
+
+def _are_apart(maps: list[LinearMap]) -> bool:
+    """Whether no number of a weight is in two of its maps."""
+    if len(maps) == 1:
+        return True
+    places = [map_.places.reshape(-1) for map_ in maps if map_.places is not None]
+    return len(places) == len(maps) and len(set(torch.cat(places).tolist())) == sum(map(len, places))
