@@ -27,8 +27,9 @@ from torch.overrides import TorchFunctionMode
 from llqr.checks import Inputs
 from llqr.curvature.handwritten import check_handwritten, handwritten
 from llqr.curvature.recorder import Parameters, Recorder
-from llqr.curvature.rules import BeyondRulesError, ChangedError, hessian_rules, linear_rules, plain_rules, twice_rules
-from llqr.curvature.rules.segments import in_segments, refuse_leaks
+from llqr.curvature.replacements import hessian_rules, linear_rules, plain_rules
+from llqr.curvature.rules import BeyondRulesError, ChangedError
+from llqr.curvature.segments import in_segments, refuse_leaks
 from llqr.errors import LLQRError, NotTwiceDifferentiableError, callers_level
 from llqr.exact.derivatives import graph_numbers, refuse_once_differentiable, refuse_wrong_formulas
 
@@ -191,7 +192,7 @@ class JacobianProducts(Recording):
             return self._push_forward(tangents)
 
     def _push_forward(self, tangents: Sequence[Tensor]) -> list[Tensor]:
-        with sdpa_kernel(SDPBackend.MATH), twice_rules(), dual_level():  # torch.func.jvp draws other dropout masks
+        with sdpa_kernel(SDPBackend.MATH), plain_rules(), dual_level():  # torch.func.jvp draws other dropout masks
             points = [make_dual(p.detach(), v) for p, v in zip(self._leaves, tangents, strict=True)]  # type: ignore[no-untyped-call]
             try:
                 outputs = self._recorder.run(dict(zip(self._names, points, strict=True)), self._inputs)

@@ -17,7 +17,7 @@ from torch.utils import checkpoint
 from llqr.checks import Inputs, call, tensors_in
 from llqr.curvature.locations import Location, catching
 from llqr.curvature.precision import LOWEST, AutocastOff, at_least_single, is_low, raised
-from llqr.curvature.rules.replacements import constants, renormalised
+from llqr.curvature.replacements import constants, renormalised
 from llqr.errors import LLQRError, LLQRWarning, callers_level
 
 Stream = tuple[Callable[[], Any], Callable[[Any], Any]]

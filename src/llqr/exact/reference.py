@@ -28,8 +28,7 @@ from llqr.checks import (
 )
 from llqr.curvature import locations
 from llqr.curvature.locations import PerLayer
-from llqr.curvature.rules import twice_rules
-from llqr.curvature.rules.replacements import constants
+from llqr.curvature.replacements import constants, plain_rules
 from llqr.divergences import ActivationTerm, BasePoint, Divergence, LayerwiseLoss, OutputTerm, layerwise
 from llqr.errors import ChainError, NotTwiceDifferentiableError, unknown
 from llqr.exact.chain import named_stages
@@ -150,7 +149,7 @@ class _Problem:
         catching = locations.catching(self.model, list(self.places.values()))
         with (
             catching as caught,
-            twice_rules(),
+            plain_rules(),
             sdpa_kernel(SDPBackend.MATH),
         ):  # fused attention has no second derivative
             given = {**constants(self.model), **self.parameters}

@@ -1,16 +1,166 @@
-"""The rules of layers: affine maps, convolutions, norms, attention, and smooth activations, also to second order."""
+"""Rules: operations that the engine records by nodes of its own, because torch differentiates them slowly.
+
+A Jacobian-vector product is read off the graph of a vector-Jacobian product by differentiating once more, by the cotangent:
+u ↦ Jᵀu is linear, and its transpose is v ↦ Jv. Torch's own graph for Jᵀu also carries the way back to the activations, and
+for normalisations and convolutions its double-backward formulas pay for that even when nobody asks. By a rule Jᵀ is one node
+whose derivative is J and nothing else: exact for products with J and Jᵀ, and wrong for anything beyond. A rule that has
+`twice` can be recorded to second order as well, for Hessian products. replacements.py says which operations are recorded so.
+"""
 
 from __future__ import annotations
 
 import math
+import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from llqr.curvature.rules.base import Maybe, Rule, Twice, check_outside, recording
+Maybe = Tensor | None
+Map = Callable[[Tensor], Tensor]
+
+
+class BeyondRulesError(Exception):
+    """A model does what rules aren't made for: it takes a gradient in its forward pass, for which they would have to be right
+    to one order more than they are; or it looks at autograd's graph, which has other nodes with them."""
+
+
+class ChangedError(RuntimeError):
+    """A tensor that a rule reads was changed in place since; torch's own operation may have made a copy of it."""
+
+
+class ForwardPass:
+    """A forward pass that is recorded by rules."""
+
+    goes_on = True
+
+
+class _Current(threading.local):
+    """The forward pass that is being recorded in this thread."""
+
+    forward_pass: ForwardPass | None = None
+
+
+current = _Current()
+
+
+class Rule(ABC):
+    """One operation y = f(inputs) at one point, with its value and its products. To write one:
+
+    - `forward` returns y. It is called once, with `needed` set: which inputs a derivative is asked for. It is the place to
+      `keep` the tensors that the products read; a product raises if somebody has changed them in place since.
+    - `pull(u)` returns Jᵀu as one part for each input, in their order, None where it isn't needed.
+    - `push(v)` returns Jv, given one part for each input, None for zero; None where all of it is zero.
+    - `twice`, for Hessian products, if the rule is right to second order too.
+
+    Products are called any number of times, in several threads: they write to nothing that the rule holds. What a rule holds
+    is detached, but for `inputs`: those are tensors of the graph, and `twice` is by them.
+    """
+
+    inputs: tuple[Maybe, ...] = ()
+    """As they are in the graph; needed for `twice`, and where what follows is recorded together with this."""
+    needed: Sequence[bool]
+    _made_from: tuple[int, ...] = ()
+    """The inputs' versions when y was computed."""
+    _kept: Sequence[Tensor] = ()
+    _versions: tuple[int, ...] = ()
+
+    def keep(self, *tensors: Tensor) -> None:
+        self._kept, self._versions = tensors, _versions(tensors)
+
+    def is_current(self) -> bool:
+        """Whether the inputs are what y was computed from still."""
+        return self._made_from == _versions(self.inputs)
+
+    def is_changed(self) -> bool:
+        """Whether somebody has changed what the products read."""
+        return self._versions != _versions(self._kept)
+
+    def check(self) -> None:
+        """Raise as autograd does where a tensor that it saved was changed."""
+        if self.is_changed():
+            raise ChangedError("a tensor that a derivative needs was changed by an in-place operation")
+
+    def checked(self) -> Self:
+        self.check()
+        return self
+
+    @abstractmethod
+    def forward(self) -> Tensor:
+        """y."""
+
+    @abstractmethod
+    def pull(self, u: Tensor) -> tuple[Maybe, ...]:
+        """Jᵀu."""
+
+    @abstractmethod
+    def push(self, v: Sequence[Maybe]) -> Maybe:
+        """Jv."""
+
+    def twice(self, u: Tensor, v: Sequence[Maybe], of_u: bool, needed: Sequence[bool]) -> tuple[Maybe, ...]:
+        """The gradient of ⟨v, Jᵀu⟩ by u, which is Jv, and by each of the inputs, which J depends on."""
+        raise NotImplementedError
+
+
+def _versions(tensors: Sequence[Maybe]) -> tuple[int, ...]:
+    return tuple(tensor._version for tensor in tensors if tensor is not None and not tensor.is_inference())
+
+
+def record(rule: Rule, *inputs: Maybe) -> Tensor:
+    """y, with the rule for its derivative by these inputs."""
+    return _Recorded.apply(rule, False, *inputs)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def record_twice(rule: Rule) -> Tensor:
+    """y, with the rule for its first and second derivatives by the rule's inputs."""
+    return _Recorded.apply(rule, True, *rule.inputs)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Recorded(torch.autograd.Function):
+    """y = f(inputs), whose backward is a node of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, rule: Rule, second: bool, *inputs: Maybe) -> Tensor:
+        ctx.rule, ctx.second, ctx.forward_pass = rule, second, current.forward_pass
+        rule.needed, rule._made_from = ctx.needs_input_grad[2:], _versions(rule.inputs)
+        y = rule.forward()
+        return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y  # a view couldn't be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, u: Tensor) -> tuple[Maybe, ...]:
+        if ctx.forward_pass is not None and ctx.forward_pass.goes_on:  # a GPU's backward passes are in another thread
+            raise BeyondRulesError("the model takes a gradient in its forward pass")
+        if not torch.is_grad_enabled():
+            return None, None, *ctx.rule.checked().pull(u)
+        return (None, None, *_Transposed.apply(u, ctx.rule, *(ctx.rule.inputs if ctx.second else ())))  # type: ignore[no-untyped-call]
+
+
+class _Transposed(torch.autograd.Function):
+    """u ↦ Jᵀu with the derivative v ↦ Jv; and those by the inputs, if they are given."""
+
+    @staticmethod
+    def forward(ctx: Any, u: Tensor, rule: Rule, *inputs: Maybe) -> tuple[Maybe, ...]:
+        ctx.rule = rule
+        ctx.set_materialize_grads(False)
+        if inputs:
+            ctx.save_for_backward(u)
+        return rule.checked().pull(u)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *v: Maybe) -> tuple[Maybe, ...]:
+        of_u, _, *of_inputs = ctx.needs_input_grad
+        if not of_inputs:
+            return ctx.rule.push(v), None
+        by_u, *by_inputs = ctx.rule.twice(*ctx.saved_tensors, v, of_u, of_inputs)
+        return by_u, None, *by_inputs
+
+
+def _detached(*tensors: Maybe) -> list[Any]:
+    return [None if tensor is None else tensor.detach() for tensor in tensors]
 
 
 def _read(x: Tensor, w: Tensor, needed: Sequence[bool]) -> list[Tensor]:
@@ -22,9 +172,7 @@ class Affine(Rule):
     """y = x wᵀ + b: Jv = v_x wᵀ + x v_wᵀ + v_b, added up inside the matrix products."""
 
     def __init__(self, x: Tensor, w: Tensor, b: Maybe) -> None:
-        self.inputs = (x, w, b)
-        self.x, self.w, self.b = x.detach(), w.detach(), None if b is None else b.detach()
-        self.shape = (*x.shape[:-1], len(w))
+        self.x, self.w, self.b = _detached(x, w, b)
 
     def forward(self) -> Tensor:
         self.keep(*_read(self.x, self.w, self.needed))
@@ -41,24 +189,25 @@ class Affine(Rule):
 
     def push(self, v: Sequence[Maybe]) -> Maybe:
         v_x, v_w, v_b = v
+        shape = (*self.x.shape[:-1], len(self.w))
         moved: Maybe = None
         if v_w is not None:
             x = self.x.reshape(-1, self.x.shape[-1])
             moved = torch.mm(x, v_w.T) if v_b is None else torch.addmm(v_b, x, v_w.T)
         elif v_b is not None:
-            moved = v_b.repeat(math.prod(self.shape[:-1]), 1)
+            moved = v_b.repeat(math.prod(shape[:-1]), 1)
         if v_x is not None:
             rows = v_x.reshape(-1, v_x.shape[-1])
             moved = torch.mm(rows, self.w.T) if moved is None else moved.addmm_(rows, self.w.T)
-        return None if moved is None else moved.reshape(self.shape)
+        return None if moved is None else moved.reshape(shape)
 
 
-class Convolution(Twice):
+class Convolution(Rule):
     """y = x * w + b: Jv = v_x * w + x * v_w + v_b. `value` is y where it is known already."""
 
     def __init__(self, x: Tensor, w: Tensor, b: Maybe, settings: tuple[Any, ...], value: Maybe = None) -> None:
         self.inputs: tuple[Tensor, Tensor, Maybe] = (x, w, b)
-        self.x, self.w, self.b = x.detach(), w.detach(), None if b is None else b.detach()
+        self.x, self.w, self.b = _detached(x, w, b)
         self.settings, self._value = settings, value
 
     def forward(self) -> Tensor:
@@ -117,9 +266,9 @@ class LayerNorm(Rule):
     """
 
     def __init__(self, x: Tensor, shape: Sequence[int], w: Maybe, b: Maybe, eps: float) -> None:
-        self.x, self.shape, self.eps = x.detach(), list(shape), eps
-        self.w, self.b = (None if part is None else part.detach() for part in (w, b))
-        self.keep(self.x, *([] if self.w is None else [self.w]))
+        self.x, self.w, self.b = _detached(x, w, b)
+        self.shape, self.eps = list(shape), eps
+        self.keep(self.x, *([] if w is None else [self.w]))
 
     def forward(self) -> Tensor:
         y, self.mean, self.inverse_std = torch.native_layer_norm(self.x, self.shape, self.w, self.b, self.eps)
@@ -148,53 +297,27 @@ class LayerNorm(Rule):
         )
 
 
-class BatchNorm(Rule):
-    """y = n(x) ∘ w + b with n(x) = (x - mean) / std by running statistics: Jv = v_x ∘ w/std + n(x) ∘ v_w + v_b.
+class Pointwise(Rule):
+    """y = f(x) number by number: J = diag(f'(x)), computed once in place of at every product.
 
-    The last two terms are the batch norm of x with v_w and v_b for weights, so that torch's kernels do all but one product.
+    To second order the gradient of ⟨v, u ∘ f'(x)⟩ by x is v ∘ u ∘ f''(x), with f'' computed at the first product.
     """
 
-    def __init__(self, x: Tensor, mean: Tensor, variance: Tensor, w: Maybe, b: Maybe, eps: float) -> None:
-        self.x, self.mean, self.variance, self.eps = x.detach(), mean.detach(), variance.detach(), eps
-        self.w, self.b = (None if part is None else part.detach() for part in (w, b))
-        scale = (self.variance + eps).rsqrt()
-        self.scale = (scale if self.w is None else scale * self.w).reshape(1, -1, *[1] * (x.dim() - 2))
-        self.keep(self.x, self.mean, self.variance)
-
-    def forward(self) -> Tensor:
-        return self._norm(self.w, self.b)
-
-    def pull(self, u: Tensor) -> tuple[Maybe, ...]:
-        return torch.ops.aten.native_batch_norm_backward(  # type: ignore[no-any-return]
-            u, self.x, self.w, self.mean, self.variance, None, None, False, self.eps, list(self.needed)
-        )
-
-    def push(self, v: Sequence[Maybe]) -> Maybe:
-        v_x, v_w, v_b = v
-        moved: Maybe = None
-        if v_w is not None or v_b is not None:
-            moved = self._norm(torch.zeros_like(self.mean) if v_w is None else v_w, v_b)
-        if v_x is not None:
-            moved = v_x * self.scale if moved is None else moved.addcmul_(v_x, self.scale)
-        return moved
-
-    def _norm(self, w: Maybe, b: Maybe) -> Tensor:
-        return torch.batch_norm(self.x, w, b, self.mean, self.variance, False, 0.0, self.eps, False)
-
-
-class Pointwise(Rule):
-    """y = f(x) number by number: J = diag(f'(x)), computed once in place of at every product."""
-
-    def __init__(self, x: Tensor, function: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, x: Tensor, function: Map, second: bool) -> None:
+        self._function = function
+        self._bend: Maybe = None
+        if second:
+            self.inputs = (x,)
+            self.keep(x)
         with torch.enable_grad():
             leaf = x.detach().requires_grad_()
-            y = function(leaf.clone())  # a copy, for functions that may work in place
+            y = function(leaf)
             (self.slope,) = torch.autograd.grad(y, leaf, torch.ones_like(y))
-        self._y = y.detach()
+        self._value = y.detach()
 
     def forward(self) -> Tensor:
-        y = self._y
-        del self._y  # the products don't need it
+        y = self._value
+        del self._value  # the products don't need it
         return y
 
     def pull(self, u: Tensor) -> tuple[Maybe, ...]:
@@ -203,25 +326,19 @@ class Pointwise(Rule):
     def push(self, v: Sequence[Maybe]) -> Maybe:
         return None if v[0] is None else v[0] * self.slope
 
+    def twice(self, u: Tensor, v: Sequence[Maybe], of_u: bool, needed: Sequence[bool]) -> tuple[Maybe, ...]:
+        if v[0] is None:
+            return None, None
+        return v[0] * self.slope if of_u else None, v[0] * (u * self._second_derivative()) if needed[0] else None
 
-class Activated(Rule):
-    """f(y) of an affine map y, as one rule: Jv is multiplied by f'(y) in place."""
-
-    def __init__(self, affine: Affine, function: Pointwise) -> None:
-        self._affine, self._function = affine, function
-
-    def check(self) -> None:
-        self._affine.check()
-
-    def forward(self) -> Tensor:
-        return self._function.forward()
-
-    def pull(self, u: Tensor) -> tuple[Maybe, ...]:
-        return self._affine.pull(u * self._function.slope)
-
-    def push(self, v: Sequence[Maybe]) -> Maybe:
-        moved = self._affine.push(v)
-        return None if moved is None else moved.mul_(self._function.slope)
+    def _second_derivative(self) -> Tensor:
+        if self._bend is None:
+            with torch.enable_grad():
+                leaf = self.checked()._kept[0].detach().requires_grad_()
+                y = self._function(leaf)
+                (slope,) = torch.autograd.grad(y, leaf, torch.ones_like(y), create_graph=True)
+                (self._bend,) = torch.autograd.grad(slope, leaf, torch.ones_like(y))
+        return self._bend
 
 
 class Attention(Rule):
@@ -246,15 +363,12 @@ class Attention(Rule):
         return self._unstacked(torch.bmm(self.weights, self.v))
 
     def pull(self, u: Tensor) -> tuple[Maybe, ...]:
-        u = _stacked(u)
+        u, (of_q, of_k, of_v) = _stacked(u), self.needed
         scores = self._softmax(torch.bmm(u, self.v.mT))
-        parts = (
-            torch.bmm(scores, self.k).mul_(self.scale) if self.needed[0] else None,
-            torch.bmm(scores.mT, self.q).mul_(self.scale) if self.needed[1] else None,
-            torch.bmm(self.weights.mT, u) if self.needed[2] else None,
-        )
-        return tuple(
-            None if part is None else part.reshape(shape) for part, shape in zip(parts, self.shapes, strict=True)
+        return (
+            torch.bmm(scores, self.k).mul_(self.scale).reshape(self.shapes[0]) if of_q else None,
+            torch.bmm(scores.mT, self.q).mul_(self.scale).reshape(self.shapes[1]) if of_k else None,
+            torch.bmm(self.weights.mT, u).reshape(self.shapes[2]) if of_v else None,
         )
 
     def push(self, v: Sequence[Maybe]) -> Maybe:
@@ -278,56 +392,3 @@ class Attention(Rule):
 def _stacked(x: Tensor) -> Tensor:
     """All but the last two dimensions as one."""
     return x.reshape(-1, *x.shape[-2:])
-
-
-Map = Callable[[Tensor], Tensor]
-
-
-class Smooth(torch.autograd.Function):
-    """y = f(x) number by number; the gradient is w = u ∘ f'(x)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, function: Map) -> Tensor:
-        with torch.enable_grad():
-            leaf = x.detach().requires_grad_()
-            y = function(leaf)
-            (ctx.slope,) = torch.autograd.grad(y, leaf, torch.ones_like(y))
-        ctx.function, ctx.during = function, recording.now
-        ctx.save_for_backward(x)
-        return y.detach()
-
-    @staticmethod
-    def backward(ctx: Any, u: Tensor) -> tuple[Tensor, None]:
-        check_outside(ctx.during)
-        if not torch.is_grad_enabled():
-            return u * ctx.slope, None
-        (x,) = ctx.saved_tensors
-        return _Slope.apply(u, x, ctx.slope, ctx.function), None  # type: ignore[no-untyped-call]
-
-
-class _Slope(torch.autograd.Function):
-    """w = u ∘ f'(x): dw = du ∘ f'(x) + dx ∘ (u ∘ f''(x)), with the last bracket computed at the first product and kept."""
-
-    @staticmethod
-    def forward(ctx: Any, u: Tensor, x: Tensor, slope: Tensor, function: Map) -> Tensor:
-        ctx.slope, ctx.function, ctx.u, ctx.bent = slope, function, u.detach(), None
-        ctx.save_for_backward(x)
-        return u * slope
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, v: Tensor) -> tuple[Maybe, ...]:
-        of_u, of_x = ctx.needs_input_grad[:2]
-        if of_x and ctx.bent is None:
-            ctx.bent = ctx.u * _bend(ctx.function, ctx.saved_tensors[0])
-            del ctx.u
-        return v * ctx.slope if of_u else None, v * ctx.bent if of_x else None, None, None
-
-
-def _bend(function: Map, x: Tensor) -> Tensor:
-    """f''(x)."""
-    with torch.enable_grad():
-        leaf = x.detach().requires_grad_()
-        y = function(leaf)
-        (slope,) = torch.autograd.grad(y, leaf, torch.ones_like(y), create_graph=True)
-        return torch.autograd.grad(slope, leaf, torch.ones_like(y))[0]

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from llqr.checks import call
 from llqr.curvature.handwritten import handwritten
 from llqr.curvature.recorder import forward_replaced
-from llqr.curvature.rules.base import Maybe, Twice, record, record_twice
+from llqr.curvature.rules import Maybe, Rule, record, record_twice
 from llqr.errors import LLQRError
 from llqr.exact.derivatives import graph_nodes, refuse_once_differentiable, refuse_wrong_formulas
 
@@ -34,7 +34,7 @@ OTHERS = "name other modules in segments"
 MARK = "of_llqr_segment"
 
 
-class Segment(Twice):
+class Segment(Rule):
     """One call of a module, `run` as a function of these inputs: activations, then parameters."""
 
     def __init__(
@@ -56,7 +56,7 @@ class Segment(Twice):
         self.keep(*(x.detach() for x in inputs))
 
     def check(self) -> None:
-        if self.versions != tuple(x._version for x in self.kept):
+        if self.is_changed():
             raise LLQRError(f"what segment {self.name!r} was called with is changed in place later on: {OTHERS}")
 
     def forward(self) -> Tensor:
