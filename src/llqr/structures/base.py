@@ -41,11 +41,6 @@ class Linearization(ABC):
     def pullback(self, cotangent: Tensor) -> dict[str, Tensor]:
         """The gradient of ⟨cotangent, U x⟩ with respect to the tensors: the adjoint of `derivative`."""
 
-    def pull_onto(self, cotangent: Tensor, total: Tensors, decay: float) -> None:
-        """total ← decay · total + pullback, in place: where blocks are large, to pass over their memory once less."""
-        for name, gradient in self.pullback(cotangent).items():
-            total[name].mul_(decay).add_(gradient)
-
 
 class Structure(ShownWithOptions, ABC):
     """How the blocks of U are stored and how they act.
@@ -89,6 +84,9 @@ class Structure(ShownWithOptions, ABC):
         """What `closed_form` needs of the gradients v = rows ⊗ columns of linear maps, summed over the T places where they act.
 
         `rows` has shape (k, T, r) and `columns` (k, T, c); of a convolution the columns are `kernel` places for each channel.
+        Three names are taken: "rows" and "columns" are Σ rows rowsᵀ and Σ columns columnsᵀ, and where a structure has a factor
+        for the kernel, "columns" is of the channels and "kernel" of the places in it. H is their Kronecker product. Matrices,
+        or their diagonals. Other moments have other names.
         """
         raise self._without_closed_form()
 
@@ -97,7 +95,12 @@ class Structure(ShownWithOptions, ABC):
         return True
 
     def mean_curvature(self, moments: Tensors) -> Tensor:
-        """The mean of H's diagonal, (k,); here of an H that is a product of the moments."""
+        """The mean of H's diagonal, (k,), which L2 is compared with; here of moments called "rows", "columns" and "kernel"."""
+        if not moments.keys() <= {"rows", "columns", "kernel"}:
+            raise LLQRError(
+                f"{self!r} keeps moments of its own, {', '.join(map(repr, moments))}, and a divergence with L2 asks for the "
+                "mean of H's diagonal: write mean_curvature(moments), one number for each block"
+            )
         means = [(m if m.dim() == 2 else m.diagonal(dim1=1, dim2=2)).mean(1) for m in moments.values()]
         return torch.stack(means).prod(0)
 
@@ -219,6 +222,10 @@ LONG_SIDE = 192
 """Sides longer than this are inverted by their leading eigenvectors: their matrix would cost more than a training step."""
 
 
+POWERS = 2
+"""Products with M before the one that gives its leading eigenvalues."""
+
+
 def leading_rank(side: int) -> int:
     """How many: an eighth of a long side, where U was as good as with all of them (docs/cost.md)."""
     return max(64, side // 8)
@@ -250,10 +257,6 @@ def _start(side: int, rank: int, dtype: torch.dtype, device: torch.device) -> Te
     """Random columns, always the same."""
     generator = torch.Generator("cpu").manual_seed(side)
     return torch.randn(side, rank, generator=generator, dtype=torch.float64, device="cpu").to(device, dtype)
-
-
-POWERS = 2
-"""Products with M before the one that gives its leading eigenvalues."""
 
 
 def check_per(per: Per) -> None:

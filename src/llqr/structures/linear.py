@@ -108,6 +108,9 @@ class Dense(LinearStructure):
     def second_moments(self, rows: Tensor, columns: Tensor, kernel: int) -> dict[str, Tensor]:
         return {"whole": gram((rows[..., None] * columns[:, :, None]).flatten(2))}
 
+    def mean_curvature(self, moments: Tensors) -> Tensor:
+        return moments["whole"].diagonal(dim1=1, dim2=2).mean(1)
+
     def closed_form(self, moments: Tensors, damping: Damping) -> dict[str, Tensor]:
         """(H + λ)⁻¹."""
         return {"U": damped_inverse(moments["whole"], damping)}

@@ -13,8 +13,7 @@ from torch import Tensor
 from llqr.curvature.precision import at_least_single
 from llqr.errors import LLQRError, unknown
 from llqr.structures.base import Linearization, Structure
-from llqr.structures.eigen_kronecker import EigenKronecker
-from llqr.structures.kronecker import Kronecker
+from llqr.structures.kronecker import EigenKronecker, Kronecker
 from llqr.structures.linear import Dense, Diagonal, Scalar
 
 NAMES: dict[str, Callable[[], Structure]] = {
