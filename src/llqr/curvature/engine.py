@@ -132,7 +132,7 @@ class JacobianProducts(Recording):
         self._cotangents, self._transposed = variables, _edges(rows)
         return [row.detach() for row in rows]
 
-    def examine(self, rounding: float) -> None:
+    def examine(self) -> None:
         """Go over to forward mode where push isn't the transpose of pull: a backward formula in the model hides a part of
         itself from the next derivative.
 
@@ -143,6 +143,7 @@ class JacobianProducts(Recording):
         drawn = [torch.randn(value.shape, generator=generator).to(value) for value in self.values]
         rows = self.pull_first(drawn) if self._cotangents is None and not self.forward_mode else self.pull(drawn)
         sizes = [float(torch.linalg.vector_norm(row, dtype=torch.float64)) for row in rows]
+        rounding = max(map(self._recorder.rounding, self.values))
         floor = rounding**0.5 * max(sizes) or 1.0
         scales = [max(size, floor) for size in sizes]
         tangents = [row / scale / scale for row, scale in zip(rows, scales, strict=True)]
@@ -208,8 +209,7 @@ class JacobianProducts(Recording):
     def _check_again(self, values: Sequence[Tensor]) -> None:
         """Raise where the model, run forward, isn't the one that was recorded."""
         for value, before in zip(values, self.values, strict=True):
-            rounding = max(torch.finfo(dtype).eps for dtype in {value.dtype, *self._recorder.coarse})
-            if (value - before).norm() > rounding**0.5 * before.norm():
+            if (value - before).norm() > self._recorder.rounding(value) ** 0.5 * before.norm():
                 raise LLQRError(
                     "products with the model's Jacobian run it forward each time, and its output is another one then: does it "
                     "draw from a random generator of its own? Give training=False, or replace the operation that can't be "

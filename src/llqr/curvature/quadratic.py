@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from llqr.checks import Inputs, Loss, check_finite, check_model
 from llqr.curvature import locations
-from llqr.curvature.chunks import Examples, pieces, refuse_coupled, weighed
+from llqr.curvature.chunks import Examples, pieces, refuse_coupled
 from llqr.curvature.locations import PerLayer
 from llqr.curvature.precision import no_autocast, raised
 from llqr.curvature.recorded_chunk import ChunkContext, Portion, RecordedChunk
@@ -122,8 +122,9 @@ class QuadraticModel:
                 refuse_coupled(model, training)
                 context.check_parts(Examples(sampled_from[0], shared), [sampled_from[1]])
             if len(cut) > 1:
-                whole = context.check_parts(batch, [piece.rows for piece in cut])
-                cut = weighed(cut, whole, batch.count, context.loss_fn, targets, weights, [term for _, term in terms])
+                found = context.check_parts(batch, [piece.rows for piece in cut])
+                piece = next(pieces(model, batch, targets, weights, None, training))
+                context.keep_whole(found, piece, [each.rows for each in cut])
             parts = [RecordedChunk(context, piece, keep=chunk_size is None) for piece in cut]
             slope = _total(part.gradient() for part in parts) if gradient is None else _given(gradient, parameters)
             for name, value in slope.items():

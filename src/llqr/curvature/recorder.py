@@ -228,11 +228,13 @@ class Recorder:
         self._settled, self._plainly = own_precision, not own_precision
         self._streams = streams or Streams(model)  # every run of one recorder draws the same dropout masks
 
-    @property
-    def coarse(self) -> set[torch.dtype]:
-        """The dtypes that numbers are rounded to on their way to the outputs."""
-        own = {at_least_single(dtype) for dtype in self._own.values()}
-        return own if self._full else own | {LOWEST}
+    def rounding(self, value: Tensor) -> float:
+        """Of the coarsest numbers on the way to a value that was returned."""
+        dtypes = {value.dtype, *(at_least_single(dtype) for dtype in self._own.values())}
+        if not self._full:
+            dtypes.add(LOWEST)
+        tf32 = 2.0**-10 if value.device.type == "cuda" else 0.0
+        return max(tf32, *(torch.finfo(dtype).eps for dtype in dtypes))
 
     def run(self, parameters: Parameters, inputs: Inputs) -> list[Tensor]:
         """[x_N, activations at the locations …], in float32 at least."""
