@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import _SingleLevelFunction
 
 from llqr.checks import frozen_rng
+from llqr.curvature.recorder import replaced
 from llqr.errors import LLQRWarning, NotTwiceDifferentiableError, callers_level
 from llqr.exact.derivatives import graph_nodes
 
@@ -83,11 +84,8 @@ def _overheard() -> Iterator[list[Call]]:
             calls.append((function, [v.detach().clone().requires_grad_() if _leads_back(v) else v for v in args]))
         return super(_SingleLevelFunction, function).apply(*args, **kwargs)
 
-    _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
-    try:
+    with replaced(_SingleLevelFunction, apply=classmethod(apply)):
         yield calls
-    finally:
-        del _SingleLevelFunction.apply  # type: ignore[attr-defined]
 
 
 def _leads_back(value: Any) -> bool:
