@@ -15,6 +15,7 @@ from llqr import LLQR, QuadraticModel, statistics
 from llqr.divergences import (
     KL,
     L2,
+    ActivationTerm,
     BasePoint,
     Bernoulli,
     Categorical,
@@ -27,7 +28,6 @@ from llqr.divergences import (
     Renyi,
     ReverseKL,
 )
-from llqr.divergences.places import ActivationTerm
 from llqr.statistics import damping_after
 from loops import backward, batch, closure_of, network, sgd
 from networks import relative

@@ -158,7 +158,7 @@ def locations_of(model: nn.Module, terms: Terms) -> Locations:
     locations: Locations = {}
     for _, term in terms:
         if isinstance(term, ActivationTerm):
-            location = term.place
+            location = term.module
             name = children[location] if isinstance(location, int) and 0 <= location < len(children) else str(location)
             if name not in known:
                 raise unknown(f"module in {'Layerwise' if term.joint else 'Intermediate'}", location, known)

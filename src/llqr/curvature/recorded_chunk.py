@@ -17,6 +17,7 @@ from llqr.curvature.locations import Locations
 from llqr.curvature.recorder import Parameters, Recorder
 from llqr.divergences import L2, ActivationTerm, BasePoint, OutputTerm, Term
 from llqr.divergences.base import slope as slope_of
+from llqr.divergences.base import waves
 from llqr.divergences.families import Categorical
 from llqr.errors import LLQRError, NotTwiceDifferentiableError
 
@@ -76,7 +77,7 @@ class ChunkContext:
         """Keep the output of a batch for its chunks: what isn't a mean over variables is taken of it, with the outputs of the
         other chunks as they are. An error where its second derivative doesn't fall apart into those of the parts."""
         self.whole = WholeBatch(*self.expand(output, piece), piece.count)
-        tangent = torch.linspace(-40, 40, output.numel()).sin().to(output).reshape(output.shape)
+        tangent = waves(output)
         for _, term in self.terms:
             if not isinstance(term, OutputTerm) or term.by_variable:
                 continue
