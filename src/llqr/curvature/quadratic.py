@@ -77,7 +77,7 @@ class QuadraticModel:
             gradient: g, where it is known already.
             shared: the inputs (keywords or positions) that belong to all examples, such as a mask: chunks don't cut them.
             only: the names of the parameters to step; the others are held fixed.
-            closure: returns the loss, for divergences of the loss alone (Newton); it calls the model itself, in location of
+            closure: returns the loss, for divergences of the loss alone (Newton); it calls the model itself, in place of
                 `model(inputs)`, and `inputs` may be ().
             portion: how much this batch counts, where it is a part of a larger one: the quadratic models of the parts add up to
                 that of the whole then, but for the diagonal.
@@ -239,5 +239,5 @@ def _total(parts: Iterator[Parameters]) -> Parameters:
     total = next(parts)
     for part in parts:
         for name in total:
-            total[name] = total[name] + part.pop(name)  # not in location: gradients may share memory
+            total[name] = total[name] + part.pop(name)  # not in place: gradients may share memory
     return total

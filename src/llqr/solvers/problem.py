@@ -9,9 +9,9 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -83,7 +83,8 @@ def _dot(left: Any, right: Any) -> float:
 
 
 class Quadratic(Protocol):
-    """A quadratic model g·δ + ½ δ·Hδ of a step δ, by parameter name."""
+    """A quadratic model g·δ + ½ δ·Hδ of a step δ, by parameter name. One that knows v·Hv for less than Hv has
+    `curvature_along` as well."""
 
     @property
     def gradient(self) -> Mapping[str, Tensor]: ...
@@ -91,17 +92,11 @@ class Quadratic(Protocol):
     def curvature(self, direction: dict[str, Tensor]) -> Mapping[str, Tensor]: ...
 
 
-@runtime_checkable
-class KnowsCurvatureAlong(Protocol):
-    """One that knows v·Hv for less than Hv."""
-
-    def curvature_along(self, direction: dict[str, Tensor]) -> float: ...
-
-
 def curvature_along(model: Quadratic, direction: dict[str, Tensor]) -> float:
     """v·Hv, the part of it that is here: half a product for a model that knows it without Hv."""
-    if isinstance(model, KnowsCurvatureAlong):
-        return model.curvature_along(direction)
+    known: Callable[[dict[str, Tensor]], float] | None = getattr(model, "curvature_along", None)
+    if known is not None:
+        return known(direction)
     product = model.curvature(direction)
     return _dot(list(direction.values()), [product[name] for name in direction])
 

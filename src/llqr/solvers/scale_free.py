@@ -70,7 +70,9 @@ class ScaleFree(Solver):
         for _ in range(steps):
             before = state.value
             best = min(best, state, key=_State.merit)
-            moved = advance(problem, state, directions, bounds)
+            slope = state.slope(problem)
+            direction = directions.next(state.point.pullback(slope), bounds.free(state.point.u))
+            moved = None if direction is None else advance(problem, state, slope, direction, bounds)
             if moved is None or not (problem.is_finite(moved.point.u) and math.isfinite(moved.value)):
                 break
             refused = moved.point is state.point  # a trial that was worse; the next is at another length
@@ -163,12 +165,8 @@ class _Bounds:
         return problem.least(longest)
 
 
-def _along_tangent(problem: Problem, state: _State, directions: ConjugateDirections, bounds: _Bounds) -> _State | None:
+def _along_tangent(problem: Problem, state: _State, slope: Stacks, direction: Change, bounds: _Bounds) -> _State | None:
     """A step where δ is linear in V: exact with the product Hδ'."""
-    slope = state.slope(problem)
-    direction = directions.next(state.point.pullback(slope), bounds.free(state.point.u))
-    if direction is None:
-        return None
     tangent = state.point.derivative(direction)
     product = problem.curvature(tangent)
     longest = bounds.length(problem, state.point.u, direction)
@@ -180,12 +178,8 @@ def _along_tangent(problem: Problem, state: _State, directions: ConjugateDirecti
     return _State.of(problem, state.scale, moved, add(state.step, tangent, length), add(state.product, product, length))
 
 
-def _along_chord(problem: Problem, state: _State, directions: ConjugateDirections, bounds: _Bounds) -> _State | None:
+def _along_chord(problem: Problem, state: _State, slope: Stacks, direction: Change, bounds: _Bounds) -> _State | None:
     """A step where δ isn't linear in V: the product is spent on a trial point."""
-    slope = state.slope(problem)
-    direction = directions.next(state.point.pullback(slope), bounds.free(state.point.u))
-    if direction is None:
-        return None
     length = min(
         _predicted(problem, state, slope, direction), bounds.length(problem, state.point.u, direction, LONGEST_TRIAL)
     )

@@ -21,9 +21,6 @@ class Scalar(LinearStructure):
     def __post_init__(self) -> None:
         check_per(self.per)
 
-    def sizes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        return {"u": ()}
-
     def multiplier(self, shape: Sequence[int]) -> str | None:
         return "u" if self.per == "parameter" else None
 
@@ -52,9 +49,6 @@ class Scalar(LinearStructure):
 @dataclass(frozen=True)
 class Diagonal(LinearStructure):
     """U x = d ∘ x, with d of the parameter's shape."""
-
-    def sizes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        return {"d": tuple(shape)}
 
     def spread(self, shape: Sequence[int]) -> int:
         return math.prod(shape)
@@ -95,9 +89,6 @@ class Dense(LinearStructure):
 
     def __post_init__(self) -> None:
         check_per(self.per)
-
-    def sizes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        return {"U": (math.prod(shape), math.prod(shape))}
 
     def identity(self, shape: Sequence[int], like: Tensor, count: int = 1) -> dict[str, Tensor]:
         return {"U": eye(math.prod(shape), like, count)}
