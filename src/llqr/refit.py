@@ -30,7 +30,7 @@ from llqr.solvers import Quadratic, Solver
 from llqr.solvers.problem import totals_of
 from llqr.structures.base import Structure
 from llqr.structures.stacks import Group, StructureSpec, assign, identity_groups
-from llqr.training_loop import Called, Closure, loss_of_output, loss_of_rows, tensor_alone, whole_loss
+from llqr.training_loop import Called, Closure, loss_of_output, tensor_alone, whole_loss
 from llqr.wrapper import check_parameters
 
 
@@ -255,11 +255,8 @@ class Refit:
                 "output picks a part of what the model returns, and the closure is about the whole: give LLQR.paper a loss_fn, "
                 "which is given that part, and a refit_batch"
             )
-        loss, rows_of_loss = loss_of_output(self.called, closure), None
-        if self.chunk_size is not None:
-            count = Examples(inputs, self.shared).count
-            loss, rows_of_loss = loss_of_rows(loss, count), torch.arange(count)
-        return self._build(only, source, inputs, rows_of_loss, loss, gradient, output=tensor_alone)
+        loss = loss_of_output(self.called, closure)
+        return self._build(only, source, inputs, None, loss, gradient, output=tensor_alone)
 
     def _sampled(self, inputs: Inputs) -> tuple[Examples, list[int]]:
         """The examples whose curvature is looked at, taken evenly from the batch: it may be sorted."""

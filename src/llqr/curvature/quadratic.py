@@ -173,12 +173,7 @@ class QuadraticModel:
     def _check(self, direction: Mapping[str, Tensor]) -> None:
         if self._versions != [parameter._version for parameter in self._parameters.values()]:
             raise LLQRError("the parameters were changed since this quadratic model was built: build it again")
-        for name, v in direction.items():
-            if name not in self.gradient:
-                raise unknown("parameter in a direction", name, self.gradient)
-            if v.shape != self.gradient[name].shape:
-                shape = tuple(self.gradient[name].shape)
-                raise LLQRError(f"the direction of {name!r} has shape {tuple(v.shape)}, and the parameter {shape}")
+        _check_fits("direction", direction, self.gradient)
         missing = [name for name in self.gradient if name not in direction]
         if missing:
             raise LLQRError(
@@ -226,12 +221,17 @@ def _check_means(terms: locations.Terms) -> None:
             )
 
 
+def _check_fits(what: str, given: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
+    for name, value in given.items():
+        if name not in like:
+            raise unknown(f"parameter in the {what}", name, like)
+        if not isinstance(value, Tensor) or value.shape != like[name].shape:
+            shape = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
+            raise LLQRError(f"the {what} of {name!r} has {shape}, and the parameter {tuple(like[name].shape)}")
+
+
 def _given(gradient: Parameters, parameters: Parameters) -> Parameters:
-    for name, value in gradient.items():
-        if name not in parameters:
-            raise unknown("parameter in the gradient", name, parameters)
-        if not isinstance(value, Tensor) or value.shape != parameters[name].shape:
-            raise LLQRError(f"the gradient of {name!r} isn't a tensor of shape {tuple(parameters[name].shape)}")
+    _check_fits("gradient", gradient, parameters)
     return {name: raised(gradient.get(name, torch.zeros_like(p)).detach()) for name, p in parameters.items()}
 
 
