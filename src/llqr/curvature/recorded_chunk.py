@@ -74,8 +74,8 @@ class ChunkContext:
         return whole
 
     def keep_whole(self, output: Tensor, piece: Piece, parts: Sequence[Rows]) -> None:
-        """Keep the output of a batch for its chunks: what isn't a mean over variables is taken of it, with the outputs of the
-        other chunks as they are. An error where its second derivative doesn't fall apart into those of the parts."""
+        """Keep the output of a batch for its chunks: what isn't a mean over variables is a function of it, with the outputs of
+        the other chunks as they are. An error where its second derivative doesn't fall apart into those of the parts."""
         self.whole = WholeBatch(*self.expand(output, piece), piece.count)
         tangent = waves(output)
         for _, term in self.terms:
@@ -132,7 +132,7 @@ class ChunkContext:
         return 0 if isinstance(term, OutputTerm) else 1 + list(self.locations).index(term.key)
 
     def has_flat(self) -> bool:
-        """Whether a term takes a push and a pull."""
+        """Whether a term needs a push and a pull."""
         return any(term.flat and not isinstance(term, L2) for _, term in self.terms)
 
 
@@ -221,7 +221,7 @@ class RecordedChunk:
         return term.psi(values[index], bases[index])
 
     def _is_of_all(self, term: Term) -> bool:
-        """Whether a term is taken of the whole batch's output, of which this is a chunk."""
+        """Whether a term is a function of the whole batch's output, of which this is a chunk."""
         return self._context.whole is not None and isinstance(term, OutputTerm) and not term.by_variable
 
     def _counted(self) -> list[tuple[float, Term]]:

@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from llqr.curvature.rules import (
+    Activated,
     Affine,
     Attention,
     BeyondRulesError,
@@ -151,8 +152,8 @@ def _convolve(spatial: int, recorded: Callable[[Rule], Tensor]) -> Replacement:
 
 
 def _batch_norm(recorded: Callable[[Rule], Tensor] | None = None) -> Replacement:
-    """With running statistics a batch norm is an affine map: a part of the convolution before it, if that is recorded by a
-    rule; or plain operations."""
+    """With running statistics a batch norm is an affine map: a part of the layer before it, if that is recorded by a rule; or
+    plain operations."""
 
     def normalise(
         input: Tensor,
@@ -168,8 +169,8 @@ def _batch_norm(recorded: Callable[[Rule], Tensor] | None = None) -> Replacement
             return None
         dtypes = {part.dtype for part in (input, running_mean, running_var, weight, bias) if part is not None}
         if recorded is not None and len(dtypes) == 1 and not _torchs_own(input):
-            before = getattr(input.grad_fn, "rule", None)
-            if isinstance(before, Convolution) and not input._version and before.is_current():
+            before = _rule_of(input)
+            if isinstance(before, Convolution) or (isinstance(before, Affine) and input.dim() == 2):
                 return recorded(before.normalised(input.detach(), running_mean, running_var, weight, bias, eps))
         shape = [1, -1] + [1] * (input.dim() - 2)
         inverse_std = (running_var + eps).rsqrt()
@@ -193,9 +194,19 @@ def _pointwise(function: Callable[..., Tensor], second: bool) -> Replacement:
         if not input.requires_grad or _torchs_own(input):
             return None
         rule = Pointwise(input, lambda x: function(x, *args, **kwargs), second)
+        before = _rule_of(input)
+        if not second and isinstance(before, Affine):
+            return record(Activated(before, rule), *before.inputs)
         return record_twice(rule) if second else record(rule, input)
 
     return replacement
+
+
+def _rule_of(tensor: Tensor) -> Rule | None:
+    """The rule that gave this tensor, if nobody has changed it or what it was computed from since: what follows can be
+    recorded together with it."""
+    rule = getattr(tensor.grad_fn, "rule", None)
+    return rule if isinstance(rule, Rule) and not tensor._version and rule.is_current() else None
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Maybe = None) -> Maybe:

@@ -163,19 +163,39 @@ def _detached(*tensors: Maybe) -> list[Any]:
     return [None if tensor is None else tensor.detach() for tensor in tensors]
 
 
-def _read(x: Tensor, w: Tensor, needed: Sequence[bool]) -> list[Tensor]:
-    """What the derivatives of a product of x and w read: x for those by w, and w for those by x."""
-    return [tensor for tensor, wanted in ((x, needed[1]), (w, needed[0])) if wanted]
+class Product(Rule):
+    """y = x · w + b, linear in x and in w, whose first dimension is y's channels. `value` is y where it is known already."""
 
-
-class Affine(Rule):
-    """y = x wᵀ + b: Jv = v_x wᵀ + x v_wᵀ + v_b, added up inside the matrix products."""
-
-    def __init__(self, x: Tensor, w: Tensor, b: Maybe) -> None:
+    def __init__(self, x: Tensor, w: Tensor, b: Maybe, settings: tuple[Any, ...] = (), value: Maybe = None) -> None:
+        self.inputs: tuple[Tensor, Tensor, Maybe] = (x, w, b)
         self.x, self.w, self.b = _detached(x, w, b)
+        self.settings, self._value = settings, value
+
+    @abstractmethod
+    def compute(self) -> Tensor:
+        """y."""
 
     def forward(self) -> Tensor:
-        self.keep(*_read(self.x, self.w, self.needed))
+        self.keep(*(tensor for tensor, wanted in ((self.x, self.needed[1]), (self.w, self.needed[0])) if wanted))
+        y, self._value = self.compute() if self._value is None else self._value, None  # the products don't need it
+        self.shape = y.shape
+        return y
+
+    def normalised(self, y: Tensor, mean: Tensor, variance: Tensor, w: Maybe, b: Maybe, eps: float) -> Product:
+        """The batch norm of y by running statistics: it is such a product too, of the same x with other weights and another
+        bias, so that the products with J pay nothing for it."""
+        x, kernel, shift = self.inputs
+        scale = (variance + eps).rsqrt() if w is None else (variance + eps).rsqrt() * w
+        offset = scale * (-mean if shift is None else shift - mean)
+        value = torch.batch_norm(y, w, b, mean, variance, False, 0.0, eps, False).detach()
+        kernel = kernel * scale.reshape(-1, *[1] * (kernel.dim() - 1))
+        return type(self)(x, kernel, offset if b is None else offset + b, self.settings, value)
+
+
+class Affine(Product):
+    """y = x wᵀ + b: Jv = v_x wᵀ + x v_wᵀ + v_b, added up inside the matrix products."""
+
+    def compute(self) -> Tensor:
         return torch._C._nn.linear(self.x, self.w, self.b)
 
     def pull(self, u: Tensor) -> tuple[Maybe, ...]:
@@ -189,44 +209,24 @@ class Affine(Rule):
 
     def push(self, v: Sequence[Maybe]) -> Maybe:
         v_x, v_w, v_b = v
-        shape = (*self.x.shape[:-1], len(self.w))
         moved: Maybe = None
         if v_w is not None:
             x = self.x.reshape(-1, self.x.shape[-1])
             moved = torch.mm(x, v_w.T) if v_b is None else torch.addmm(v_b, x, v_w.T)
         elif v_b is not None:
-            moved = v_b.repeat(math.prod(shape[:-1]), 1)
+            moved = v_b.repeat(math.prod(self.shape[:-1]), 1)
         if v_x is not None:
             rows = v_x.reshape(-1, v_x.shape[-1])
             moved = torch.mm(rows, self.w.T) if moved is None else moved.addmm_(rows, self.w.T)
-        return None if moved is None else moved.reshape(shape)
+        return None if moved is None else moved.reshape(self.shape)
 
 
-class Convolution(Rule):
-    """y = x * w + b: Jv = v_x * w + x * v_w + v_b. `value` is y where it is known already."""
+class Convolution(Product):
+    """y = x * w + b: Jv = v_x * w + x * v_w + v_b."""
 
-    def __init__(self, x: Tensor, w: Tensor, b: Maybe, settings: tuple[Any, ...], value: Maybe = None) -> None:
-        self.inputs: tuple[Tensor, Tensor, Maybe] = (x, w, b)
-        self.x, self.w, self.b = _detached(x, w, b)
-        self.settings, self._value = settings, value
-
-    def forward(self) -> Tensor:
-        self.keep(*_read(self.x, self.w, self.needed))
-        y, self._value = self._value, None  # the products don't need it
-        if y is None:
-            y = torch.ops.aten.convolution(self.x, self.w, self.b, *self.settings)
-        self.shape = y.shape
+    def compute(self) -> Tensor:
+        y: Tensor = torch.ops.aten.convolution(self.x, self.w, self.b, *self.settings)
         return y
-
-    def normalised(self, y: Tensor, mean: Tensor, variance: Tensor, w: Maybe, b: Maybe, eps: float) -> Convolution:
-        """The batch norm of y by running statistics: it is a convolution too, of the same x with other weights and another
-        bias, so that the products pay nothing for it."""
-        x, kernel, shift = self.inputs
-        scale = (variance + eps).rsqrt() if w is None else (variance + eps).rsqrt() * w
-        offset = scale * (-mean if shift is None else shift - mean)
-        value = torch.batch_norm(y, w, b, mean, variance, False, 0.0, eps, False).detach()
-        kernel = kernel * scale.reshape(-1, *[1] * (kernel.dim() - 1))
-        return Convolution(x, kernel, offset if b is None else offset + b, self.settings, value)
 
     def pull(self, u: Tensor) -> tuple[Maybe, ...]:
         sizes = None if self.b is None else list(self.b.shape)
@@ -339,6 +339,26 @@ class Pointwise(Rule):
                 (slope,) = torch.autograd.grad(y, leaf, torch.ones_like(y), create_graph=True)
                 (self._bend,) = torch.autograd.grad(slope, leaf, torch.ones_like(y))
         return self._bend
+
+
+class Activated(Rule):
+    """f(y) of an affine map y, as one rule: Jv is multiplied by f'(y) in place."""
+
+    def __init__(self, affine: Affine, function: Pointwise) -> None:
+        self._affine, self._function = affine, function
+
+    def check(self) -> None:
+        self._affine.check()
+
+    def forward(self) -> Tensor:
+        return self._function.forward()
+
+    def pull(self, u: Tensor) -> tuple[Maybe, ...]:
+        return self._affine.pull(u * self._function.slope)
+
+    def push(self, v: Sequence[Maybe]) -> Maybe:
+        moved = self._affine.push(v)
+        return None if moved is None else moved.mul_(self._function.slope)
 
 
 class Attention(Rule):

@@ -116,18 +116,18 @@ def in_segments(
     def called(name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given, spec = tree_flatten((args, kwargs))
         parameters = dict(module.named_parameters())
-        places = [i for i, value in enumerate(given) if isinstance(value, Tensor) and value.requires_grad]
+        positions = [i for i, value in enumerate(given) if isinstance(value, Tensor) and value.requires_grad]
         names = [name for name, parameter in parameters.items() if parameter.requires_grad]
-        inputs = [*(given[place] for place in places), *(parameters[each] for each in names)]
+        inputs = [*(given[i] for i in positions), *(parameters[each] for each in names)]
         if not inputs:
             return forward(*args, **kwargs)
         buffers = {each: buffer.detach().clone() for each, buffer in module.named_buffers()}
 
         def run(leaves: Sequence[Tensor]) -> Tensor:
             own = {i: value.clone() for i, value in enumerate(given) if isinstance(value, Tensor)}
-            own |= {place: leaf.clone() for place, leaf in zip(places, leaves, strict=False)}
+            own |= {i: leaf.clone() for i, leaf in zip(positions, leaves, strict=False)}
             tensors = {**parameters, **{each: buffer.clone() for each, buffer in buffers.items()}}
-            tensors |= dict(zip(names, leaves[len(places) :], strict=True))
+            tensors |= dict(zip(names, leaves[len(positions) :], strict=True))
             values, options = tree_unflatten([own.get(i, value) for i, value in enumerate(given)], spec)
             y = call(module, tensors, (), lambda: forward(*values, **options))
             if not isinstance(y, Tensor):

@@ -29,7 +29,7 @@ DENSE_LIMIT = 1024
 class BasePoint:
     """What ψ is expanded around: the output at θ_k, the mean loss ℓ(x_N), and a weight for each variable if they differ.
 
-    For a ψ at another place `output` is what the network has there. `unpack` makes (x_i, θ_i) of a tensor that holds both.
+    For a ψ inside of the network `output` is what it has there. `unpack` makes (x_i, θ_i) of a tensor that holds both.
     """
 
     output: Tensor
@@ -40,7 +40,7 @@ class BasePoint:
 
 
 class Divergence(ShownWithOptions, ABC):
-    """A weighted sum of terms, each at one place of the network.
+    """A weighted sum of terms, each of the output, of a module or of the parameters.
 
     `flat` says whether ∇D vanishes at θ_k through every activation: then p_i = 0, and only Q blocks remain.
     """
@@ -108,7 +108,7 @@ class Psi(ShownWithOptions, ABC):
 
     @abstractmethod
     def psi(self, output: Tensor, base: BasePoint) -> Tensor:
-        """ψ as a function of the output (what the place it sits on returns); a scalar."""
+        """ψ as a function of the output (of what the network has where it sits); a scalar."""
 
     def hessian_product(self, tangent: Tensor, base: BasePoint) -> Tensor:
         """∇²ψ_N(x_N^k) v: `state_cost` Q_N times a vector. By differentiating ψ_N twice, unless there is a closed form."""
@@ -130,9 +130,9 @@ class Psi(ShownWithOptions, ABC):
                 "draw(base, generator), or leave divergence out"
             )
         columns = []
-        for place in range(size):
+        for column in range(size):
             unit = torch.zeros_like(output).reshape(count, size)
-            unit[:, place] = 1
+            unit[:, column] = 1
             columns.append(self.hessian_product(unit.reshape(output.shape), base).detach().reshape(count, size))
         values, basis = torch.linalg.eigh(torch.stack(columns, 2))
         noise = standard_normal(output.reshape(count, size), generator)

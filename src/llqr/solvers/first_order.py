@@ -8,11 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
 from llqr.errors import LLQRError
 from llqr.preconditioner import Change, Preconditioner
-from llqr.solvers.problem import Problem, Solver, block_norms, fraction, per_block, positive
+from llqr.solvers.problem import Problem, Solver, block_norms, fraction, mapped, per_block, positive, tensors_of
 
 Update = Callable[[Change], tuple[Change, float]]
 """From ∇_U J to a direction and a length along it."""
@@ -58,8 +57,7 @@ class FirstOrder(Solver):
 
 def clipped(change: Change, norm: float) -> Change:
     """Each block's tensors scaled to a norm of at most `norm`."""
-    clipped: Change = tree_map(lambda stack: per_block(norm / block_norms(stack).clamp_min(norm), stack), change)
-    return clipped
+    return mapped(lambda stack: per_block(norm / block_norms(stack).clamp_min(norm), stack), change)
 
 
 @dataclass(frozen=True)
@@ -84,9 +82,9 @@ class SGDM(FirstOrder):
 
         def update(gradient: Change) -> tuple[Change, float]:
             if not buffer:
-                buffer.extend(tree_map(torch.clone, gradient))
+                buffer.extend(mapped(torch.clone, gradient))
             else:
-                for b, g in zip(tree_leaves(buffer), tree_leaves(gradient), strict=True):
+                for b, g in zip(tensors_of(buffer), tensors_of(gradient), strict=True):
                     b.mul_(self.momentum).add_(g)
             return buffer, -self.lr
 
@@ -125,13 +123,13 @@ class Adam(FirstOrder):
             nonlocal count
             count += 1
             if count == 1:
-                mean.extend(tree_map(torch.zeros_like, gradient))
-                square.extend(tree_map(torch.zeros_like, gradient))
-            for m, v, g in zip(tree_leaves(mean), tree_leaves(square), tree_leaves(gradient), strict=True):
+                mean.extend(mapped(torch.zeros_like, gradient))
+                square.extend(mapped(torch.zeros_like, gradient))
+            for m, v, g in zip(tensors_of(mean), tensors_of(square), tensors_of(gradient), strict=True):
                 m.lerp_(g, 1 - first)
                 v.mul_(second).addcmul_(g, g, value=1 - second)
             unbias = (1 - second**count) ** 0.5
-            direction = tree_map(lambda m, v: m / (v.sqrt() / unbias + self.eps), mean, square)
+            direction = mapped(lambda m, v: m / (v.sqrt() / unbias + self.eps), mean, square)
             return direction, -self.lr / (1 - first**count)
 
         return update

@@ -10,12 +10,11 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from llqr.checks import ShownWithOptions, checked_number
 from llqr.preconditioner import Change, Preconditioner
@@ -57,9 +56,24 @@ def totals_of(model: object) -> Totals:
     return totals
 
 
+def mapped(function: Callable[..., Tensor], *trees: StacksOrChange) -> StacksOrChange:
+    """A function of the tensors of steps, or of changes, one by one."""
+    result: Any = [
+        {name: function(*(part[name] for part in parts)) for name in parts[0]}
+        if isinstance(parts[0], dict)
+        else function(*parts)
+        for parts in zip(*trees, strict=True)
+    ]
+    return result  # type: ignore[no-any-return]
+
+
+def tensors_of(tree: Stacks | Change) -> list[Tensor]:
+    return [t for part in tree for t in (part.values() if isinstance(part, dict) else (part,))]
+
+
 def add(left: StacksOrChange, right: StacksOrChange, factor: float) -> StacksOrChange:
     """left + factor · right."""
-    return tree_map(lambda a, b: torch.add(a, b, alpha=factor), left, right)  # type: ignore[no-any-return]
+    return mapped(partial(torch.add, alpha=factor), left, right)
 
 
 def weighted(factors: list[Tensor], change: Change) -> Change:
@@ -77,8 +91,8 @@ def block_norms(stack: Tensor) -> Tensor:
     return norms
 
 
-def _dot(left: Any, right: Any) -> float:
-    parts = [torch.sum(a * b) for a, b in zip(tree_leaves(left), tree_leaves(right), strict=True)]
+def _dot(left: Stacks | Change, right: Stacks | Change) -> float:
+    parts = [torch.sum(a * b) for a, b in zip(tensors_of(left), tensors_of(right), strict=True)]
     return float(torch.stack(parts).sum()) if parts else 0.0
 
 
@@ -111,12 +125,14 @@ class Problem:
     def __init__(self, model: Quadratic, u: Preconditioner) -> None:
         self.model, self.groups, self._totals = model, [group.layout() for group in u.groups], totals_of(model)
         self.gradient: Stacks = [group.gather(model.gradient).detach() for group in u.groups]
+        self.descent = mapped(torch.neg, self.gradient)
 
     def normalised(self) -> tuple[Problem, float]:
         """The problem with g/‖g‖ in place of g, without blocks of rounding, and ‖g‖: its J is ‖g‖² times smaller."""
         (factor,) = self.sizes(self.gradient)
         scaled = copy.copy(self)
         scaled.gradient = [_without_rounding(part / factor) for part in self.gradient]
+        scaled.descent = mapped(torch.neg, scaled.gradient)
         return scaled, factor
 
     def curvature(self, step: Stacks) -> Stacks:
@@ -160,7 +176,7 @@ class Problem:
 
     def norm(self, change: Change) -> float:
         """√⟨change, change⟩; not finite where one of the numbers isn't."""
-        norms = [float(torch.linalg.vector_norm(tensor)) for tensor in tree_leaves(change)]
+        norms = [float(torch.linalg.vector_norm(tensor)) for tensor in tensors_of(change)]
         return self._totals.norms([math.hypot(*norms)])[0]
 
     def least(self, value: float) -> float:
@@ -185,7 +201,7 @@ class Point:
 
     def __init__(self, problem: Problem, u: Preconditioner) -> None:
         self.u = u
-        self._linear = [group.linearize(-x) for group, x in zip(u.groups, problem.gradient, strict=True)]
+        self._linear = [group.linearize(x) for group, x in zip(u.groups, problem.descent, strict=True)]
 
     @cached_property
     def step(self) -> Stacks:
@@ -220,7 +236,7 @@ class ConjugateDirections:
 
     def next(self, gradient: Change, free: list[Tensor] | None = None) -> Change | None:
         """The direction, of the blocks that are free to move (a factor for each); None where there is no descent left."""
-        descent: Change = tree_map(torch.neg, gradient)
+        descent: Change = mapped(torch.neg, gradient)
         for factors in (self._metric, free):
             descent = descent if factors is None else weighted(factors, descent)
         before = gradient if self._last is None else self._last[0]

@@ -57,7 +57,7 @@ def assign(structure: StructureSpec, names: Collection[str]) -> dict[str, Struct
             raise LLQRError(f"a mapping of structures has name patterns for keys; {pattern!r} is not a string")
         if not (any(fnmatchcase(answer, pattern) for answer in known) if pattern in wild else pattern in known):
             raise unknown("parameter or module in the mapping of structures", pattern, list(known))
-    order = {pattern: place for place, pattern in enumerate(resolved)}
+    order = {pattern: rank for rank, pattern in enumerate(resolved)}
     assigned: dict[str, Structure] = {}
     for name, answers in answering.items():
         # names are looked up, so that a model with many parameters, each by its name, isn't matched pattern by pattern
