@@ -381,3 +381,14 @@ def test_a_long_side_of_any_spectrum() -> None:
     )
     leading = torch.linalg.eigh(moment).eigenvectors[0, :, -5:]
     torch.testing.assert_close(leading.mT @ found[0] @ leading, leading.mT @ exact[0] @ leading, rtol=1e-2, atol=1e-6)
+
+
+def test_a_structure_with_moments_of_its_own_says_what_l2_needs() -> None:
+    """L2 is compared with the mean of H's diagonal, which nobody knows of moments that only their structure reads."""
+
+    class Own(Diagonal):
+        mean_curvature = Structure.mean_curvature
+
+    moments = Own().second_moments(torch.ones(1, 4, 3), torch.ones(1, 4, 2), 1)
+    with pytest.raises(LLQRError, match=r"moments of its own, 'squares'.*write mean_curvature\(moments\)"):
+        Own().mean_curvature(moments)

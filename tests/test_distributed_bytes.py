@@ -95,7 +95,10 @@ def test_ranks_send_what_is_counted_on_paper(size: int, solver: Solver, tmp_path
             for rank in (rank[f"{structure} {way}"] for rank in found):
                 refit, after = rank["refit"], rank["step"]
                 assert rank["held"] == u
-                assert refit["broadcast"] + refit["all_reduce"] + refit.get("gathered", 0) == (INNER + 2) * p + 2 * gathered
+                assert (
+                    refit["broadcast"] + refit["all_reduce"] + refit.get("gathered", 0)
+                    == (INNER + 2) * p + 2 * gathered
+                )
                 assert refit["pulse"] <= PULSE * (3 * (INNER + 2) + 10)
                 assert after.get("gathered", 0) == gathered
                 assert after.get("pulse", 0) <= (0 if way == "ddp" else 4 * PULSE)

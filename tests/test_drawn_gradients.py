@@ -17,6 +17,7 @@ from llqr.curvature.linear_maps import damping_after
 from llqr.divergences import (
     KL,
     L2,
+    ActivationTerm,
     BasePoint,
     Bernoulli,
     Categorical,
@@ -29,7 +30,6 @@ from llqr.divergences import (
     Renyi,
     ReverseKL,
 )
-from llqr.divergences.places import ActivationTerm
 from loops import backward, batch, closure_of, network, sgd
 from networks import relative
 

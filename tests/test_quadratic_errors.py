@@ -89,7 +89,7 @@ def test_names() -> None:
     q = QuadraticModel.build(model, inputs, targets, LOSS, KL())
     with pytest.raises(LLQRError, match=r"lacks '0.bias'"):
         q.curvature({"0.weight": torch.ones(4, 3).double()})
-    with pytest.raises(LLQRError, match="unknown parameter in a direction 'x'"):
+    with pytest.raises(LLQRError, match="unknown parameter in the direction 'x'"):
         q.curvature({**q.gradient, "x": torch.ones(1)})
     with pytest.raises(LLQRError, match=r"shape \(1,\), and the parameter \(4, 3\)"):
         q.curvature({**q.gradient, "0.weight": torch.ones(1).double()})

@@ -99,22 +99,6 @@ def loss_of_output(model: nn.Module, closure: Closure) -> Callable[[Tensor, Any]
     return loss
 
 
-def loss_of_rows(loss: Callable[[Tensor, Any], Tensor], count: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """ℓ as a function of the outputs of some of the `count` examples, those of the given numbers. The others have the outputs
-    that they had when all were given last; where ℓ adds the examples up, its derivatives are those of the part."""
-    held: list[Tensor] = []
-
-    def part(output: Tensor, rows: Tensor) -> Tensor:
-        if len(rows) == count:
-            held[:] = [output.detach()]
-            return loss(output, None)
-        (whole,) = held
-        examples, own = (x.reshape(n, -1, *x.shape[1:]) for x, n in ((whole, count), (output, len(rows))))
-        return loss(examples.index_copy(0, rows.to(output.device), own).reshape(whole.shape), None)
-
-    return part
-
-
 def tensor_alone(output: Any) -> Tensor:
     """The output of a model that a closure calls; what picks a part of it would hide the rest from the closure."""
     if isinstance(output, Tensor):

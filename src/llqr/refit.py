@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from llqr.checks import Inputs, Loss, as_arguments, check_callable, tensors_in
-from llqr.closures import Closure, loss_of_output, loss_of_rows, tensor_alone, whole_loss
+from llqr.closures import Closure, loss_of_output, tensor_alone, whole_loss
 from llqr.curvature import locations
 from llqr.curvature.chunks import Examples, check_chunk_size, total
 from llqr.curvature.collector import Called
@@ -213,11 +213,8 @@ class Refit:
                 "output picks a part of what the model returns, and the closure is about the whole: give LLQR.paper a loss_fn, "
                 "which is given that part, and a refit_batch"
             )
-        loss, rows_of_loss = loss_of_output(self.called, closure), None
-        if self.chunk_size is not None:
-            count = Examples(inputs, self.shared).count
-            loss, rows_of_loss = loss_of_rows(loss, count), torch.arange(count)
-        return self._build(only, source, inputs, rows_of_loss, loss, gradient, output=tensor_alone)
+        loss = loss_of_output(self.called, closure)
+        return self._build(only, source, inputs, None, loss, gradient, output=tensor_alone)
 
     def _build(
         self,

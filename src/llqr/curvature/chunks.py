@@ -1,10 +1,9 @@
-"""A batch in chunks: who gets what, what it weighs, and which models can't be cut."""
+"""A batch in chunks: which inputs are cut, and which models can't be."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,30 +11,24 @@ from torch import Tensor, nn
 
 from llqr.checks import (
     Inputs,
-    Loss,
     batch_size_of,
-    bound,
     check_weights,
     checked_integer,
-    frozen_rng,
-    loss_gradient,
     mapped,
     tensors_in,
 )
 from llqr.curvature.recorder import EVALUATED
-from llqr.divergences import L2, BasePoint, OutputTerm, Term
-from llqr.divergences.base import slope
-from llqr.errors import LLQRError, NotTwiceDifferentiableError, unknown
+from llqr.errors import LLQRError, unknown
 
 Rows = slice | list[int]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One chunk, and what it counts of the batch.
+    """One chunk of a batch, or all of it.
 
-    `variables` is its share of a mean over variables, `examples` of a mean over the `count` examples it has. What `loss` and
-    the `terms` are multiplied by is 1 for the whole batch, and measured for a chunk (`weighed`).
+    `variables` is its share of a mean over variables, `examples` of a mean over examples, of which it has `count`. The targets
+    are the batch's, because a loss may count examples as it likes; the weights are its own.
     """
 
     inputs: Inputs
@@ -45,8 +38,6 @@ class Piece:
     variables: float
     examples: float
     count: int
-    loss: float = 1.0
-    terms: Sequence[float] | None = None
 
 
 class Examples:
@@ -109,9 +100,7 @@ def pieces(
         own = None if weights is None else weights[rows]
         examples = (rows.stop - rows.start) / count
         variables = examples if weights is None or own is None else total(own) / total(weights)
-        yield Piece(
-            batch.rows(rows), _rows(targets, rows, count), own, rows, variables, examples, rows.stop - rows.start
-        )
+        yield Piece(batch.rows(rows), targets, own, rows, variables, examples, rows.stop - rows.start)
 
 
 def total(weights: Tensor) -> float:
@@ -125,105 +114,21 @@ def check_chunk_size(size: int | None) -> None:
 
 
 def check_part(
-    run: Callable[[Inputs], Tensor],
-    batch: Examples,
-    whole: Tensor,
-    rows: Rows,
-    coarse: Callable[[], Collection[torch.dtype]],
+    run: Callable[[Inputs], Tensor], batch: Examples, whole: Tensor, rows: Rows, rounding: Callable[[Tensor], float]
 ) -> None:
     """Raise unless these examples have the outputs by themselves that they have in the `whole` batch's output.
 
-    Whatever an example has seen of the others, or of an input that was cut by mistake, it doesn't see now. `coarse` are the
-    dtypes that numbers were rounded to on their way.
+    Whatever an example has seen of the others, or of an input that was cut by mistake, it doesn't see now.
     """
-    expected = _of_rows(whole, rows, batch.count)
+    expected = of_rows(whole, rows, batch.count)
     try:
         own = run(batch.rows(rows))
     except LLQRError:
         raise
     except Exception as error:
         raise LLQRError(f"the model can't take a part of the batch ({error}): {_remedy(batch)}") from error
-    tolerance = _rounding(whole, coarse()) ** 0.5
-    if own.shape != expected.shape or (own - expected).norm() > tolerance * expected.norm():
+    if own.shape != expected.shape or (own - expected).norm() > rounding(whole) ** 0.5 * expected.norm():
         raise LLQRError(f"the output of an example depends on the other examples of the batch: {_remedy(batch)}")
-
-
-def weighed(
-    cut: Sequence[Piece],
-    whole: Tensor,
-    count: int,
-    loss_fn: Loss | None,
-    targets: Any,
-    weights: Tensor | None,
-    terms: Sequence[Term],
-) -> list[Piece]:
-    """The pieces with what their loss, and each term, has to be multiplied by to be its part of the whole batch's.
-
-    What isn't a plain mean over variables is measured at the `whole` output, because a loss may count examples as it likes: by
-    class weights, or without those whose target is ignored. The batch's slope is a multiple of the piece's own there, and so
-    is its product with a second derivative; or they can't be cut.
-    """
-    tangent = torch.linspace(-40, 40, whole.numel()).sin().to(whole).reshape(whole.shape)
-    if loss_fn is not None:
-        loss_gradient(loss_fn, whole, targets)  # raises for what is no loss
-    with frozen_rng():
-        try:
-            expected = _traits(loss_fn, terms, BasePoint(whole, bound(loss_fn, targets), weights), tangent)
-        except RuntimeError as error:
-            raise NotTwiceDifferentiableError(
-                f"the loss or the divergence can't be differentiated twice by the output: {error}"
-            ) from error
-        result = []
-        for piece in cut:
-            base = BasePoint(_of_rows(whole, piece.rows, count), bound(loss_fn, piece.targets), piece.weights)
-            try:
-                own = _traits(loss_fn, terms, base, _of_rows(tangent, piece.rows, count))
-            except Exception as error:
-                raise LLQRError(
-                    f"the loss can't be taken of a part of the batch ({error}): give the batch whole"
-                ) from error
-            here = [[_of_rows(trait, piece.rows, count) for trait in traits] for traits in expected]
-            loss, *measured = map(_multiple, here, own)
-            factors = [_factor(piece, *pair) for pair in zip(terms, measured, strict=True)]
-            result.append(replace(piece, loss=loss, terms=factors))
-    return result
-
-
-def _factor(piece: Piece, term: Term, measured: float) -> float:
-    if isinstance(term, OutputTerm) and not term.by_variable:
-        return measured
-    if isinstance(term, L2) or term.additive:
-        return 1.0
-    return piece.variables if isinstance(term, OutputTerm) else piece.examples
-
-
-def _traits(loss_fn: Loss | None, terms: Sequence[Term], base: BasePoint, tangent: Tensor) -> list[list[Tensor]]:
-    """What the loss and each term is known by at the output: a slope, a product with its second derivative, or both."""
-    traits = [[] if loss_fn is None else [slope(base.loss, base.output)]]
-    for term in terms:
-        traits.append([])
-        if isinstance(term, OutputTerm) and not term.by_variable:
-            traits[-1].append(term.hessian_product(tangent, base))
-            if not term.flat:
-                traits[-1].append(slope(partial(term.psi, base=base), base.output))
-    return traits
-
-
-def _multiple(expected: Sequence[Tensor], own: Sequence[Tensor]) -> float:
-    """What `own` is multiplied by to be as expected. Nothing is (and own may be anything) where nothing counts."""
-    if not any(bool(x.any()) for x in expected):
-        return 0.0
-    size = max(float(x.abs().max()) for x in own) or 1.0
-    unit = [x / size for x in own]
-    product = sum(float((a * b).sum()) for a, b in zip(expected, unit, strict=True))
-    factor = product / (sum(float(x.square().sum()) for x in unit) or 1.0)
-    for a, b in zip(expected, unit, strict=True):
-        if not (a - factor * b).norm() <= torch.finfo(a.dtype).eps ** 0.5 * a.norm():
-            raise LLQRError(
-                "the loss or the divergence of a chunk isn't a part of that of the batch, whatever it is multiplied by: it "
-                "compares examples with each other, or isn't linear in what it says of each. Give the batch whole"
-            )
-    return factor / size
 
 
 def _remedy(batch: Examples) -> str:
@@ -236,22 +141,14 @@ def _remedy(batch: Examples) -> str:
     )
 
 
-def _of_rows(output: Tensor, rows: Rows, count: int) -> Tensor:
-    """What an output has for these of the examples."""
+def of_rows(output: Tensor, rows: Rows, count: int) -> Tensor:
+    """What an output has for these of the `count` examples."""
     if output.dim() == 0 or len(output) % count:
         raise LLQRError(
             f"the first dimension of the output, {tuple(output.shape)}, isn't that of the {count} examples: give the batch "
             "whole"
         )
     return output.reshape(count, -1, *output.shape[1:])[rows].flatten(0, 1)
-
-
-def _rounding(output: Tensor, dtypes: Collection[torch.dtype]) -> float:
-    """Of the coarsest numbers on the way to the output."""
-    kind = output.device.type
-    used = {output.dtype, *dtypes}
-    single = [2.0**-10] if kind == "cuda" else []  # which may multiply in TF32
-    return max(*(torch.finfo(dtype).eps for dtype in used), *single, 0.0)
 
 
 def _named(inputs: Inputs) -> dict[str | int, Any]:

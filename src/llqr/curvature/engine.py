@@ -14,8 +14,8 @@ a layer; push and pull are two each. Operations whose second derivatives torch c
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -28,8 +28,9 @@ from llqr.checks import Inputs
 from llqr.curvature.graph import graph_numbers, refuse_once_differentiable, refuse_wrong_formulas
 from llqr.curvature.handwritten import check_handwritten, handwritten
 from llqr.curvature.recorder import Parameters, Recorder
-from llqr.curvature.rules import BeyondRulesError, ChangedError, hessian_rules, linear_rules, plain_rules, twice_rules
-from llqr.curvature.rules.segments import in_segments, refuse_leaks
+from llqr.curvature.replacements import hessian_rules, linear_rules, plain_rules
+from llqr.curvature.rules import BeyondRulesError, ChangedError
+from llqr.curvature.segments import in_segments, refuse_leaks
 from llqr.errors import LLQRError, NotTwiceDifferentiableError, callers_level
 
 
@@ -47,8 +48,9 @@ class Recording:
 
     def _record(self, rules: TorchFunctionMode) -> None:
         try:
-            with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), rules, self._segments(type(rules)) as self._within:
-                self._outputs = self._recorder.run(dict(zip(self._names, self._leaves, strict=True)), self._inputs)
+            segments = in_segments(self._recorder.segments, type(rules), self._second, self._recorder.rerun)
+            with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), rules, segments as self._within:
+                self._outputs = self._run(self._leaves)
         except BeyondRulesError:  # as gradient penalties, physics-informed networks and hooks do
             self._record(plain_rules())
             return
@@ -59,22 +61,13 @@ class Recording:
         none = 0 * self._leaves[0].reshape(-1)[:1].sum()  # an activation that no parameter moves has zero derivatives
         self._outputs = [value if value.requires_grad else value + none for value in self._outputs]
 
-    def _segments(self, rules: type[TorchFunctionMode]) -> AbstractContextManager[list[str]]:
-        return in_segments(self._recorder.segments, rules, self._second, self._recorder.rerun)
+    def _run(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        return self._recorder.run(dict(zip(self._names, parameters, strict=True)), self._inputs)
 
     def pull(self, cotangents: Sequence[Tensor]) -> list[Tensor]:
         """Jᵀc: one gradient a parameter, from one cotangent an output."""
-        try:
-            return self._pull(cotangents)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise _not_once(error) from error
-
-    def _pull(self, cotangents: Sequence[Tensor]) -> list[Tensor]:
-        return list(
-            torch.autograd.grad(self._outputs, self._leaves, cotangents, retain_graph=True, materialize_grads=True)
-        )
+        with _telling(_not_once):
+            return _gradients(self._outputs, self._leaves, cotangents)
 
     def numbers(self) -> int:
         """How many numbers a backward pass goes through."""
@@ -116,24 +109,24 @@ class JacobianProducts(Recording):
             if self._plain and not self._recorder.lower(error):  # nor that autocast was off, and parameters converted
                 raise
             self._plain = True
-            self._record(plain_rules())
-            return self.pull_first(cotangents)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             try:
-                pulled = self._pull(cotangents)
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError as once:  # not even once differentiable: a formula for the model's own precision
+                pulled = self.pull(cotangents)
+            except LLQRError:  # not even once differentiable: a formula for the model's own precision
                 if not self._recorder.lower(error):
-                    raise _not_once(once) from once
-                self._record(plain_rules())
-                return self.pull_first(cotangents)
-            self.use_forward_mode(str(error))
-            return pulled
-        self._cotangents, self._transposed = variables, _edges(rows)
-        return [row.detach() for row in rows]
+                    raise
+            else:
+                self.use_forward_mode(str(error))
+                return pulled
+        else:
+            self._cotangents, self._transposed = variables, _edges(rows)
+            return [row.detach() for row in rows]
+        self._record(plain_rules())
+        return self.pull_first(cotangents)
 
-    def examine(self, rounding: float) -> None:
+    def examine(self) -> None:
         """Go over to forward mode where push isn't the transpose of pull: a backward formula in the model hides a part of
         itself from the next derivative.
 
@@ -144,6 +137,7 @@ class JacobianProducts(Recording):
         drawn = [torch.randn(value.shape, generator=generator).to(value) for value in self.values]
         rows = self.pull_first(drawn) if self._cotangents is None and not self.forward_mode else self.pull(drawn)
         sizes = [float(torch.linalg.vector_norm(row, dtype=torch.float64)) for row in rows]
+        rounding = max(map(self._recorder.rounding, self.values))
         floor = rounding**0.5 * max(sizes) or 1.0
         scales = [max(size, floor) for size in sizes]
         tangents = [row / scale / scale for row, scale in zip(rows, scales, strict=True)]
@@ -178,14 +172,8 @@ class JacobianProducts(Recording):
         if self.forward_mode:
             return self._push_forward(tangents)
         assert self._cotangents is not None
-        pairs = [(row, v) for row, v in zip(self._transposed, tangents, strict=True) if row is not None]
-        if not pairs:
-            return [torch.zeros_like(value) for value in self.values]
-        rows, directions = zip(*pairs, strict=True)
         try:
-            return list(
-                torch.autograd.grad(rows, self._cotangents, directions, retain_graph=True, materialize_grads=True)
-            )
+            return _gradients(self._transposed, self._cotangents, tangents)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:  # a backward of torch's that has no derivative
@@ -193,10 +181,10 @@ class JacobianProducts(Recording):
             return self._push_forward(tangents)
 
     def _push_forward(self, tangents: Sequence[Tensor]) -> list[Tensor]:
-        with sdpa_kernel(SDPBackend.MATH), twice_rules(), dual_level():  # torch.func.jvp draws other dropout masks
+        with sdpa_kernel(SDPBackend.MATH), plain_rules(), dual_level():  # torch.func.jvp draws other dropout masks
             points = [make_dual(p.detach(), v) for p, v in zip(self._leaves, tangents, strict=True)]  # type: ignore[no-untyped-call]
             try:
-                outputs = self._recorder.run(dict(zip(self._names, points, strict=True)), self._inputs)
+                outputs = self._run(points)
             except RuntimeError as error:
                 raise NotTwiceDifferentiableError(
                     "the model has an operation that can be differentiated neither twice nor in forward mode, so there are no "
@@ -209,8 +197,7 @@ class JacobianProducts(Recording):
     def _check_again(self, values: Sequence[Tensor]) -> None:
         """Raise where the model, run forward, isn't the one that was recorded."""
         for value, before in zip(values, self.values, strict=True):
-            rounding = max(torch.finfo(dtype).eps for dtype in {value.dtype, *self._recorder.coarse})
-            if (value - before).norm() > rounding**0.5 * before.norm():
+            if (value - before).norm() > self._recorder.rounding(value) ** 0.5 * before.norm():
                 raise LLQRError(
                     "products with the model's Jacobian run it forward each time, and its output is another one then: does it "
                     "draw from a random generator of its own? Give training=False, or replace the operation that can't be "
@@ -249,22 +236,35 @@ class HessianProducts(Recording):
 
         def run() -> None:
             with sdpa_kernel(SDPBackend.MATH), plain_rules():
-                self._recorder.run(dict(zip(self._names, self._leaves, strict=True)), self._inputs)
+                self._run(self._leaves)
 
         check_handwritten(names, run, "the model, which Newton asks for,", "use GaussNewton or KL")
 
     def product(self, tangents: Sequence[Tensor]) -> list[Tensor]:
         """Hv."""
-        pairs = [(slope, v) for slope, v in zip(self._slopes, tangents, strict=True) if slope is not None]
-        if not pairs:
-            return [torch.zeros_like(leaf) for leaf in self._leaves]
-        slopes, directions = zip(*pairs, strict=True)
-        try:
-            return list(
-                torch.autograd.grad(slopes, self._leaves, directions, retain_graph=True, materialize_grads=True)
-            )
-        except RuntimeError as error:
-            raise _not_twice(error) from error
+        with _telling(_not_twice):
+            return _gradients(self._slopes, self._leaves, tangents)
+
+
+def _gradients(
+    of: Sequence[Tensor | GradientEdge | None], by: Sequence[Tensor], along: Sequence[Tensor]
+) -> list[Tensor]:
+    """Σ alongᵀ ∂of/∂by, where None depends on nothing; the graph stays."""
+    pairs = [(each, v) for each, v in zip(of, along, strict=True) if each is not None]
+    if not pairs:
+        return [torch.zeros_like(each) for each in by]
+    sources, directions = zip(*pairs, strict=True)
+    return list(torch.autograd.grad(sources, by, directions, retain_graph=True, materialize_grads=True))
+
+
+@contextmanager
+def _telling(tell: Callable[[Exception], LLQRError]) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise tell(error) from error
 
 
 def _edges(tensors: Sequence[Tensor]) -> list[GradientEdge | None]:

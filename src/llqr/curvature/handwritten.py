@@ -18,6 +18,7 @@ from torch.autograd.function import _SingleLevelFunction
 
 from llqr.checks import frozen_rng
 from llqr.curvature.graph import graph_nodes
+from llqr.curvature.recorder import replaced
 from llqr.errors import LLQRWarning, NotTwiceDifferentiableError, callers_level
 
 STEPS = (1e-10, 1e-6, 1e-3)
@@ -83,11 +84,8 @@ def _overheard() -> Iterator[list[Call]]:
             calls.append((function, [v.detach().clone().requires_grad_() if _leads_back(v) else v for v in args]))
         return super(_SingleLevelFunction, function).apply(*args, **kwargs)
 
-    _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
-    try:
+    with replaced(_SingleLevelFunction, apply=classmethod(apply)):
         yield calls
-    finally:
-        del _SingleLevelFunction.apply  # type: ignore[attr-defined]
 
 
 def _leads_back(value: Any) -> bool:
@@ -96,18 +94,18 @@ def _leads_back(value: Any) -> bool:
 
 def _confirmed(function: Any, args: Sequence[Any]) -> bool | None:
     """Whether the gradients B(u, x) of a call have the derivatives that torch says; None where it can't be made again."""
-    places = [place for place, value in enumerate(args) if _leads_back(value)]
+    positions = [i for i, value in enumerate(args) if _leads_back(value)]
 
     def called(dtype: torch.dtype | None) -> tuple[Run, list[Tensor]]:
         given = [v.detach().to(dtype or v.dtype) if _is_real(v) else v for v in args]
 
         def run(leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
-            own = dict(zip(places, leaves, strict=True))
+            own = dict(zip(positions, leaves, strict=True))
             with frozen_rng():  # it draws the same each time; and it may change its arguments in place
                 outputs = function.apply(*(own[i].clone() if i in own else value for i, value in enumerate(given)))
             return tuple(y for y in (outputs if isinstance(outputs, tuple) else (outputs,)) if _leads_back(y))
 
-        return run, [given[place] for place in places]
+        return run, [given[i] for i in positions]
 
     with suppress(Exception):
         return _right(*called(torch.float64))

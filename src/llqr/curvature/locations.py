@@ -23,30 +23,23 @@ def per_parameter(value: PerLayer, parameters: Iterable[str], modules: Iterable[
     """The number that each parameter gets.
 
     A key names a parameter or a module that holds it; the longest that fits wins, and what no key names gets 0.
-    An integer key is the module's place in `modules`.
+    An integer key counts the `modules`.
     """
-    names, places = list(parameters), list(modules)
+    names, known = list(parameters), list(modules)
     if not isinstance(value, Mapping):
-        number = _number(value, kind)
-        return dict.fromkeys(names, number)
+        return dict.fromkeys(names, _number(value, kind))
     given: dict[str, float] = {}
     for key, entry in value.items():
-        name = _place(key, places, kind)
-        if not any(_holds(name, parameter) for parameter in names) and name not in places:
-            raise unknown(f"module or parameter in {kind}", key, [*places, *names])
+        if isinstance(key, int) and not 0 <= key < len(known):
+            raise LLQRError(f"{kind} names place {key}, but there are {len(known)} (0 to {len(known) - 1})")
+        name = known[key] if isinstance(key, int) else key
+        if not any(_holds(name, parameter) for parameter in names) and name not in known:
+            raise unknown(f"module or parameter in {kind}", key, [*known, *names])
         if name in given:
             raise LLQRError(f"{kind} names {name!r} twice")
         given[name] = _number(entry, f"{kind} of {key!r}")
     by_length = sorted(given, key=len, reverse=True)
     return {parameter: next((given[name] for name in by_length if _holds(name, parameter)), 0.0) for parameter in names}
-
-
-def _place(key: str | int, places: list[str], kind: str) -> str:
-    if not isinstance(key, int):
-        return key
-    if not 0 <= key < len(places):
-        raise LLQRError(f"{kind} names place {key}, but there are {len(places)} (0 to {len(places) - 1})")
-    return places[key]
 
 
 def _holds(module: str, parameter: str) -> bool:
@@ -72,7 +65,6 @@ class Layout:
         self._shapes = [leaf.shape for leaf in self._leaves if _varies(leaf)]
         if not self._shapes and self.several:
             raise ChainError(f"a {type(value).__name__} without tensors of real numbers has no derivatives")
-        self._mixed = len({leaf.dtype for leaf in self._leaves if _varies(leaf)}) > 1
         rows = {shape[:1] for shape in self._shapes}
         self._lead = next(iter(rows)) if len(rows) == 1 else torch.Size()
 
@@ -86,11 +78,7 @@ class Layout:
             return packed
         rows = self._lead.numel()
         parts = iter(torch.split(packed, [shape.numel() // rows for shape in self._shapes], -1))
-        leaves = [next(parts).reshape(leaf.shape) if _varies(leaf) else leaf for leaf in self._leaves]
-        if self._mixed:
-            leaves = [
-                part.to(leaf.dtype) if _varies(leaf) else leaf for part, leaf in zip(leaves, self._leaves, strict=True)
-            ]
+        leaves = [next(parts).reshape(leaf.shape).to(leaf.dtype) if _varies(leaf) else leaf for leaf in self._leaves]
         return tree_unflatten(leaves, self._tree)
 
 
@@ -134,11 +122,10 @@ class Location:
         if not self.joint:
             if not isinstance(output, Tensor):
                 raise LLQRError(f"module {self.module!r} returns a {type(output).__name__}; a metric needs a tensor")
-            return output.clone()  # what follows may work in location
+            return output.clone()  # what follows may work in place
         if args and kwargs:
             raise LLQRError(f"module {self.module!r} is called with keywords and without: give it all in one way")
-        taken = kwargs or (args[0] if len(args) == 1 else args)
-        both = (taken, dict(module.named_parameters()))
+        both = (kwargs or (args[0] if len(args) == 1 else args), dict(module.named_parameters()))
         layout = Layout(both)
         self._unpack = layout.unpack
         return layout.pack(both)
@@ -158,7 +145,7 @@ def locations_of(model: nn.Module, terms: Terms) -> Locations:
     locations: Locations = {}
     for _, term in terms:
         if isinstance(term, ActivationTerm):
-            location = term.place
+            location = term.module
             name = children[location] if isinstance(location, int) and 0 <= location < len(children) else str(location)
             if name not in known:
                 raise unknown(f"module in {'Layerwise' if term.joint else 'Intermediate'}", location, known)

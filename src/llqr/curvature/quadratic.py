@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from llqr.checks import Inputs, Loss, check_finite, check_model
 from llqr.curvature import locations
-from llqr.curvature.chunks import Examples, pieces, refuse_coupled, weighed
+from llqr.curvature.chunks import Examples, pieces, refuse_coupled
 from llqr.curvature.locations import PerLayer
 from llqr.curvature.precision import no_autocast, raised
 from llqr.curvature.recorded_chunk import ChunkContext, Portion, RecordedChunk
@@ -77,7 +77,7 @@ class QuadraticModel:
             gradient: g, where it is known already.
             shared: the inputs (keywords or positions) that belong to all examples, such as a mask: chunks don't cut them.
             only: the names of the parameters to step; the others are held fixed.
-            closure: returns the loss, for divergences of the loss alone (Newton); it calls the model itself, in location of
+            closure: returns the loss, for divergences of the loss alone (Newton); it calls the model itself, in place of
                 `model(inputs)`, and `inputs` may be ().
             portion: how much this batch counts, where it is a part of a larger one: the quadratic models of the parts add up to
                 that of the whole then, but for the diagonal.
@@ -122,8 +122,9 @@ class QuadraticModel:
                 refuse_coupled(model, training)
                 context.check_parts(Examples(sampled_from[0], shared), [sampled_from[1]])
             if len(cut) > 1:
-                whole = context.check_parts(batch, [piece.rows for piece in cut])
-                cut = weighed(cut, whole, batch.count, context.loss_fn, targets, weights, [term for _, term in terms])
+                found = context.check_parts(batch, [piece.rows for piece in cut])
+                piece = next(pieces(model, batch, targets, weights, None, training))
+                context.keep_whole(found, piece, [each.rows for each in cut])
             parts = [RecordedChunk(context, piece, keep=chunk_size is None) for piece in cut]
             slope = _total(part.gradient() for part in parts) if gradient is None else _given(gradient, parameters)
             for name, value in slope.items():
@@ -172,12 +173,7 @@ class QuadraticModel:
     def _check(self, direction: Mapping[str, Tensor]) -> None:
         if self._versions != [parameter._version for parameter in self._parameters.values()]:
             raise LLQRError("the parameters were changed since this quadratic model was built: build it again")
-        for name, v in direction.items():
-            if name not in self.gradient:
-                raise unknown("parameter in a direction", name, self.gradient)
-            if v.shape != self.gradient[name].shape:
-                shape = tuple(self.gradient[name].shape)
-                raise LLQRError(f"the direction of {name!r} has shape {tuple(v.shape)}, and the parameter {shape}")
+        _check_fits("direction", direction, self.gradient)
         missing = [name for name in self.gradient if name not in direction]
         if missing:
             raise LLQRError(
@@ -225,12 +221,17 @@ def _check_means(terms: locations.Terms) -> None:
             )
 
 
+def _check_fits(what: str, given: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
+    for name, value in given.items():
+        if name not in like:
+            raise unknown(f"parameter in the {what}", name, like)
+        if not isinstance(value, Tensor) or value.shape != like[name].shape:
+            shape = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__}"
+            raise LLQRError(f"the {what} of {name!r} has {shape}, and the parameter {tuple(like[name].shape)}")
+
+
 def _given(gradient: Parameters, parameters: Parameters) -> Parameters:
-    for name, value in gradient.items():
-        if name not in parameters:
-            raise unknown("parameter in the gradient", name, parameters)
-        if not isinstance(value, Tensor) or value.shape != parameters[name].shape:
-            raise LLQRError(f"the gradient of {name!r} isn't a tensor of shape {tuple(parameters[name].shape)}")
+    _check_fits("gradient", gradient, parameters)
     return {name: raised(gradient.get(name, torch.zeros_like(p)).detach()) for name, p in parameters.items()}
 
 
@@ -238,5 +239,5 @@ def _total(parts: Iterator[Parameters]) -> Parameters:
     total = next(parts)
     for part in parts:
         for name in total:
-            total[name] = total[name] + part.pop(name)  # not in location: gradients may share memory
+            total[name] = total[name] + part.pop(name)  # not in place: gradients may share memory
     return total

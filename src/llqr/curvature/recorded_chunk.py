@@ -9,21 +9,22 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from llqr.checks import Inputs, Loss, bound, check_finite, check_mean, check_weights_fit, loss_gradient
-from llqr.curvature.chunks import Examples, Piece, Rows, check_part
+from llqr.checks import Inputs, Loss, bound, check_finite, check_mean, check_weights_fit, frozen_rng, loss_gradient
+from llqr.curvature.chunks import Examples, Piece, Rows, check_part, of_rows
 from llqr.curvature.engine import HessianProducts, JacobianProducts, Recording
 from llqr.curvature.handwritten import check_handwritten, handwritten
 from llqr.curvature.locations import Locations
 from llqr.curvature.recorder import Parameters, Recorder
 from llqr.divergences import L2, ActivationTerm, BasePoint, OutputTerm, Term
 from llqr.divergences.base import slope as slope_of
+from llqr.divergences.base import waves
 from llqr.divergences.families import Categorical
-from llqr.errors import LLQRError
+from llqr.errors import LLQRError, NotTwiceDifferentiableError
 
 
 @dataclass(frozen=True)
 class Portion:
-    """How much a batch counts, where it is a part of a larger one: in means over variables, and in means over examples."""
+    """How much a part of a batch counts in means over variables, and in means over examples."""
 
     variables: float = 1.0
     examples: float = 1.0
@@ -32,6 +33,15 @@ class Portion:
         if not isinstance(term, (OutputTerm, ActivationTerm)) or term.additive:
             return 1.0
         return self.variables if isinstance(term, OutputTerm) else self.examples
+
+
+@dataclass(frozen=True)
+class WholeBatch:
+    """A batch that is cut in chunks: its output, and the loss's slope there."""
+
+    base: BasePoint
+    slope: Tensor | None
+    count: int
 
 
 @dataclass
@@ -45,6 +55,8 @@ class ChunkContext:
     locations: Locations
     loss_terms: Sequence[tuple[float, Term]] = ()
     portion: Portion = Portion()
+    """Of a larger batch, that this one is."""
+    whole: WholeBatch | None = None
     examined: bool = False
     """Whether the formulas in model and loss were looked at."""
 
@@ -58,15 +70,69 @@ class ChunkContext:
         whole = self.values(batch.inputs)[0]
         check_finite(whole, "the output")
         for rows in parts:
-            check_part(lambda inputs: self.values(inputs)[0], batch, whole, rows, lambda: self.recorder.coarse)
+            check_part(lambda inputs: self.values(inputs)[0], batch, whole, rows, self.recorder.rounding)
         return whole
+
+    def keep_whole(self, output: Tensor, piece: Piece, parts: Sequence[Rows]) -> None:
+        """Keep the output of a batch for its chunks: what isn't a mean over variables is a function of it, with the outputs of
+        the other chunks as they are. An error where its second derivative doesn't fall apart into those of the parts."""
+        self.whole = WholeBatch(*self.expand(output, piece), piece.count)
+        tangent = waves(output)
+        for _, term in self.terms:
+            if not isinstance(term, OutputTerm) or term.by_variable:
+                continue
+            try:
+                with frozen_rng():
+                    expected = term.hessian_product(tangent, self.whole.base)
+                    found = [self.product_among(term, of_rows(tangent, rows, piece.count), rows) for rows in parts]
+            except RuntimeError as error:
+                raise NotTwiceDifferentiableError(
+                    f"the loss or the divergence can't be differentiated twice by the output: {error}"
+                ) from error
+            tolerance = torch.finfo(output.dtype).eps ** 0.5 * expected.norm()
+            if not (torch.cat(found) - expected).norm() <= tolerance:
+                raise LLQRError(
+                    "the loss or the divergence of a batch isn't made of its chunks': it compares examples with each other, or "
+                    "isn't linear in what it says of each. Give the batch whole"
+                )
+
+    def among(self, part: Tensor, rows: Rows, others: Tensor) -> Tensor:
+        """The outputs of a chunk, among those of the others."""
+        assert self.whole is not None
+        assert isinstance(rows, slice)
+        each = len(others) // self.whole.count
+        return torch.cat((others[: rows.start * each], part, others[rows.stop * each :]))
+
+    def product_among(self, term: OutputTerm, tangent: Tensor, rows: Rows) -> Tensor:
+        """A chunk's product with the second derivative of a term of the whole batch."""
+        assert self.whole is not None
+        base = self.whole.base
+        product = term.hessian_product(self.among(tangent, rows, torch.zeros_like(base.output)), base)
+        return of_rows(product, rows, self.whole.count)
+
+    def expand(self, output: Tensor, piece: Piece) -> tuple[BasePoint, Tensor | None]:
+        """The point that ψ_N of a batch is expanded around, checked, and ∇ℓ(x_N)."""
+        check_finite(output, "the output")
+        loss, slope = bound(self.loss_fn, piece.targets), None
+        if self.loss_fn is not None:
+            loss, slope = loss_gradient(self.loss_fn, output, piece.targets)
+            check_mean(self.loss_fn, output, piece.targets)
+        weights = piece.weights
+        if weights is not None:
+            check_weights_fit(weights, output)
+            weights = weights.to(output.dtype)
+        for _, term in (*self.terms, *self.loss_terms):
+            if isinstance(term, OutputTerm):
+                term.check(output, weights)
+                _check_classes(term, output, piece.count)
+        return BasePoint(output, loss, weights), slope
 
     def index(self, term: OutputTerm | ActivationTerm) -> int:
         """Which of the recorded values a term is about."""
         return 0 if isinstance(term, OutputTerm) else 1 + list(self.locations).index(term.key)
 
     def has_flat(self) -> bool:
-        """Whether a term takes a push and a pull."""
+        """Whether a term needs a push and a pull."""
         return any(term.flat and not isinstance(term, L2) for _, term in self.terms)
 
 
@@ -75,10 +141,10 @@ class RecordedChunk:
 
     def __init__(self, context: ChunkContext, piece: Piece, keep: bool) -> None:
         self._context, self._piece, self._keep = context, piece, keep
-        self._loss = piece.loss * context.portion.variables
+        share = Portion(piece.variables, piece.examples)
         self._factors = [
-            weight * factor * context.portion.of(term)
-            for (weight, term), factor in zip(context.terms, piece.terms or [1.0] * len(context.terms), strict=True)
+            weight * context.portion.of(term) * (1.0 if self._is_of_all(term) else share.of(term))
+            for weight, term in context.terms
         ]
         self._recorded: _Recorded | None = None
         self._trusted = self._forward = False
@@ -96,10 +162,11 @@ class RecordedChunk:
 
     def _cotangents(self, run: Recording, bases: list[BasePoint], slope: Tensor) -> list[Tensor]:
         """The loss's slopes at the output and at each location."""
-        cotangents = [slope * self._loss, *(torch.zeros_like(value) for value in run.values[1:])]
-        for _, term in self._context.loss_terms:
+        context = self._context
+        cotangents = [slope * context.portion.variables, *(torch.zeros_like(value) for value in run.values[1:])]
+        for _, term in context.loss_terms:
             assert isinstance(term, ActivationTerm)
-            index = self._context.index(term)
+            index = context.index(term)
             cotangents[index] += slope_of(partial(term.psi, base=bases[index]), run.values[index])
         return cotangents
 
@@ -127,8 +194,7 @@ class RecordedChunk:
         """Jv, of a J that was looked at; a chunk that has to be run forward is so when it is recorded again, too."""
         if not self._trusted:
             self._trusted = True
-            dtypes = {*(value.dtype for value in linear.values), *self._context.recorder.coarse}
-            linear.examine(max(torch.finfo(dtype).eps for dtype in dtypes))
+            linear.examine()
         pushed = linear.push(tangents)
         self._forward = linear.forward_mode
         return pushed
@@ -137,10 +203,26 @@ class RecordedChunk:
         """W J v: the output-space products of the flat terms."""
         curved = [torch.zeros_like(tangent) for tangent in tangents]
         for factor, term in self._counted():
-            if not isinstance(term, L2) and term.flat:
-                index = self._context.index(term)
-                curved[index] += term.hessian_product(tangents[index], recorded.bases[index]) * factor
+            if isinstance(term, L2) or not term.flat:
+                continue
+            index = self._context.index(term)
+            if isinstance(term, OutputTerm) and self._is_of_all(term):
+                product = self._context.product_among(term, tangents[0], self._piece.rows)
+            else:
+                product = term.hessian_product(tangents[index], recorded.bases[index])
+            curved[index] += product * factor
         return curved
+
+    def _psi(self, term: OutputTerm | ActivationTerm, values: list[Tensor], bases: list[BasePoint]) -> Tensor:
+        """ψ, of the whole batch with the outputs of the other chunks as they are where it isn't a mean over variables."""
+        index, whole = self._context.index(term), self._context.whole
+        if whole is not None and self._is_of_all(term):
+            return term.psi(self._context.among(values[0], self._piece.rows, whole.base.output), whole.base)
+        return term.psi(values[index], bases[index])
+
+    def _is_of_all(self, term: Term) -> bool:
+        """Whether a term is a function of the whole batch's output, of which this is a chunk."""
+        return self._context.whole is not None and isinstance(term, OutputTerm) and not term.by_variable
 
     def _counted(self) -> list[tuple[float, Term]]:
         """The terms that count something here, with what they are multiplied by."""
@@ -152,8 +234,7 @@ class RecordedChunk:
         if self._recorded is not None:
             return self._recorded
         context = self._context
-        counted = [(factor, term) for factor, term in self._counted() if not isinstance(term, L2)]
-        steep = [(factor, context.index(term), term) for factor, term in counted if not term.flat]
+        steep = [(factor, term) for factor, term in self._counted() if not (isinstance(term, L2) or term.flat)]
         arguments = (context.recorder, context.parameters, self._piece.inputs)
         second = HessianProducts(*arguments) if steep else None
         linear = self._linearized(*arguments) if context.has_flat() or second is None else None
@@ -161,9 +242,9 @@ class RecordedChunk:
         assert run is not None
         bases, slope = self._bases(run.values)
         gradient: list[Tensor] | None = None
-        self._examine(bases[0], slope, second)
+        self._examine(bases[0] if context.whole is None else context.whole.base, slope, second)
         if second is not None:
-            second.of(lambda x: torch.stack([weight * term.psi(x[i], bases[i]) for weight, i, term in steep]).sum())
+            second.of(lambda x: torch.stack([factor * self._psi(term, x, bases) for factor, term in steep]).sum())
         if slope is not None and linear is not None:
             gradient = linear.pull_first(self._cotangents(linear, bases, slope))
         recorded = _Recorded(linear, second, bases, slope, gradient)
@@ -195,38 +276,25 @@ class RecordedChunk:
 
     def _bases(self, values: list[Tensor]) -> tuple[list[BasePoint], Tensor | None]:
         """The points that the ψ are expanded around, checked, and ∇ℓ(x_N)."""
-        context, output = self._context, values[0]
-        check_finite(output, "the output")
+        context, piece, output = self._context, self._piece, values[0]
         self._check_again(output)
-        slope: Tensor | None = None
-        loss = bound(context.loss_fn, self._piece.targets)
-        if context.loss_fn is not None and not self._piece.loss:  # where it may have no value at all
-            slope = torch.zeros_like(output)
-        elif context.loss_fn is not None:
-            loss, slope = loss_gradient(context.loss_fn, output, self._piece.targets)
-            check_mean(context.loss_fn, output, self._piece.targets)
-        weights = self._piece.weights
-        if weights is not None:
-            check_weights_fit(weights, output)
-            weights = weights.to(output.dtype)
-        inside = [
-            location.base(value, self._piece.count)
-            for location, value in zip(context.locations.values(), values[1:], strict=True)
-        ]
-        bases = [BasePoint(output, loss, weights), *inside]
+        if context.whole is None:
+            base, slope = context.expand(output, piece)
+        else:
+            weights = None if piece.weights is None else piece.weights.to(output.dtype)
+            base, slope = BasePoint(output, context.whole.base.loss, weights), context.whole.slope
+            slope = None if slope is None else of_rows(slope, piece.rows, context.whole.count)
+        inside = zip(context.locations.values(), values[1:], strict=True)
+        bases = [base, *(location.base(value, piece.count) for location, value in inside)]
         for _, term in (*context.terms, *context.loss_terms):
-            if isinstance(term, OutputTerm):
-                term.check(output, weights)
-                _check_classes(term, output, self._piece.count)
-            elif isinstance(term, ActivationTerm):
+            if isinstance(term, ActivationTerm):
                 term.check(bases[context.index(term)])
         return bases, slope
 
     def _check_again(self, output: Tensor) -> None:
         """Raise where a chunk that is run again has another output than before."""
         length, before = float(output.norm()), self._length
-        tolerance = max(torch.finfo(dtype).eps for dtype in {output.dtype, *self._context.recorder.coarse}) ** 0.5
-        if before is not None and abs(length - before) > tolerance * before:
+        if before is not None and abs(length - before) > self._context.recorder.rounding(output) ** 0.5 * before:
             raise LLQRError(
                 "the model has another output each time that it is run: does it draw from a random generator of its own, or "
                 "count its calls? Give the batch whole, or training=False"

@@ -17,7 +17,7 @@ from torch.utils import checkpoint
 from llqr.checks import Inputs, call, tensors_in
 from llqr.curvature.locations import Location, catching
 from llqr.curvature.precision import LOWEST, AutocastOff, at_least_single, is_low, raised
-from llqr.curvature.rules.replacements import constants, renormalised
+from llqr.curvature.replacements import constants, renormalised
 from llqr.errors import LLQRError, LLQRWarning, callers_level
 
 Stream = tuple[Callable[[], Any], Callable[[Any], Any]]
@@ -49,8 +49,8 @@ class Streams:
         return [read() for read, _ in self._streams]
 
     def _set(self, states: list[Any]) -> None:
-        for (_, put), state in zip(self._streams, states, strict=True):
-            put(state)
+        for (_, write), state in zip(self._streams, states, strict=True):
+            write(state)
 
 
 def _streams(model: nn.Module) -> Iterator[Stream]:
@@ -106,6 +106,26 @@ def _same(left: Any, right: Any) -> bool:
     return equal if isinstance(equal, bool) else bool(equal.all())  # an array's
 
 
+@contextmanager
+def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Other attributes of an object for a while."""
+    before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
+    try:
+        for name, value in attributes.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name in attributes:
+            delattr(owner, name)
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> AbstractContextManager[None]:
+    """Another function that a call of a module runs, between its hooks."""
+    return replaced(module, forward=forward)
+
+
 class _Plainly:
     """What a reentrant checkpoint calls, without one: its own backward pass works with loss.backward() alone."""
 
@@ -114,41 +134,23 @@ class _Plainly:
         return function(*args)
 
 
-def _no_hook(frame: Any) -> AbstractContextManager[None]:
-    """What another one keeps the saved tensors by."""
-    return nullcontext()
-
-
-@contextmanager
-def without_checkpoints() -> Iterator[None]:
+def without_checkpoints() -> AbstractContextManager[None]:
     """Checkpointed blocks keep what they save. To run them again in the backward pass they would need all that the model was
     run with: its parameters, buffers, modes and precision, and the rules that recorded it."""
-    before = checkpoint.CheckpointFunction, checkpoint._checkpoint_hook
-    checkpoint.CheckpointFunction = _Plainly  # type: ignore[misc, assignment]
-    checkpoint._checkpoint_hook = _no_hook  # type: ignore[misc, assignment]
-    try:
-        yield
-    finally:
-        checkpoint.CheckpointFunction, checkpoint._checkpoint_hook = before  # type: ignore[misc]
+    return replaced(checkpoint, CheckpointFunction=_Plainly, _checkpoint_hook=lambda frame: nullcontext())
 
 
 class CheckpointedError(Exception):
     """A tensor was asked for that a checkpointed block would have to be run again for."""
 
 
-@contextmanager
-def refusing_checkpoints() -> Iterator[None]:
+def refusing_checkpoints() -> AbstractContextManager[None]:
     """No block is run again in there."""
-    before = checkpoint._recomputation_hook
-    checkpoint._recomputation_hook = _refuse  # type: ignore[misc, assignment]
-    try:
-        yield
-    finally:
-        checkpoint._recomputation_hook = before  # type: ignore[misc]
 
+    def refuse(frame: Any, graph: Any) -> None:
+        raise CheckpointedError
 
-def _refuse(frame: Any, graph: Any) -> AbstractContextManager[None]:
-    raise CheckpointedError
+    return replaced(checkpoint, _recomputation_hook=refuse)
 
 
 @contextmanager
@@ -168,16 +170,24 @@ def unfused(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Another function that a call of a module runs, between its hooks."""
-    before = module.__dict__.get("forward")
-    module.forward = forward
+def in_modes(modes: list[tuple[nn.Module, bool]]) -> Iterator[None]:
+    """Modules in given modes for a while."""
+    before = [(module, module.training) for module, _ in modes]
     try:
+        for module, training in modes:
+            module.training = training
         yield
     finally:
-        del module.forward
-        if before is not None:
-            module.forward = before
+        for module, training in before:
+            module.training = training
+
+
+def _eager() -> AbstractContextManager[Any]:
+    """Compiled models run uncompiled: their graphs can't be differentiated twice, and don't know our rules."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 Parameters = dict[str, Tensor]
@@ -190,12 +200,10 @@ EVALUATED = "evaluate the modules (training=False; LLQR.paper does that where it
 class Recorder:
     """How to run a model as a function of its parameters, leaving everything that it holds as it was.
 
-    What the network has at `locations` is returned beside its output; `training` overrides the modules' modes for the
-    time of a run (None: as they are now). Modes and buffers are those of now in every run, and so are random
-    streams, unless others are given. `whole=False`
-    refuses random models, which would draw otherwise for a part of the batch. `call` is run in location of the model itself.
-
-    `segments` are modules of which a recording keeps the inputs alone; they are run again for every product.
+    What the network has at `locations` is returned beside its output. `training` overrides the modules' modes for the time of a
+    run (None: as they are now). Modes and buffers are those of now in every run, and so are random streams, unless others are
+    given. `whole=False` refuses random models, which would draw otherwise for a part of the batch. `call` is run in place of
+    the model itself. `segments` are modules of which a recording keeps the inputs alone; they run again for every product.
 
     Checkpointed blocks and fused recurrent layers are run plainly, unless the model is run as it is, in its `own_precision`.
 
@@ -228,11 +236,13 @@ class Recorder:
         self._settled, self._plainly = own_precision, not own_precision
         self._streams = streams or Streams(model)  # every run of one recorder draws the same dropout masks
 
-    @property
-    def coarse(self) -> set[torch.dtype]:
-        """The dtypes that numbers are rounded to on their way to the outputs."""
-        own = {at_least_single(dtype) for dtype in self._own.values()}
-        return own if self._full else own | {LOWEST}
+    def rounding(self, value: Tensor) -> float:
+        """Of the coarsest numbers on the way to a value that was returned."""
+        dtypes = {value.dtype, *(at_least_single(dtype) for dtype in self._own.values())}
+        if not self._full:
+            dtypes.add(LOWEST)
+        tf32 = 2.0**-10 if value.device.type == "cuda" else 0.0
+        return max(tf32, *(torch.finfo(dtype).eps for dtype in dtypes))
 
     def run(self, parameters: Parameters, inputs: Inputs) -> list[Tensor]:
         """[x_N, activations at the locations …], in float32 at least."""
@@ -240,8 +250,10 @@ class Recorder:
             self._low |= any(map(is_low, tensors_in(inputs)))
             try:
                 with self._autocast:
-                    fixed = {**self._others(parameters), **self._constants}
-                    return self._run(parameters, raised(inputs), raised(fixed))
+                    held = {
+                        n: p.detach() for n, p in self.model.named_parameters() if n not in parameters and is_low(p)
+                    }
+                    return self._run(parameters, raised(inputs), raised({**held, **self._constants}))
             except RuntimeError as error:
                 if not self.lower(error):
                     raise
@@ -249,35 +261,24 @@ class Recorder:
         try:
             return self._run(own, inputs, self._constants)
         except RuntimeError as error:
-            if not self._raise(error):
+            if self._settled:
                 raise
+            what = (
+                "the model doesn't run in its own precision without autocast, and frozen layers are copied to float32"
+            )
+            self._settle(True, what, error)  # layers of several precisions fit together under the loop's autocast alone
         return self.run(parameters, inputs)
 
     def lower(self, why: Exception) -> bool:
         """Go over to the model's own precision, if that is another one."""
-        if not self._full or self._settled or not (self._low or self._autocast.met):
-            return False
-        self._full, self._settled = False, True
-        self._tell("the model can't be linearised in float32, and U is fitted to it in its own precision", why)
-        return True
+        possible = self._full and not self._settled and (self._low or self._autocast.met)
+        what = "the model can't be linearised in float32, and U is fitted to it in its own precision"
+        return possible and self._settle(False, what, why)
 
-    def _raise(self, why: Exception) -> bool:
-        """Go over to float32, where layers of several precisions fit together under the loop's autocast alone."""
-        if self._settled:
-            return False
-        self._full = self._settled = True
-        self._tell(
-            "the model doesn't run in its own precision without autocast, and frozen layers are copied to float32", why
-        )
-        return True
-
-    def _tell(self, what: str, why: Exception) -> None:
+    def _settle(self, full: bool, what: str, why: Exception) -> bool:
+        self._full, self._settled = full, True
         warnings.warn(f"{what}: {why}", LLQRWarning, stacklevel=callers_level())
-
-    def _others(self, parameters: Parameters) -> Parameters:
-        """Parameters that are held fixed and have another precision than the run."""
-        named = self.model.named_parameters()
-        return {name: p.detach() for name, p in named if name not in parameters and is_low(p)}
+        return True
 
     def _run(self, parameters: Parameters, inputs: Inputs, constants: Parameters) -> list[Tensor]:
         fixed = {name: tensor.clone() for name, tensor in constants.items()}
@@ -320,24 +321,3 @@ class Recorder:
         if not output.is_floating_point():
             raise LLQRError(f"the output is {output.dtype}, which has no derivatives")
         return output
-
-
-@contextmanager
-def in_modes(modes: list[tuple[nn.Module, bool]]) -> Iterator[None]:
-    """Modules in given modes for a while."""
-    before = [(module, module.training) for module, _ in modes]
-    try:
-        for module, training in modes:
-            module.training = training
-        yield
-    finally:
-        for module, training in before:
-            module.training = training
-
-
-def _eager() -> AbstractContextManager[Any]:
-    """Compiled models run uncompiled: their graphs can't be differentiated twice, and don't know our rules."""
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance

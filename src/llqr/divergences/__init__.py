@@ -5,7 +5,7 @@ says where in the network it sits, what it is, whether it is *flat* (its gradien
 adjoint back and asks no stage for second derivatives), and what its Hessian at θ_k does to a vector:
 
     OutputTerm       ψ_N(x_N)    Newton, GaussNewton, KL, ReverseKL, Renyi
-    ActivationTerm   ψ_i(x_i), ψ_i(x_i, θ_i)    one for each place that Intermediate or Layerwise names
+    ActivationTerm   ψ_i(x_i), ψ_i(x_i, θ_i)    one for each module that Intermediate or Layerwise names
     L2               ψ_i(θ_i)    a weight on the parameters themselves
 
 Divergences can be added and multiplied by positive numbers: `KL() + 0.1 * Intermediate({"2": 1.0}) + L2(1e-3)`.
@@ -16,8 +16,8 @@ from __future__ import annotations
 from llqr.checks import Loss
 from llqr.divergences.base import BasePoint, Divergence, Reduction, Sum
 from llqr.divergences.families import Bernoulli, Categorical, Gaussian
+from llqr.divergences.inside import L2, ActivationTerm, Intermediate, Layerwise, LayerwiseLoss
 from llqr.divergences.output import KL, Distributional, GaussNewton, Newton, OutputTerm, Renyi, ReverseKL
-from llqr.divergences.places import L2, ActivationTerm, Intermediate, Layerwise, LayerwiseLoss
 from llqr.errors import LLQRError, unknown
 
 __all__ = [

@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -28,7 +29,7 @@ DENSE_LIMIT = 1024
 class BasePoint:
     """What ψ is expanded around: the output at θ_k, the mean loss ℓ(x_N), and a weight for each variable if they differ.
 
-    For a ψ at another place `output` is what the network has there. `unpack` makes (x_i, θ_i) of a tensor that holds both.
+    For a ψ inside of the network `output` is what it has there. `unpack` makes (x_i, θ_i) of a tensor that holds both.
     """
 
     output: Tensor
@@ -39,7 +40,7 @@ class BasePoint:
 
 
 class Divergence(ShownWithOptions, ABC):
-    """A weighted sum of terms, each at one place of the network.
+    """A weighted sum of terms, each of the output, of a module or of the parameters.
 
     `flat` says whether ∇D vanishes at θ_k through every activation: then p_i = 0, and only Q blocks remain.
     """
@@ -81,14 +82,11 @@ class Sum(Divergence):
                 yield weight * inner, term
 
     def __repr__(self) -> str:
-        return " + ".join(
-            f"{part!r}"
-            if weight == 1
-            else f"{weight:g} * ({part!r})"
-            if isinstance(part, Sum)
-            else f"{weight:g} * {part!r}"
-            for weight, part in self.parts
-        )
+        shown = []
+        for weight, part in self.parts:
+            inner = f"({part!r})" if isinstance(part, Sum) and weight != 1 else repr(part)
+            shown.append(inner if weight == 1 else f"{weight:g} * {inner}")
+        return " + ".join(shown)
 
 
 class Psi(ShownWithOptions, ABC):
@@ -110,12 +108,12 @@ class Psi(ShownWithOptions, ABC):
 
     @abstractmethod
     def psi(self, output: Tensor, base: BasePoint) -> Tensor:
-        """ψ as a function of the output (what the place it sits on returns); a scalar."""
+        """ψ as a function of the output (of what the network has where it sits); a scalar."""
 
     def hessian_product(self, tangent: Tensor, base: BasePoint) -> Tensor:
         """∇²ψ_N(x_N^k) v: `state_cost` Q_N times a vector. By differentiating ψ_N twice, unless there is a closed form."""
         what = "the loss" if self.needs_loss else self.title
-        return hessian_product(lambda output: self.psi(output, base), base.output, tangent, what)
+        return hessian_product(partial(self.psi, base=base), base.output, tangent, what)
 
     def draw(self, base: BasePoint, generator: torch.Generator) -> Tensor:
         """A random slope at the output, Q_N^½ ε, whose second moment is Q_N = ∇²ψ_N(x_N^k), example by example.
@@ -132,9 +130,9 @@ class Psi(ShownWithOptions, ABC):
                 "draw(base, generator), or leave divergence out"
             )
         columns = []
-        for place in range(size):
+        for column in range(size):
             unit = torch.zeros_like(output).reshape(count, size)
-            unit[:, place] = 1
+            unit[:, column] = 1
             columns.append(self.hessian_product(unit.reshape(output.shape), base).detach().reshape(count, size))
         values, basis = torch.linalg.eigh(torch.stack(columns, 2))
         noise = standard_normal(output.reshape(count, size), generator)
@@ -153,7 +151,7 @@ class Psi(ShownWithOptions, ABC):
         """Raise where ψ_N isn't one number, doesn't depend on the output, or has a slope at x_N^k though `flat` says that it
         hasn't: H would lack the curvature of the network itself then.
 
-        The slope is held against those a tenth of the output's size away, and all of it. Rounding leaves far less than that,
+        The slope is compared with those a tenth of the output's size away, and all of it. Rounding leaves far less than that,
         also where predictions are so sure that nothing near them has a slope.
         """
         point = base.output.detach()
@@ -164,22 +162,20 @@ class Psi(ShownWithOptions, ABC):
             raise LLQRError(
                 f"{self.title} has to return one number, a tensor without dimensions such as a mean(); it returned {shape}"
             )
+        detached = LLQRError(f"{self.title} doesn't depend on {self.variable}: is something detached in it?")
         if not value.requires_grad:
-            raise LLQRError(f"{self.title} doesn't depend on {self.variable}: is something detached in it?")
+            raise detached
         if type(self).hessian_product is not Psi.hessian_product:
             self._check_product(base)
         if not self.flat:
             return
         size = float(point.square().mean().sqrt()) or 1.0
-        away = size * torch.linspace(-40, 40, point.numel()).sin().to(point).reshape(point.shape)
         here, near, far = (
-            float(slope(lambda output: self.psi(output, base), point + share * away).norm())
+            float(slope(partial(self.psi, base=base), point + share * size * waves(point)).norm())
             for share in (0.0, 0.1, 1.0)
         )
         if here == near == far == 0:
-            raise LLQRError(
-                f"{self.title} doesn't depend on {self.variable}, so it has no curvature: is something detached in it?"
-            )
+            raise detached
         if here > 0.01 * near and here > torch.finfo(point.dtype).eps ** 0.5 * far:
             raise LLQRError(
                 f"the gradient of {self.title} isn't zero at the present parameters: set flat=False, and H gets the network's "
@@ -188,7 +184,7 @@ class Psi(ShownWithOptions, ABC):
 
     def _check_product(self, base: BasePoint) -> None:
         """Raise where a product that is written out isn't that of ψ_N."""
-        tangent = torch.linspace(-40, 40, base.output.numel()).sin().to(base.output).reshape(base.output.shape)
+        tangent = waves(base.output)
         given, expected = self.hessian_product(tangent, base), Psi.hessian_product(self, tangent, base)
         if given.shape != expected.shape or not torch.allclose(
             given, expected, rtol=1e-2, atol=1e-3 * float(expected.abs().max())
@@ -199,13 +195,34 @@ class Psi(ShownWithOptions, ABC):
             )
 
 
+class QuadraticPsi(Psi):
+    """½ (x - x_k)ᵀ W (x - x_k), given by its product W v."""
+
+    def psi(self, output: Tensor, base: BasePoint) -> Tensor:
+        change = output - base.output
+        return 0.5 * (change * self.hessian_product(change, base)).sum()
+
+    @abstractmethod
+    def hessian_product(self, tangent: Tensor, base: BasePoint) -> Tensor:
+        """W v."""
+
+    def check_psi(self, base: BasePoint) -> None:
+        """Flat by its formula."""
+
+
+def waves(like: Tensor) -> Tensor:
+    """A direction in which nothing is special, the same each time."""
+    return torch.linspace(-40, 40, like.numel()).sin().to(like).reshape(like.shape)
+
+
 def slope(function: Callable[[Tensor], Tensor], point: Tensor) -> Tensor:
     """∇f(point) for scalar f; zero where f doesn't depend on it."""
     with torch.enable_grad():
         leaf = point.detach().clone().requires_grad_()
         value = function(leaf)
-        gradient = torch.autograd.grad(value, leaf, allow_unused=True)[0] if value.requires_grad else None
-    return torch.zeros_like(point) if gradient is None else gradient
+        if not value.requires_grad:
+            return torch.zeros_like(point)
+        return torch.autograd.grad(value, leaf, materialize_grads=True)[0]
 
 
 def hessian_product(function: Callable[[Tensor], Tensor], point: Tensor, tangent: Tensor, what: str) -> Tensor:
@@ -216,14 +233,14 @@ def hessian_product(function: Callable[[Tensor], Tensor], point: Tensor, tangent
         if not slope.requires_grad:
             return torch.zeros_like(tangent)
         try:
-            product = torch.autograd.grad(slope, leaf, tangent, create_graph=tangent.requires_grad, allow_unused=True)[
-                0
-            ]
+            (product,) = torch.autograd.grad(
+                slope, leaf, tangent, create_graph=tangent.requires_grad, materialize_grads=True
+            )
         except RuntimeError as error:
             raise NotTwiceDifferentiableError(
                 f"{what} can't be differentiated twice ({error}): use KL, which doesn't ask for that, or other operations"
             ) from error
-    return torch.zeros_like(tangent) if product is None else product
+    return product
 
 
 def check_reduction(reduction: str) -> None:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from llqr.divergences.base import BasePoint, Divergence, Psi, Reduction, check_reduction, hessian_product
+from llqr.divergences.base import BasePoint, Divergence, Psi, QuadraticPsi, Reduction, check_reduction, hessian_product
 from llqr.divergences.families import Categorical, Family, resolve_family
-from llqr.divergences.places import L2
+from llqr.divergences.inside import L2
 from llqr.errors import LLQRError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Newton(OutputTerm):
         return f"Newton(damping={self.damping.weight})" if self.damping is not None else "Newton()"
 
 
-class GaussNewton(OutputTerm):
+class GaussNewton(QuadraticPsi, OutputTerm):
     """½ (x_N - x_N^k)ᵀ W (x_N - x_N^k): H = Jᵀ W J with J the network's Jacobian.
 
     W is the loss's own Hessian in output space (the generalised Gauss–Newton matrix; J_rᵀ J_r for a squared error) or, for a
@@ -61,19 +61,12 @@ class GaussNewton(OutputTerm):
     def __init__(self, residual: Callable[[Tensor], Tensor] | None = None) -> None:
         self.residual = residual
 
-    def psi(self, output: Tensor, base: BasePoint) -> Tensor:
-        change = output - base.output
-        return 0.5 * (change * self.hessian_product(change, base)).sum()
-
     def hessian_product(self, tangent: Tensor, base: BasePoint) -> Tensor:
         if self.residual is None:
             return hessian_product(base.loss, base.output, tangent, "the loss")
         pushed: Tensor = torch.func.jvp(self.residual, (base.output,), (tangent,))[1]
         product: Tensor = torch.func.vjp(self.residual, base.output)[1](pushed)[0]
         return product
-
-    def check_psi(self, base: BasePoint) -> None:
-        pass  # flat by its formula
 
     def __repr__(self) -> str:
         return "GaussNewton()" if self.residual is None else f"GaussNewton(residual={self.residual!r})"

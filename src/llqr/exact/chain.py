@@ -18,8 +18,7 @@ from llqr.checks import (
     tensors_in,
 )
 from llqr.curvature.locations import Layout
-from llqr.curvature.rules import twice_rules
-from llqr.curvature.rules.replacements import constants
+from llqr.curvature.replacements import constants, plain_rules
 from llqr.errors import ChainError, LLQRError
 
 
@@ -64,7 +63,7 @@ class Chain:
         try:
             module = self.modules[stage]
             taken = (self._layouts[stage - 1].unpack(state),) if stage > 0 and isinstance(state, Tensor) else state
-            with twice_rules():
+            with plain_rules():
                 output = call(module, {**constants(module), **parameters}, taken)
         except LLQRError:
             raise

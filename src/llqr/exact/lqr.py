@@ -214,7 +214,7 @@ def _sort(chain: Chain, terms: Terms) -> tuple[list[list[_AtState]], list[list[_
 
 def _find(chain: Chain, term: ActivationTerm) -> tuple[int, Location]:
     """The stage that a term sits on, and the module in it ("" for the stage itself)."""
-    place = term.place
+    place = term.module
     if isinstance(place, int) and 0 <= place < len(chain):
         return place, Location("", term.joint)
     for index, (name, module) in enumerate(zip(chain.names, chain.modules, strict=True)):

@@ -24,7 +24,7 @@ from llqr.curvature.engine import JacobianProducts
 from llqr.curvature.graph import graph_nodes, graph_numbers
 from llqr.curvature.recorded_chunk import ChunkContext, RecordedChunk
 from llqr.curvature.recorder import Parameters, Recorder
-from llqr.curvature.rules import plain_rules
+from llqr.curvature.replacements import plain_rules
 from llqr.divergences import L2, GaussNewton, OutputTerm
 from llqr.errors import LLQRError
 from llqr.exact.matrices import BlockDiagonal, apply_to_units, materialise_transposed, unflat

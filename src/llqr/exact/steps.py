@@ -28,7 +28,7 @@ from llqr.checks import Inputs, Loss, call, check_finite, check_inputs, check_mo
 from llqr.curvature.locations import PerLayer
 from llqr.curvature.quadratic import QuadraticModel
 from llqr.curvature.recorder import Streams
-from llqr.curvature.rules.replacements import constants
+from llqr.curvature.replacements import constants
 from llqr.divergences import Divergence, LayerwiseLoss
 from llqr.errors import ChainError, DegenerateProblemError, NotTwiceDifferentiableError, unknown
 from llqr.exact.chain import Chain, named_stages

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from llqr.preconditioner import Change, Preconditioner
-from llqr.solvers.base import NOTHING_TO_GAIN, Solver
-from llqr.solvers.problem import Problem, add, combine, negative
+from llqr.preconditioner import Preconditioner
+from llqr.solvers.problem import NOTHING_TO_GAIN, ConjugateDirections, Problem, Solver, add
 
 LONGEST = 10.0
 """The longest step, relative to the norm of U at the start."""
@@ -30,22 +29,12 @@ class ConjugateGradient(Solver):
         longest = LONGEST * problem.norm([group.tensors for group in u.groups])
         degree = problem.degree(u)
         history = [problem.value(point.step, product)]
-        direction: Change | None = None
-        before: tuple[Change, float] | None = None
+        directions = ConjugateDirections(problem)
         for _ in range(steps):
             slope = problem.slope(product)
-            gradient = point.pullback(slope)
-            squared = problem.inner(gradient, gradient)
-            if not 0 < squared < math.inf:
+            direction = directions.next(point.pullback(slope))
+            if direction is None:
                 break
-            descent = negative(gradient)
-            if direction is not None and before is not None:
-                beta = (squared - problem.inner(gradient, before[0])) / before[1]
-                direction = combine(descent, direction, max(beta, 0.0))
-            if direction is None or problem.inner(direction, gradient) >= 0:
-                direction = descent
-            before = (gradient, squared)
-
             first = point.derivative(direction)
             first_product = problem.curvature(first)
             decline, curved = problem.dots((slope, first), (first, first_product))

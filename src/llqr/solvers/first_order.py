@@ -7,28 +7,13 @@ from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from llqr.errors import LLQRError
 from llqr.preconditioner import Change, Preconditioner
-from llqr.solvers.base import Solver, fraction, positive
-from llqr.solvers.problem import Point, Problem, Stacks, accumulate, clipped
+from llqr.solvers.problem import Problem, Solver, block_norms, fraction, mapped, per_block, positive, tensors_of
 
-
-class Gradient:
-    """∇_U J at a point."""
-
-    def __init__(self, point: Point, slope: Stacks) -> None:
-        self._point, self._slope = point, slope
-
-    def __call__(self) -> Change:
-        return self._point.pullback(self._slope)
-
-    def onto(self, total: Change, decay: float) -> Change:
-        """decay · total + ∇_U J, in the place of `total`."""
-        self._point.pull_onto(self._slope, total, decay)
-        return total
-
-
-Update = Callable[[Gradient], tuple[Change, float]]
+Update = Callable[[Change], tuple[Change, float]]
 """From ∇_U J to a direction and a length along it."""
 
 
@@ -38,6 +23,8 @@ class FirstOrder(Solver):
     A step takes one curvature product; half a one at the end tells what the last step gave. U is moved in place, and back where
     the step has led beyond what is finite, which ends the history: a second copy would be the largest thing in memory.
     """
+
+    clip: float | None
 
     @abstractmethod
     def update(self) -> Update:
@@ -55,8 +42,9 @@ class FirstOrder(Solver):
                 u.move_(direction, -length)
             if product is None or not math.isfinite(value):
                 break
-            direction, length = update(Gradient(point, problem.slope(product)))
+            gradient = point.pullback(problem.slope(product))
             del point, product  # they hold U's tensors and the gradient's
+            direction, length = update(gradient if self.clip is None else clipped(gradient, self.clip))
             size = problem.norm(direction)
             if not math.isfinite(size):
                 history.append(size)
@@ -65,6 +53,11 @@ class FirstOrder(Solver):
                 break
             u.move_(direction, length)
         return u.with_history(history)
+
+
+def clipped(change: Change, norm: float) -> Change:
+    """Each block's tensors scaled to a norm of at most `norm`."""
+    return mapped(lambda stack: per_block(norm / block_norms(stack).clamp_min(norm), stack), change)
 
 
 @dataclass(frozen=True)
@@ -85,17 +78,14 @@ class SGDM(FirstOrder):
             positive("clip", self.clip)
 
     def update(self) -> Update:
-        buffer: Change | None = None
+        buffer: Change = []
 
-        def update(gradient: Gradient) -> tuple[Change, float]:
-            nonlocal buffer
-            if self.clip is not None:
-                new = clipped(gradient(), self.clip)
-                if buffer is not None:
-                    accumulate(new, buffer, self.momentum)
-                buffer = new
+        def update(gradient: Change) -> tuple[Change, float]:
+            if not buffer:
+                buffer.extend(mapped(torch.clone, gradient))
             else:
-                buffer = gradient() if buffer is None else gradient.onto(buffer, self.momentum)
+                for b, g in zip(tensors_of(buffer), tensors_of(gradient), strict=True):
+                    b.mul_(self.momentum).add_(g)
             return buffer, -self.lr
 
         return update
@@ -129,24 +119,17 @@ class Adam(FirstOrder):
         square: Change = []
         count = 0
 
-        def update(slope: Gradient) -> tuple[Change, float]:
+        def update(gradient: Change) -> tuple[Change, float]:
             nonlocal count
-            gradient, count = slope(), count + 1
-            if self.clip is not None:
-                gradient = clipped(gradient, self.clip)
+            count += 1
             if count == 1:
-                mean.extend({name: tensor * (1 - first) for name, tensor in part.items()} for part in gradient)
-                square.extend({name: tensor**2 * (1 - second) for name, tensor in part.items()} for part in gradient)
-            else:
-                for m, v, part in zip(mean, square, gradient, strict=True):
-                    for name, tensor in part.items():
-                        m[name].lerp_(tensor, 1 - first)
-                        v[name].mul_(second).addcmul_(tensor, tensor, value=1 - second)
+                mean.extend(mapped(torch.zeros_like, gradient))
+                square.extend(mapped(torch.zeros_like, gradient))
+            for m, v, g in zip(tensors_of(mean), tensors_of(square), tensors_of(gradient), strict=True):
+                m.lerp_(g, 1 - first)
+                v.mul_(second).addcmul_(g, g, value=1 - second)
             unbias = (1 - second**count) ** 0.5
-            direction = [
-                {name: m[name] / (v[name].sqrt() / unbias + self.eps) for name in m}
-                for m, v in zip(mean, square, strict=True)
-            ]
+            direction = mapped(lambda m, v: m / (v.sqrt() / unbias + self.eps), mean, square)
             return direction, -self.lr / (1 - first**count)
 
         return update

@@ -1,21 +1,32 @@
-"""The relaxed problem that inner solvers work on: J(U) = g·δ + ½ δ·Hδ with δ = -U g.
+"""What inner solvers work on, and what each of them is: J(U) = g·δ + ½ δ·Hδ with δ = -U g.
 
 With P = g + Hδ, the gradient of the model at δ, dJ = ⟨P, dδ⟩: the gradient with respect to U is the pullback of P through
-δ = -U g. Steps are kept as one stack for each group of blocks.
+δ = -U g. A step is kept as one stack for each group of blocks, a change of U as one dictionary of stacks for each.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
-from functools import cached_property
-from typing import Protocol, runtime_checkable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from llqr.checks import ShownWithOptions, checked_number
 from llqr.preconditioner import Change, Preconditioner
+
+Stacks = list[Tensor]
+StacksOrChange = TypeVar("StacksOrChange", Stacks, Change)
+
+NOTHING_TO_GAIN = 1e-6
+"""A line search that lowers J by less than this, relative to J, is the last."""
+ROUNDING = 64
+"""A block whose gradient is within so many units in the last place of the whole has none but rounding, as the bias before a
+BatchNorm or that of attention's keys. A solver that weighs all blocks alike leaves it out, or it would follow it."""
 
 
 class Totals:
@@ -45,24 +56,33 @@ def totals_of(model: object) -> Totals:
     return totals
 
 
-def inner(left: Change, right: Change) -> float:
-    """⟨left, right⟩ over all tensors."""
-    parts = [torch.sum(a[name] * b[name]) for a, b in zip(left, right, strict=True) for name in a]
-    return float(torch.stack(parts).sum()) if parts else 0.0
+def mapped(function: Callable[..., Tensor], *trees: StacksOrChange) -> StacksOrChange:
+    """A function of the tensors of steps, or of changes, one by one."""
+    result: Any = [
+        {name: function(*(part[name] for part in parts)) for name in parts[0]}
+        if isinstance(parts[0], dict)
+        else function(*parts)
+        for parts in zip(*trees, strict=True)
+    ]
+    return result  # type: ignore[no-any-return]
 
 
-def change_norm(change: Change) -> float:
-    """√⟨change, change⟩; not finite where one of the numbers isn't."""
-    return math.hypot(*(float(torch.linalg.vector_norm(tensor)) for part in change for tensor in part.values()))
+def tensors_of(tree: Stacks | Change) -> list[Tensor]:
+    return [t for part in tree for t in (part.values() if isinstance(part, dict) else (part,))]
 
 
-def combine(left: Change, right: Change, factor: float) -> Change:
+def add(left: StacksOrChange, right: StacksOrChange, factor: float) -> StacksOrChange:
     """left + factor · right."""
-    return [{n: torch.add(a[n], b[n], alpha=factor) for n in a} for a, b in zip(left, right, strict=True)]
+    return mapped(partial(torch.add, alpha=factor), left, right)
 
 
-def negative(change: Change) -> Change:
-    return [{name: -tensor for name, tensor in part.items()} for part in change]
+def weighted(factors: list[Tensor], change: Change) -> Change:
+    """Each block's tensors times its own factor."""
+    return [{n: per_block(f, t) for n, t in part.items()} for f, part in zip(factors, change, strict=True)]
+
+
+def per_block(factors: Tensor, stack: Tensor) -> Tensor:
+    return factors.reshape(-1, *(1 for _ in stack.shape[1:])) * stack
 
 
 def block_norms(stack: Tensor) -> Tensor:
@@ -71,28 +91,14 @@ def block_norms(stack: Tensor) -> Tensor:
     return norms
 
 
-def per_block(factors: Tensor, stack: Tensor) -> Tensor:
-    """Each block's tensor times its own factor."""
-    return factors.reshape(-1, *(1 for _ in stack.shape[1:])) * stack
-
-
-def clipped(change: Change, norm: float) -> Change:
-    """Each block's tensors scaled to a norm of at most `norm`."""
-    return [
-        {name: per_block(norm / block_norms(stack).clamp_min(norm), stack) for name, stack in part.items()}
-        for part in change
-    ]
-
-
-def accumulate(change: Change, other: Change, factor: float) -> None:
-    """change ← change + factor · other, in place."""
-    for new, old in zip(change, other, strict=True):
-        for name, tensor in new.items():
-            tensor.add_(old[name], alpha=factor)
+def _dot(left: Stacks | Change, right: Stacks | Change) -> float:
+    parts = [torch.sum(a * b) for a, b in zip(tensors_of(left), tensors_of(right), strict=True)]
+    return float(torch.stack(parts).sum()) if parts else 0.0
 
 
 class Quadratic(Protocol):
-    """A quadratic model g·δ + ½ δ·Hδ of a step δ, by parameter name."""
+    """A quadratic model g·δ + ½ δ·Hδ of a step δ, by parameter name. One that knows v·Hv for less than Hv has
+    `curvature_along` as well."""
 
     @property
     def gradient(self) -> Mapping[str, Tensor]: ...
@@ -100,18 +106,13 @@ class Quadratic(Protocol):
     def curvature(self, direction: dict[str, Tensor]) -> Mapping[str, Tensor]: ...
 
 
-@runtime_checkable
-class KnowsCurvatureAlong(Protocol):
-    """One that knows v·Hv for less than Hv."""
-
-    def curvature_along(self, direction: dict[str, Tensor]) -> float: ...
-
-
-Stacks = list[Tensor]
-
-ROUNDING = 64
-"""A block whose gradient is within so many units in the last place of the whole has none but rounding, as the bias before a
-BatchNorm or that of attention's keys. A solver that weighs all blocks alike leaves it out, or it would follow it."""
+def curvature_along(model: Quadratic, direction: dict[str, Tensor]) -> float:
+    """v·Hv, the part of it that is here: half a product for a model that knows it without Hv."""
+    known: Callable[[dict[str, Tensor]], float] | None = getattr(model, "curvature_along", None)
+    if known is not None:
+        return known(direction)
+    product = model.curvature(direction)
+    return _dot(list(direction.values()), [product[name] for name in direction])
 
 
 class Problem:
@@ -124,14 +125,14 @@ class Problem:
     def __init__(self, model: Quadratic, u: Preconditioner) -> None:
         self.model, self.groups, self._totals = model, [group.layout() for group in u.groups], totals_of(model)
         self.gradient: Stacks = [group.gather(model.gradient).detach() for group in u.groups]
-        self.descent: Stacks = [-part for part in self.gradient]
+        self.descent = mapped(torch.neg, self.gradient)
 
     def normalised(self) -> tuple[Problem, float]:
         """The problem with g/‖g‖ in place of g, without blocks of rounding, and ‖g‖: its J is ‖g‖² times smaller."""
         (factor,) = self.sizes(self.gradient)
         scaled = copy.copy(self)
         scaled.gradient = [_without_rounding(part / factor) for part in self.gradient]
-        scaled.descent = [-part for part in scaled.gradient]
+        scaled.descent = mapped(torch.neg, scaled.gradient)
         return scaled, factor
 
     def curvature(self, step: Stacks) -> Stacks:
@@ -142,10 +143,10 @@ class Problem:
     def at(self, u: Preconditioner) -> Point:
         return Point(self, u)
 
-    def value(self, step: Stacks, product: Stacks, scale: float = 1.0) -> float:
-        """J at scale · δ, given δ and Hδ."""
+    def value(self, step: Stacks, product: Stacks) -> float:
+        """J at δ, given Hδ."""
         along, curved = self.dots((self.gradient, step), (step, product))
-        return scale * along + 0.5 * scale**2 * curved
+        return along + 0.5 * curved
 
     def value_at(self, step: Stacks) -> float:
         """J at δ, where Hδ itself isn't wanted."""
@@ -162,27 +163,21 @@ class Problem:
             named.update(group.scatter(stack, self.model.gradient))
         return {name: named[name] for name in self.model.gradient}
 
-    def dots(self, *pairs: tuple[Stacks, Stacks]) -> list[float]:
-        """The inner products of pairs of stacks."""
+    def dots(self, *pairs: tuple[StacksOrChange, StacksOrChange]) -> list[float]:
+        """The inner products of pairs of steps, or of pairs of changes."""
         return self._totals.sums([_dot(left, right) for left, right in pairs])
 
-    def dot(self, left: Stacks, right: Stacks) -> float:
-        return self.dots((left, right))[0]
+    inners = dots
 
     def sizes(self, *stacks: Stacks) -> list[float]:
-        """Norms of stacks, also where squares are beyond float32."""
-        return self._totals.norms([_size(parts) for parts in stacks])
-
-    def inners(self, *pairs: tuple[Change, Change]) -> list[float]:
-        """The inner products of pairs of changes."""
-        return self._totals.sums([inner(left, right) for left, right in pairs])
-
-    def inner(self, left: Change, right: Change) -> float:
-        return self.inners((left, right))[0]
+        """Norms of steps, also where squares are beyond float32."""
+        parts = [[float(torch.linalg.vector_norm(part, dtype=torch.float64)) for part in each] for each in stacks]
+        return self._totals.norms([math.hypot(*each) for each in parts])
 
     def norm(self, change: Change) -> float:
         """√⟨change, change⟩; not finite where one of the numbers isn't."""
-        return self._totals.norms([change_norm(change)])[0]
+        norms = [float(torch.linalg.vector_norm(tensor)) for tensor in tensors_of(change)]
+        return self._totals.norms([math.hypot(*norms)])[0]
 
     def least(self, value: float) -> float:
         """The least of what the holders of blocks have found."""
@@ -193,6 +188,12 @@ class Problem:
 
     def is_finite(self, u: Preconditioner) -> bool:
         return self._totals.sums([float(not u.is_finite())])[0] == 0
+
+
+def _without_rounding(part: Tensor) -> Tensor:
+    """A stack of g/‖g‖, with zeros for the blocks that are nothing but rounding."""
+    rounded = block_norms(part) <= ROUNDING * torch.finfo(part.dtype).eps
+    return per_block((~rounded).to(part.dtype), part) if bool(rounded.any()) else part
 
 
 class Point:
@@ -214,34 +215,48 @@ class Point:
         """∇_U J, given P."""
         return [linear.pullback(part) for linear, part in zip(self._linear, slope, strict=True)]
 
-    def pull_onto(self, slope: Stacks, total: Change, decay: float) -> None:
-        """total ← decay · total + ∇_U J, in place."""
-        for linear, part, sum_ in zip(self._linear, slope, total, strict=True):
-            linear.pull_onto(part, sum_, decay)
+
+class Solver(ShownWithOptions, ABC):
+    """Minimises J(U). A solver is a set of options and holds no state."""
+
+    @abstractmethod
+    def solve(self, problem: Problem, u: Preconditioner, steps: int) -> Preconditioner:
+        """U after at most so many steps from u, whose tensors may be overwritten; `history` is J at the start and after each.
+
+        Where U would no longer be finite, the last one that is comes back.
+        """
 
 
-def curvature_along(model: Quadratic, direction: dict[str, Tensor]) -> float:
-    """v·Hv, the part of it that is here: half a product for a model that knows it without Hv."""
-    if isinstance(model, KnowsCurvatureAlong):
-        return model.curvature_along(direction)
-    product = model.curvature(direction)
-    return _dot(list(direction.values()), [product[name] for name in direction])
+class ConjugateDirections:
+    """Polak–Ribière: d ← -M∇J + β⁺ d, with β⁺ = max(0, ⟨M∇J, ∇J - ∇J_before⟩ / ⟨M∇J_before, ∇J_before⟩); M = I by default."""
+
+    def __init__(self, problem: Problem, metric: list[Tensor] | None = None) -> None:
+        self._problem, self._metric = problem, metric
+        self._last: tuple[Change, float, Change] | None = None
+
+    def next(self, gradient: Change, free: list[Tensor] | None = None) -> Change | None:
+        """The direction, of the blocks that are free to move (a factor for each); None where there is no descent left."""
+        descent: Change = mapped(torch.neg, gradient)
+        for factors in (self._metric, free):
+            descent = descent if factors is None else weighted(factors, descent)
+        before = gradient if self._last is None else self._last[0]
+        squared, overlap = (-number for number in self._problem.dots((descent, gradient), (descent, before)))
+        if not 0 < squared < math.inf:
+            return None
+        direction = descent
+        if self._last is not None:
+            _, squared_before, direction_before = self._last
+            kept = direction_before if free is None else weighted(free, direction_before)
+            direction = add(descent, kept, max((squared - overlap) / squared_before, 0.0))
+            if self._problem.dots((direction, gradient))[0] >= 0:
+                direction = descent
+        self._last = (gradient, squared, direction)
+        return direction
 
 
-def _without_rounding(part: Tensor) -> Tensor:
-    """A stack of g/‖g‖, with zeros for the blocks that are nothing but rounding."""
-    rounded = block_norms(part) <= ROUNDING * torch.finfo(part.dtype).eps
-    return per_block((~rounded).to(part.dtype), part) if bool(rounded.any()) else part
+def positive(name: str, value: object) -> float:
+    return checked_number(name, value, lambda number: 0 < number < math.inf, "a positive number")
 
 
-def _dot(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
-    parts = [torch.sum(a * b) for a, b in zip(left, right, strict=True)]
-    return float(torch.stack(parts).sum()) if parts else 0.0
-
-
-def _size(stacks: Sequence[Tensor]) -> float:
-    return math.hypot(*(float(torch.linalg.vector_norm(part, dtype=torch.float64)) for part in stacks))
-
-
-def add(left: Sequence[Tensor], right: Sequence[Tensor], factor: float) -> Stacks:
-    return [torch.add(a, b, alpha=factor) for a, b in zip(left, right, strict=True)]
+def fraction(name: str, value: object) -> float:
+    return checked_number(name, value, lambda number: 0 <= number < 1, "at least 0 and below 1")

@@ -9,8 +9,17 @@ import torch
 from torch import Tensor
 
 from llqr.preconditioner import Change, Preconditioner
-from llqr.solvers.base import NOTHING_TO_GAIN, Solver, positive
-from llqr.solvers.problem import Point, Problem, Stacks, add, block_norms, combine, negative, per_block
+from llqr.solvers.problem import (
+    NOTHING_TO_GAIN,
+    ConjugateDirections,
+    Point,
+    Problem,
+    Solver,
+    Stacks,
+    add,
+    block_norms,
+    positive,
+)
 
 LONGEST_TRIAL = 1.0
 """The most that a tensor moves to a trial point, relative to its norm."""
@@ -57,11 +66,13 @@ class ScaleFree(Solver):
             return u.with_history(history)
         best = state
         advance = _along_tangent if problem.degree(u) == 1 else _along_chord
-        directions = _Directions(problem)
+        directions = ConjugateDirections(problem, _metric(problem))
         for _ in range(steps):
             before = state.value
             best = min(best, state, key=_State.merit)
-            moved = advance(problem, state, directions, bounds)
+            slope = state.slope(problem)
+            direction = directions.next(state.point.pullback(slope), bounds.free(state.point.u))
+            moved = None if direction is None else advance(problem, state, slope, direction, bounds)
             if moved is None or not (problem.is_finite(moved.point.u) and math.isfinite(moved.value)):
                 break
             refused = moved.point is state.point  # a trial that was worse; the next is at another length
@@ -109,34 +120,13 @@ class _State:
         return problem.slope(self.product, self.scale)
 
 
-class _Directions:
-    """d ← -M∇J + β⁺ d, with β⁺ = max(0, ⟨M∇J, ∇J - ∇J_before⟩ / ⟨M∇J_before, ∇J_before⟩)."""
-
-    def __init__(self, problem: Problem) -> None:
-        self._problem, self._metric = problem, list[Tensor]()
-        for group, gradient in zip(problem.groups, problem.gradient, strict=True):
-            squares = block_norms(gradient).square()
-            spread = group.structure.spread(group.shape)
-            self._metric.append((spread / squares).masked_fill(squares == 0, 0.0))
-        self._last: tuple[Change, float, Change] | None = None
-
-    def next(self, gradient: Change, free: list[Tensor]) -> Change | None:
-        """The direction, of the blocks that are free to move; None where there is no descent left."""
-        metric = [weight * open_ for weight, open_ in zip(self._metric, free, strict=True)]
-        preconditioned = _weighted(metric, gradient)
-        gradient_before = self._last[0] if self._last is not None else gradient
-        squared, overlap = self._problem.inners((preconditioned, gradient), (preconditioned, gradient_before))
-        if not 0 < squared < math.inf:
-            return None
-        direction = descent = negative(preconditioned)
-        if self._last is not None:
-            _, squared_before, direction_before = self._last
-            beta = (squared - overlap) / squared_before
-            direction = combine(descent, _weighted(free, direction_before), max(beta, 0.0))
-            if self._problem.inner(direction, gradient) >= 0:
-                direction = descent
-        self._last = (gradient, squared, direction)
-        return direction
+def _metric(problem: Problem) -> list[Tensor]:
+    """A weight for each block."""
+    metric = []
+    for group, gradient in zip(problem.groups, problem.gradient, strict=True):
+        squares = block_norms(gradient).square()
+        metric.append((group.structure.spread(group.shape) / squares).masked_fill(squares == 0, 0.0))
+    return metric
 
 
 class _Bounds:
@@ -175,12 +165,8 @@ class _Bounds:
         return problem.least(longest)
 
 
-def _along_tangent(problem: Problem, state: _State, directions: _Directions, bounds: _Bounds) -> _State | None:
+def _along_tangent(problem: Problem, state: _State, slope: Stacks, direction: Change, bounds: _Bounds) -> _State | None:
     """A step where δ is linear in V: exact with the product Hδ'."""
-    slope = state.slope(problem)
-    direction = directions.next(state.point.pullback(slope), bounds.free(state.point.u))
-    if direction is None:
-        return None
     tangent = state.point.derivative(direction)
     product = problem.curvature(tangent)
     longest = bounds.length(problem, state.point.u, direction)
@@ -192,12 +178,8 @@ def _along_tangent(problem: Problem, state: _State, directions: _Directions, bou
     return _State.of(problem, state.scale, moved, add(state.step, tangent, length), add(state.product, product, length))
 
 
-def _along_chord(problem: Problem, state: _State, directions: _Directions, bounds: _Bounds) -> _State | None:
+def _along_chord(problem: Problem, state: _State, slope: Stacks, direction: Change, bounds: _Bounds) -> _State | None:
     """A step where δ isn't linear in V: the product is spent on a trial point."""
-    slope = state.slope(problem)
-    direction = directions.next(state.point.pullback(slope), bounds.free(state.point.u))
-    if direction is None:
-        return None
     length = min(
         _predicted(problem, state, slope, direction), bounds.length(problem, state.point.u, direction, LONGEST_TRIAL)
     )
@@ -237,10 +219,6 @@ def _multiple(state: _State, g_chord: float, step_chord: float, chord_chord: flo
         if scale > 0 and along > 0:
             return along / scale
     return _ratio(-(g_chord + state.scale * step_chord), state.scale * abs(chord_chord))
-
-
-def _weighted(weights: list[Tensor], change: Change) -> Change:
-    return [{n: per_block(w, t) for n, t in part.items()} for w, part in zip(weights, change, strict=True)]
 
 
 def _ratio(numerator: float, denominator: float) -> float:

@@ -1,8 +1,7 @@
-"""Block structures of U: one a file, each with its identity, its action, and the derivatives of its action."""
+"""Block structures of U, each with its identity, its action, the derivatives of its action, and its closed form."""
 
 from llqr.structures.base import Linearization, LinearStructure, Structure
-from llqr.structures.eigen_kronecker import EigenKronecker
-from llqr.structures.kronecker import Kronecker
+from llqr.structures.kronecker import EigenKronecker, Kronecker
 from llqr.structures.linear import Dense, Diagonal, Scalar
 
 __all__ = [

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
-from typing import Literal
+from functools import lru_cache, partial
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,25 +26,25 @@ Damping = float | Tensor
 """λ as a share of the mean curvature: one for all of a stack, or one for each, (k,)."""
 
 
-class Linearization(ABC):
+class Linearization(Protocol):
     """The action of a block on x at one value of its tensors, with what its derivatives share computed once."""
 
-    @abstractmethod
     def value(self) -> Tensor:
         """U x."""
 
-    @abstractmethod
     def derivative(self, change: Tensors) -> Tensor:
         """d(U x) along a change of the tensors."""
 
-    @abstractmethod
     def pullback(self, cotangent: Tensor) -> dict[str, Tensor]:
         """The gradient of ⟨cotangent, U x⟩ with respect to the tensors: the adjoint of `derivative`."""
 
-    def pull_onto(self, cotangent: Tensor, total: Tensors, decay: float) -> None:
-        """total ← decay · total + pullback, in place: where blocks are large, to pass over their memory once less."""
-        for name, gradient in self.pullback(cotangent).items():
-            total[name].mul_(decay).add_(gradient)
+
+class _Linearization(NamedTuple):
+    """One by three functions."""
+
+    value: Callable[[], Tensor]
+    derivative: Callable[[Tensors], Tensor]
+    pullback: Callable[[Tensor], dict[str, Tensor]]
 
 
 class Structure(ShownWithOptions, ABC):
@@ -75,7 +75,16 @@ class Structure(ShownWithOptions, ABC):
 
     def linearize(self, tensors: Tensors, x: Tensor) -> Linearization:
         """U x with its derivatives by the tensors: by differentiating `apply`, unless there is something cheaper."""
-        return Differentiated(self, tensors, x)
+        point = dict(tensors)
+
+        def act(tensors: dict[str, Tensor]) -> Tensor:
+            return self.apply(tensors, x)
+
+        return _Linearization(
+            lambda: act(point),
+            lambda change: torch.func.jvp(act, (point,), (dict(change),))[1],
+            lambda cotangent: torch.func.vjp(act, point)[1](cotangent)[0],
+        )
 
     @abstractmethod
     def degree(self, shape: Sequence[int]) -> int:
@@ -89,6 +98,9 @@ class Structure(ShownWithOptions, ABC):
         """What `closed_form` needs of the gradients v = rows ⊗ columns of linear maps, summed over the T places where they act.
 
         `rows` has shape (k, T, r) and `columns` (k, T, c); of a convolution the columns are `kernel` places for each channel.
+        Three names are taken: "rows" and "columns" are Σ rows rowsᵀ and Σ columns columnsᵀ, and where a structure has a factor
+        for the kernel, "columns" is of the channels and "kernel" of the places in it. H is their Kronecker product. Matrices,
+        or their diagonals. Other moments have other names.
         """
         raise self._without_closed_form()
 
@@ -97,7 +109,12 @@ class Structure(ShownWithOptions, ABC):
         return True
 
     def mean_curvature(self, moments: Tensors) -> Tensor:
-        """The mean of H's diagonal, (k,); here of an H that is a product of the moments."""
+        """The mean of H's diagonal, (k,), which L2 is compared with; here of moments called "rows", "columns" and "kernel"."""
+        if not moments.keys() <= {"rows", "columns", "kernel"}:
+            raise LLQRError(
+                f"{self!r} keeps moments of its own, {', '.join(map(repr, moments))}, and a divergence with L2 asks for the "
+                "mean of H's diagonal: write mean_curvature(moments), one number for each block"
+            )
         means = [(m if m.dim() == 2 else m.diagonal(dim1=1, dim2=2)).mean(1) for m in moments.values()]
         return torch.stack(means).prod(0)
 
@@ -131,41 +148,6 @@ class Structure(ShownWithOptions, ABC):
         return itemsize * sum(math.prod(size) for size in self.sizes(shape).values())
 
 
-class Differentiated(Linearization):
-    """Derivatives by automatic differentiation, for structures that say no more than how they act."""
-
-    def __init__(self, structure: Structure, tensors: Tensors, x: Tensor) -> None:
-        self._act: Callable[[dict[str, Tensor]], Tensor] = lambda tensors: structure.apply(tensors, x)
-        self._tensors = dict(tensors)
-
-    def value(self) -> Tensor:
-        return self._act(self._tensors)
-
-    def derivative(self, change: Tensors) -> Tensor:
-        tangent: Tensor = torch.func.jvp(self._act, (self._tensors,), (dict(change),))[1]
-        return tangent
-
-    def pullback(self, cotangent: Tensor) -> dict[str, Tensor]:
-        pulled: dict[str, Tensor] = torch.func.vjp(self._act, self._tensors)[1](cotangent)[0]
-        return pulled
-
-
-class Linear(Linearization):
-    """A block with one tensor, in which its action is linear: the derivative is the action of the change."""
-
-    def __init__(self, structure: LinearStructure, tensors: Tensors, x: Tensor) -> None:
-        self._structure, self._tensors, self._x = structure, tensors, x
-
-    def value(self) -> Tensor:
-        return self._structure.apply(self._tensors, self._x)
-
-    def derivative(self, change: Tensors) -> Tensor:
-        return self._structure.apply(change, self._x)
-
-    def pullback(self, cotangent: Tensor) -> dict[str, Tensor]:
-        return self._structure.pullback(self._x, cotangent)
-
-
 class LinearStructure(Structure):
     """A structure that is linear in its tensors, so that the pullback doesn't depend on them."""
 
@@ -175,7 +157,9 @@ class LinearStructure(Structure):
 
     def linearize(self, tensors: Tensors, x: Tensor) -> Linearization:
         """U x; its derivative is the action of the change."""
-        return Linear(self, tensors, x)
+        return _Linearization(
+            lambda: self.apply(tensors, x), lambda change: self.apply(change, x), partial(self.pullback, x)
+        )
 
     def degree(self, shape: Sequence[int]) -> int:
         return 1
@@ -219,6 +203,10 @@ LONG_SIDE = 192
 """Sides longer than this are inverted by their leading eigenvectors: their matrix would cost more than a training step."""
 
 
+POWERS = 2
+"""Products with M before the one that gives its leading eigenvalues."""
+
+
 def leading_rank(side: int) -> int:
     """How many: an eighth of a long side, where U was as good as with all of them (docs/findings.md)."""
     return max(64, side // 8)
@@ -250,10 +238,6 @@ def _start(side: int, rank: int, dtype: torch.dtype, device: torch.device) -> Te
     """Random columns, always the same."""
     generator = torch.Generator("cpu").manual_seed(side)
     return torch.randn(side, rank, generator=generator, dtype=torch.float64, device="cpu").to(device, dtype)
-
-
-POWERS = 2
-"""Products with M before the one that gives its leading eigenvalues."""
 
 
 def check_per(per: Per) -> None:

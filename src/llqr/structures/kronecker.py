@@ -1,7 +1,7 @@
-"""Kronecker: a factor for each side of a matrix (K-FAC's shape), and products with such factors.
+"""Kronecker and EigenKronecker: a factor for each side of a matrix (the shapes of K-FAC and E-KFAC).
 
 A stack `x` has shape (k, n_0, n_1, …). The factor of side i is a stack of matrices (k, n_i, n_i), or of vectors (k, n_i)
-that stand for diagonal matrices, or thin.
+that stand for diagonal matrices, or thin. A side is also called a mode, 0 for rows.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,37 +32,14 @@ from llqr.structures.base import (
 )
 from llqr.structures.linear import Diagonal
 
+VECTOR = Diagonal()
+
 
 class Thin(NamedTuple):
     """diag(w) - B Bᵀ, of w (k, n) and B (k, n, r)."""
 
     diagonal: Tensor
     basis: Tensor
-
-
-def sides(shape: Sequence[int], modes: Modes) -> tuple[int, ...]:
-    """The sides that a parameter is seen with: m × n, or C_out × C_in × k² for a convolution with `modes="all"`."""
-    if modes == "all" and len(shape) > 2:
-        return shape[0], shape[1], math.prod(shape[2:])
-    return shape[0], math.prod(shape[1:])
-
-
-def shortest(stack: Sequence[int]) -> int:
-    """The side (mode) of a stack's shape (k, n_0, n_1, …) that costs least to multiply."""
-    return min(range(len(stack) - 1), key=lambda mode: stack[mode + 1])
-
-
-def longest(stack: Sequence[int]) -> int:
-    """The side that costs most to multiply; another than the shortest one."""
-    return max(range(len(stack) - 1), key=lambda mode: (stack[mode + 1], mode))
-
-
-def identity_factor(size: tuple[int, ...], like: Tensor, count: int) -> Tensor:
-    return eye(size[0], like, count) if len(size) == 2 else ones(size, like, count)
-
-
-def transpose(factor: Tensor) -> Tensor:
-    return factor.mT if factor.dim() == 3 else factor
 
 
 def multiply(x: Tensor, factor: Tensor | Thin, mode: int) -> Tensor:
@@ -76,45 +53,6 @@ def multiply(x: Tensor, factor: Tensor | Thin, mode: int) -> Tensor:
     if mode == x.dim() - 2:
         return torch.bmm(x.flatten(1, -2), factor.mT).reshape(x.shape)
     return torch.einsum("kij,kajc->kaic", factor, x)
-
-
-def multiply_all(x: Tensor, factors: Sequence[Tensor | Thin]) -> Tensor:
-    for mode, factor in enumerate(factors):
-        x = multiply(x, factor, mode)
-    return x
-
-
-class AllButOne:
-    """For each side, x multiplied by the factors of all the others (X Dᵀ and C X for a matrix); computed when asked for."""
-
-    def __init__(self, x: Tensor, factors: Sequence[Tensor]) -> None:
-        self._x, self._factors = x, factors
-        self._products: dict[int, Tensor] = {}
-
-    def __getitem__(self, left_out: int) -> Tensor:
-        if left_out not in self._products:
-            product = self._x
-            for mode, factor in enumerate(self._factors):
-                if mode != left_out:
-                    product = multiply(product, factor, mode)
-            self._products[left_out] = product
-        return self._products[left_out]
-
-
-def outer(
-    cotangent: Tensor, x: Tensor, mode: int, factor: Tensor, onto: Tensor | None = None, decay: float = 1.0
-) -> Tensor:
-    """The gradient of ⟨cotangent, multiply(x, factor, mode)⟩ with respect to the factor, added to decay · `onto` in place."""
-    if factor.dim() == 2:
-        others = [dim for dim in range(1, x.dim()) if dim != mode + 1]
-        gradient = (cotangent * x).sum(others)
-        return gradient if onto is None else onto.mul_(decay).add_(gradient)
-    left, right = _unfold(cotangent, mode), _unfold(x, mode).mT
-    return torch.bmm(left, right) if onto is None else onto.baddbmm_(left, right, beta=decay)
-
-
-def _unfold(x: Tensor, mode: int) -> Tensor:
-    return x.transpose(1, mode + 1).flatten(2)
 
 
 def _multiply_thin(x: Tensor, thin: Thin, mode: int) -> Tensor:
@@ -131,7 +69,48 @@ def _along(vector: Tensor, x: Tensor, mode: int) -> Tensor:
     return vector.reshape(x.shape[0], *(x.shape[dim] if dim == mode + 1 else 1 for dim in range(1, x.dim())))
 
 
-VECTOR = Diagonal()
+def multiply_all(x: Tensor, factors: Sequence[Tensor | Thin], left_out: int | None = None) -> Tensor:
+    """x with every side multiplied by its factor, but for one that is left out."""
+    for mode, factor in enumerate(factors):
+        if mode != left_out:
+            x = multiply(x, factor, mode)
+    return x
+
+
+class AllButOne:
+    """For each side, x multiplied by the factors of all the others (X Dᵀ and C X for a matrix); computed when asked for."""
+
+    def __init__(self, x: Tensor, factors: Sequence[Tensor]) -> None:
+        self._x, self._factors = x, factors
+        self._products: dict[int, Tensor] = {}
+
+    def __getitem__(self, left_out: int) -> Tensor:
+        if left_out not in self._products:
+            self._products[left_out] = multiply_all(self._x, self._factors, left_out)
+        return self._products[left_out]
+
+
+def outer(cotangent: Tensor, x: Tensor, mode: int, factor: Tensor, onto: Tensor | None = None) -> Tensor:
+    """The gradient of ⟨cotangent, multiply(x, factor, mode)⟩ with respect to the factor, added to `onto` in place."""
+    if factor.dim() == 2:
+        gradient = (cotangent * x).sum([dim for dim in range(1, x.dim()) if dim != mode + 1])
+        return gradient if onto is None else onto.add_(gradient)
+    left, right = (y.transpose(1, mode + 1).flatten(2) for y in (cotangent, x))
+    return torch.bmm(left, right.mT) if onto is None else onto.baddbmm_(left, right.mT)
+
+
+def transpose(factor: Tensor) -> Tensor:
+    return factor.mT if factor.dim() == 3 else factor
+
+
+def _shortest(stack: Sequence[int]) -> int:
+    """The side of a stack's shape (k, n_0, n_1, …) that costs least to multiply."""
+    return min(range(len(stack) - 1), key=lambda mode: stack[mode + 1])
+
+
+def _longest(stack: Sequence[int]) -> int:
+    """The side that costs most to multiply; another than the shortest one."""
+    return max(range(len(stack) - 1), key=lambda mode: (stack[mode + 1], mode))
 
 
 @dataclass(frozen=True)
@@ -146,15 +125,13 @@ class SideStructure(Structure):
     max_dim: int = 8192
     modes: Modes = "matrix"
     by_sides = True
+    factors: ClassVar[tuple[str, ...]]
+    """The names of the factors, side by side."""
 
     def __post_init__(self) -> None:
         checked_integer("max_dim", self.max_dim, "a positive integer, the longest side that gets a full factor")
         if self.modes not in ("matrix", "all"):
             raise unknown("modes", self.modes, ("matrix", "all"))
-
-    @abstractmethod
-    def factors(self, sides: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """The name and shape of each tensor, for a parameter with these sides."""
 
     @abstractmethod
     def act(self, tensors: Tensors, x: Tensor) -> Tensor:
@@ -164,12 +141,23 @@ class SideStructure(Structure):
     def linearize_sides(self, tensors: Tensors, x: Tensor, shape: Sequence[int]) -> Linearization:
         """U x with its derivatives, of x with these sides; what comes out has the given shape."""
 
-    def sizes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        return VECTOR.sizes(shape) if len(shape) < 2 else self.factors(sides(shape, self.modes))
+    def sides(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """m × n, or C_out × C_in × k² for a convolution with `modes="all"`."""
+        if self.modes == "all" and len(shape) > 2:
+            return shape[0], shape[1], math.prod(shape[2:])
+        return shape[0], math.prod(shape[1:])
 
-    def factor_size(self, side: int) -> tuple[int, ...]:
-        """A matrix, or a diagonal where the side is longer than max_dim."""
-        return (side, side) if side <= self.max_dim else (side,)
+    def sizes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        if len(shape) < 2:
+            return VECTOR.sizes(shape)
+        sides = zip(self.factors, self.sides(shape), strict=False)
+        return {name: (side, side) if side <= self.max_dim else (side,) for name, side in sides}
+
+    def identity(self, shape: Sequence[int], like: Tensor, count: int = 1) -> dict[str, Tensor]:
+        return {
+            name: eye(size[0], like, count) if name in self.factors and len(size) == 2 else ones(size, like, count)
+            for name, size in self.sizes(shape).items()
+        }
 
     def multiplier(self, shape: Sequence[int]) -> str | None:
         return VECTOR.multiplier(shape) if len(shape) < 2 else None
@@ -194,12 +182,7 @@ class SideStructure(Structure):
         return self.modes == "matrix" or kernel == 1
 
     def _folded(self, x: Tensor) -> Tensor:
-        return x.reshape(x.shape[0], *sides(x.shape[1:], self.modes))
-
-
-FACTORS = ("C", "D", "E")
-DIAGONALS = {name: f"diagonal of {name}" for name in FACTORS}
-"""Of thin factors."""
+        return x.reshape(x.shape[0], *self.sides(x.shape[1:]))
 
 
 @dataclass(frozen=True)
@@ -211,20 +194,11 @@ class Kronecker(SideStructure):
     E over k², in place of two.
     """
 
-    def factors(self, sides: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        return {name: self.factor_size(side) for name, side in zip(FACTORS, sides, strict=False)}
-
-    def identity(self, shape: Sequence[int], like: Tensor, count: int = 1) -> dict[str, Tensor]:
-        if len(shape) < 2:
-            return VECTOR.identity(shape, like, count)
-        return {name: identity_factor(size, like, count) for name, size in self.sizes(shape).items()}
+    factors = ("C", "D", "E")
 
     def act(self, tensors: Tensors, x: Tensor) -> Tensor:
-        factors = [
-            Thin(tensors[DIAGONALS[name]], tensors[name]) if DIAGONALS[name] in tensors else tensors[name]
-            for name in FACTORS
-            if name in tensors
-        ]
+        named = [(name, _diagonal_of(name)) for name in self.factors if name in tensors]
+        factors = [Thin(tensors[w], tensors[name]) if w in tensors else tensors[name] for name, w in named]
         return multiply_all(x, factors)
 
     def closed_form(self, moments: Tensors, damping: Damping) -> dict[str, Tensor]:
@@ -232,26 +206,23 @@ class Kronecker(SideStructure):
         factor is inverted by itself. Of a long side a thin B is kept, and w beside it, which stand for diag(w) - B Bᵀ.
         """
         inverse: dict[str, Tensor] = {}
-        for name, moment in zip(FACTORS, moments.values(), strict=False):
+        for name, moment in zip(self.factors, moments.values(), strict=False):
             if moment.dim() == 3 and moment.shape[2] > LONG_SIDE:
-                inverse[name], inverse[DIAGONALS[name]] = thin_inverse(moment, damping**0.5)
+                inverse[name], inverse[_diagonal_of(name)] = thin_inverse(moment, damping**0.5)
             else:
                 inverse[name] = damped_inverse(moment, damping**0.5)
         return inverse
 
     def scale_side(self, tensors: Tensors, side: int, scale: Tensor) -> dict[str, Tensor]:
-        name, scaled = FACTORS[side], dict(tensors)
-        if DIAGONALS[name] in scaled:
-            scaled[DIAGONALS[name]] = scaled[DIAGONALS[name]] * scale.square()
-            scaled[name] = scaled[name] * scale[..., None]
-        elif scaled[name].dim() == 2:
-            scaled[name] = scaled[name] * scale.square()
-        else:
-            scaled[name] = scale[..., None] * scaled[name] * scale[:, None]
-        return scaled
+        name = self.factors[side]
+        factor, w = tensors[name], _diagonal_of(name)
+        if w in tensors:
+            return {**tensors, w: tensors[w] * scale.square(), name: factor * scale[..., None]}
+        pairs = scale.square() if factor.dim() == 2 else scale[..., None] * scale[:, None]
+        return {**tensors, name: factor * pairs}
 
     def linearize_sides(self, tensors: Tensors, x: Tensor, shape: Sequence[int]) -> Linearization:
-        return _Linearization(tensors, x, shape)
+        return _KroneckerLinearization(tensors, x, shape)
 
     def degree(self, shape: Sequence[int]) -> int:
         return len(self.sizes(shape))
@@ -261,7 +232,12 @@ class Kronecker(SideStructure):
         return {name: tensor * factor ** (1 / len(tensors)) for name, tensor in tensors.items()}
 
 
-class _Linearization(Linearization):
+def _diagonal_of(name: str) -> str:
+    """What the diagonal of a thin factor is called."""
+    return f"diagonal of {name}"
+
+
+class _KroneckerLinearization(Linearization):
     """d(C X Dᵀ) = dC (X Dᵀ) + (C X) dDᵀ; the pullback of P is P (X Dᵀ)ᵀ for C and Pᵀ (C X) for D.
 
     Both X Dᵀ and C X are there for the pullback, so the value is one product more: with the factor of the shorter side.
@@ -272,7 +248,7 @@ class _Linearization(Linearization):
         self._rest = AllButOne(x, self._factors)
 
     def value(self) -> Tensor:
-        last = shortest(self._sides)
+        last = _shortest(self._sides)
         return multiply(self._rest[last], self._factors[last], last).reshape(self._shape)
 
     def derivative(self, change: Tensors) -> Tensor:
@@ -280,14 +256,100 @@ class _Linearization(Linearization):
         return sum(parts[1:], start=parts[0]).reshape(self._shape)
 
     def pullback(self, cotangent: Tensor) -> dict[str, Tensor]:
-        return self._pulled(cotangent, {}, 1.0)
-
-    def pull_onto(self, cotangent: Tensor, total: Tensors, decay: float) -> None:
-        self._pulled(cotangent, total, decay)
-
-    def _pulled(self, cotangent: Tensor, total: Tensors, decay: float) -> dict[str, Tensor]:
         cotangent = cotangent.reshape(self._sides)
-        return {
-            name: outer(cotangent, self._rest[mode], mode, factor, total.get(name), decay)
-            for mode, (name, factor) in enumerate(self._tensors.items())
-        }
+        named = enumerate(self._tensors.items())
+        return {name: outer(cotangent, self._rest[mode], mode, factor) for mode, (name, factor) in named}
+
+
+SCALE = "s"
+
+
+@dataclass(frozen=True)
+class EigenKronecker(SideStructure):
+    """U X = Q_L (s ∘ (Q_Lᵀ X Q_R)) Q_Rᵀ, for X the parameter (m, ...) seen as m × n; a vector is diagonal.
+
+    Q_L, Q_R and s are all free: nothing keeps the bases orthogonal. `max_dim` and `modes` are as for `Kronecker`: a side longer
+    than `max_dim` has a diagonal in place of a basis, and with `modes="all"` a convolution has a third basis Q_K over k².
+    """
+
+    factors = ("Q_L", "Q_R", "Q_K")
+
+    def sizes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        sizes = super().sizes(shape)
+        return sizes if len(shape) < 2 else {**sizes, SCALE: self.sides(shape)}
+
+    def act(self, tensors: Tensors, x: Tensor) -> Tensor:
+        bases = list(_bases(tensors).values())
+        return multiply_all(tensors[SCALE] * multiply_all(x, [transpose(basis) for basis in bases]), bases)
+
+    def closed_form(self, moments: Tensors, damping: Damping) -> dict[str, Tensor]:
+        """(A ⊗ G + λ)⁻¹, exactly: in the eigenbases of A and G it divides by their eigenvalues' products plus λ."""
+        bases: dict[str, Tensor] = {}
+        curvature = moments["rows"].new_ones(())
+        for name, moment in zip(self.factors, moments.values(), strict=False):
+            values, bases[name] = (moment, torch.ones_like(moment)) if moment.dim() == 2 else torch.linalg.eigh(moment)
+            curvature = curvature[..., None] * values.clamp_min(0).reshape(len(values), *[1] * (len(bases) - 1), -1)
+        shift = damping * curvature.flatten(1).mean(1) + torch.finfo(curvature.dtype).tiny
+        return {**bases, SCALE: (curvature + shift.reshape(-1, *[1] * (curvature.dim() - 1))).reciprocal()}
+
+    def scale_side(self, tensors: Tensors, side: int, scale: Tensor) -> dict[str, Tensor]:
+        basis = tensors[self.factors[side]]
+        return {**tensors, self.factors[side]: basis * (scale if basis.dim() == 2 else scale[..., None])}
+
+    def linearize_sides(self, tensors: Tensors, x: Tensor, shape: Sequence[int]) -> Linearization:
+        return _EigenLinearization(tensors, x, shape)
+
+    def degree(self, shape: Sequence[int]) -> int:
+        return 2 * len(self.sizes(shape)) - 1
+
+    def scaled(self, tensors: Tensors, factor: float) -> dict[str, Tensor]:
+        """The bases stay; s (d of a vector) takes it all."""
+        return {name: tensor if name in self.factors else tensor * factor for name, tensor in tensors.items()}
+
+
+def _bases(tensors: Tensors) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if name != SCALE}
+
+
+class _EigenLinearization(Linearization):
+    """With X̂ = Q_Lᵀ X Q_R and Y = Q_L (s ∘ X̂) Q_Rᵀ,
+
+        dX̂ = dQ_Lᵀ (X Q_R) + (Q_Lᵀ X) dQ_R
+        dY = dQ_L ((s ∘ X̂) Q_Rᵀ) + (Q_L (s ∘ X̂)) dQ_Rᵀ + Q_L (ds ∘ X̂ + s ∘ dX̂) Q_Rᵀ
+
+    and with P̂ = Q_Lᵀ P Q_R the pullback of P is P̂ ∘ X̂ for s, P ((s ∘ X̂) Q_Rᵀ)ᵀ + (X Q_R) (s ∘ P̂)ᵀ for Q_L, and
+    (Q_Lᵀ P)ᵀ (s ∘ X̂) + (Q_Lᵀ X)ᵀ (s ∘ P̂) for Q_R: the same in L and R, but for what the first term puts together. That takes
+    what Y (for the longer side) and P̂ (for the others) need anyway, so that five products involve the longer side, not seven.
+    """
+
+    def __init__(self, tensors: Tensors, x: Tensor, shape: Sequence[int]) -> None:
+        self._shape, self._scale, self._named = shape, tensors[SCALE], _bases(tensors)
+        self._bases = list(self._named.values())
+        self._transposed = [transpose(basis) for basis in self._bases]
+        self._long, self._short = _longest(x.shape), _shortest(x.shape)
+        self._inner = AllButOne(x, self._transposed)
+        self._hat = multiply(self._inner[self._short], self._transposed[self._short], self._short)
+        self._scaled = self._scale * self._hat
+        self._outer = AllButOne(self._scaled, self._bases)
+
+    def value(self) -> Tensor:
+        return multiply(self._outer[self._long], self._bases[self._long], self._long).reshape(self._shape)
+
+    def derivative(self, change: Tensors) -> Tensor:
+        names = list(enumerate(self._named))
+        hat = sum(multiply(self._inner[mode], transpose(change[name]), mode) for mode, name in names)
+        moved = multiply_all(change[SCALE] * self._hat + self._scale * hat, self._bases)
+        for mode, name in names:
+            moved = moved + multiply(self._outer[mode], change[name], mode)
+        return moved.reshape(self._shape)
+
+    def pullback(self, cotangent: Tensor) -> dict[str, Tensor]:
+        cotangent = cotangent.reshape(self._hat.shape)
+        pulled = AllButOne(cotangent, self._transposed)
+        hat = multiply(pulled[self._short], self._transposed[self._short], self._short)
+        scaled = self._scale * hat
+        gradient: dict[str, Tensor] = {}
+        for mode, (name, basis) in enumerate(self._named.items()):
+            pair = (cotangent, self._outer[mode]) if mode == self._long else (pulled[mode], self._scaled)
+            gradient[name] = outer(self._inner[mode], scaled, mode, basis, onto=outer(*pair, mode, basis))
+        return {**gradient, SCALE: hat * self._hat}

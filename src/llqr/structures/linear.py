@@ -21,9 +21,6 @@ class Scalar(LinearStructure):
     def __post_init__(self) -> None:
         check_per(self.per)
 
-    def sizes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        return {"u": ()}
-
     def multiplier(self, shape: Sequence[int]) -> str | None:
         return "u" if self.per == "parameter" else None
 
@@ -52,9 +49,6 @@ class Scalar(LinearStructure):
 @dataclass(frozen=True)
 class Diagonal(LinearStructure):
     """U x = d ∘ x, with d of the parameter's shape."""
-
-    def sizes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        return {"d": tuple(shape)}
 
     def spread(self, shape: Sequence[int]) -> int:
         return math.prod(shape)
@@ -96,9 +90,6 @@ class Dense(LinearStructure):
     def __post_init__(self) -> None:
         check_per(self.per)
 
-    def sizes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        return {"U": (math.prod(shape), math.prod(shape))}
-
     def identity(self, shape: Sequence[int], like: Tensor, count: int = 1) -> dict[str, Tensor]:
         return {"U": eye(math.prod(shape), like, count)}
 
@@ -107,6 +98,9 @@ class Dense(LinearStructure):
 
     def second_moments(self, rows: Tensor, columns: Tensor, kernel: int) -> dict[str, Tensor]:
         return {"whole": gram((rows[..., None] * columns[:, :, None]).flatten(2))}
+
+    def mean_curvature(self, moments: Tensors) -> Tensor:
+        return moments["whole"].diagonal(dim1=1, dim2=2).mean(1)
 
     def closed_form(self, moments: Tensors, damping: Damping) -> dict[str, Tensor]:
         """(H + λ)⁻¹."""

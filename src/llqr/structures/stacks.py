@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from llqr.curvature.precision import at_least_single
 from llqr.errors import LLQRError, unknown
 from llqr.structures.base import Linearization, Structure
-from llqr.structures.eigen_kronecker import EigenKronecker
-from llqr.structures.kronecker import Kronecker
+from llqr.structures.kronecker import EigenKronecker, Kronecker
 from llqr.structures.linear import Dense, Diagonal, Scalar
 
 NAMES: dict[str, Callable[[], Structure]] = {
@@ -58,7 +57,7 @@ def assign(structure: StructureSpec, names: Collection[str]) -> dict[str, Struct
             raise LLQRError(f"a mapping of structures has name patterns for keys; {pattern!r} is not a string")
         if not (any(fnmatchcase(answer, pattern) for answer in known) if pattern in wild else pattern in known):
             raise unknown("parameter or module in the mapping of structures", pattern, list(known))
-    order = {pattern: place for place, pattern in enumerate(resolved)}
+    order = {pattern: rank for rank, pattern in enumerate(resolved)}
     assigned: dict[str, Structure] = {}
     for name, answers in answering.items():
         # names are looked up, so that a model with many parameters, each by its name, isn't matched pattern by pattern
@@ -207,50 +206,32 @@ def _check_value(name: str, value: object, shape: torch.Size, device: torch.devi
 
 
 def identity_groups(parameters: Mapping[str, Tensor], structure: StructureSpec) -> list[Group]:
-    """The blocks of U = I for parameters (or gradients) of these names, shapes, dtypes and devices."""
-    stacks: dict[_Kind, list[tuple[str, tuple[str, ...]]]] = {}
-    for key, members, block in _blocks(assign(structure, parameters)):
-        kind = _Kind.of(block, key, [parameters[name] for name in members])
-        stacks.setdefault(kind, []).append((key, members))
-    groups = []
-    for kind, entries in stacks.items():
-        keys, covered = (tuple(column) for column in zip(*entries, strict=True))
-        groups.append(Group(kind.structure, keys, covered, kind.shapes, kind.identity(len(keys))))
-    return groups
+    """The blocks of U = I for parameters (or gradients) of these names, shapes, dtypes and devices.
 
-
-class _Kind(NamedTuple):
-    """What blocks have to share to be in one stack; `alone` is the name of one that is too large for that."""
-
-    structure: Structure
-    shapes: tuple[torch.Size, ...]
-    dtype: torch.dtype
-    device: torch.device
-    alone: str | None
-
-    @classmethod
-    def of(cls, structure: Structure, key: str, parameters: Sequence[Tensor]) -> _Kind:
-        dtype = at_least_single(parameters[0].dtype)
-        for parameter in parameters:
-            if not parameter.is_floating_point():
-                raise LLQRError(
-                    f"{key!r} is of {parameter.dtype}; only real floating-point parameters have a structure"
-                )
-            dtype = torch.promote_types(dtype, parameter.dtype)
-        numbers = sum(parameter.numel() for parameter in parameters)
-        shapes = tuple(parameter.shape for parameter in parameters)
-        kind = cls(structure, shapes, dtype, parameters[0].device, key if numbers > STACK_LIMIT else None)
-        size = structure.memory(_seen(structure, shapes), dtype.itemsize)
+    Blocks of one kind are stacked, unless they are too large for that.
+    """
+    stacks: dict[Any, list[tuple[str, tuple[str, ...]]]] = {}
+    for key, names, block in _blocks(assign(structure, parameters)):
+        members = [parameters[name] for name in names]
+        for member in members:
+            if not member.is_floating_point():
+                raise LLQRError(f"{key!r} is of {member.dtype}; only real floating-point parameters have a structure")
+        dtype = reduce(torch.promote_types, (member.dtype for member in members), torch.float32)
+        shapes = tuple(member.shape for member in members)
+        size = block.memory(_seen(block, shapes), dtype.itemsize)
         if size > BLOCK_LIMIT:
             raise LLQRError(
-                f"the {structure!r} block of {key!r} would take {size / 2**30:,.1f} GB: use a structure with smaller blocks "
+                f"the {block!r} block of {key!r} would take {size / 2**30:,.1f} GB: use a structure with smaller blocks "
                 'there, such as "diagonal", "kfac" or Kronecker(max_dim=...)'
             )
-        return kind
-
-    def identity(self, count: int) -> dict[str, Tensor]:
-        like = torch.empty(0, dtype=self.dtype, device=self.device)
-        return self.structure.identity(_seen(self.structure, self.shapes), like, count)
+        alone = key if sum(map(Tensor.numel, members)) > STACK_LIMIT else None
+        stacks.setdefault((block, shapes, dtype, members[0].device, alone), []).append((key, names))
+    groups = []
+    for (block, shapes, dtype, device, _), entries in stacks.items():
+        keys, covered = (tuple(column) for column in zip(*entries, strict=True))
+        like = torch.empty(0, dtype=dtype, device=device)
+        groups.append(Group(block, keys, covered, shapes, block.identity(_seen(block, shapes), like, len(keys))))
+    return groups
 
 
 def _seen(structure: Structure, shapes: Sequence[torch.Size]) -> tuple[int, ...]:

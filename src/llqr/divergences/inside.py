@@ -1,16 +1,17 @@
-"""Divergences at other places than the output: ψ_i(x_i), ψ_i(x_i, θ_i), ψ_i(θ_i); and losses with terms there."""
+"""Divergences inside of the network: ψ_i(x_i), ψ_i(x_i, θ_i), ψ_i(θ_i); and losses with terms there."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from llqr.checks import Loss, check_callable, check_finite, check_flag
-from llqr.divergences.base import BasePoint, Divergence, Psi, Reduction, check_reduction, hessian_product
+from llqr.divergences.base import BasePoint, Divergence, Psi, QuadraticPsi, Reduction, check_reduction, hessian_product
 from llqr.divergences.families import standard_normal
 from llqr.errors import LLQRError
 
@@ -23,20 +24,20 @@ LayerLoss = Callable[[Any, dict[str, Tensor]], Tensor]
 
 
 class ActivationTerm(Divergence):
-    """ψ_i at one place; built by `Intermediate` and `Layerwise`.
+    """ψ_i at one module, by its name or a stage's index; built by `Intermediate` and `Layerwise`.
 
-    `place` is a module's name or a stage's index. ψ is of what that module returns or, where it is `joint`, of what it is
-    called with and its parameters, in one tensor that `base.unpack` takes apart.
+    ψ is of what the module returns or, where it is `joint`, of what it is called with and its parameters, in one tensor that
+    `base.unpack` makes two of.
     """
 
-    def __init__(self, place: str | int, inner: Psi, joint: bool = False) -> None:
-        self.place, self.inner, self.joint = place, inner, joint
+    def __init__(self, module: str | int, inner: Psi, joint: bool = False) -> None:
+        self.module, self.inner, self.joint = module, inner, joint
         self.flat, self.additive = inner.flat, inner.additive
 
     @property
     def key(self) -> tuple[str | int, bool]:
         """Terms with the same key sit on the same tensor."""
-        return self.place, self.joint
+        return self.module, self.joint
 
     def terms(self) -> Iterator[tuple[float, Term]]:
         yield 1.0, self
@@ -53,23 +54,19 @@ class ActivationTerm(Divergence):
         self.inner.check_psi(base)
 
     def __repr__(self) -> str:
-        return f"{'Layerwise' if self.joint else 'Intermediate'}({{{self.place!r}: {self.inner!r}}})"
+        return f"{'Layerwise' if self.joint else 'Intermediate'}({{{self.module!r}: {self.inner!r}}})"
 
 
-class _Quadratic(Psi):
-    """½ (x - x_k)ᵀ W (x - x_k)."""
+class _Metric(QuadraticPsi):
+    """½ (x - x_k)ᵀ W (x - x_k), W a metric that is given or a function of x_k."""
 
     needs_loss = False
 
     def __init__(
-        self, place: str | int, metric: float | Tensor | Callable[[Tensor], Tensor], reduction: Reduction
+        self, module: str | int, metric: float | Tensor | Callable[[Tensor], Tensor], reduction: Reduction
     ) -> None:
-        self.place, self.metric, self.additive = place, metric, reduction == "sum"
+        self.module, self.metric, self.additive = module, metric, reduction == "sum"
         self.by_variable = not callable(metric)
-
-    def psi(self, output: Tensor, base: BasePoint) -> Tensor:
-        change = output - base.output
-        return 0.5 * (change * self.hessian_product(change, base)).sum()
 
     def hessian_product(self, tangent: Tensor, base: BasePoint) -> Tensor:
         return _times(tangent, self._metric(base))
@@ -88,45 +85,46 @@ class _Quadratic(Psi):
             return
         if base.output.shape[:1] != (base.examples,) and base.examples > 1:
             raise LLQRError(
-                f"what {self.place!r} returns has shape {tuple(base.output.shape)}, not a leading dimension of "
+                f"what {self.module!r} returns has shape {tuple(base.output.shape)}, not a leading dimension of "
                 f"{base.examples} examples: a metric over one example's numbers doesn't fit; give a weight"
             )
         metric = self._metric(base)
-        check_finite(metric, f"the metric at {self.place!r}")
+        check_finite(metric, f"the metric at {self.module!r}")
         if metric.dim() < 3:
             if (metric < 0).any():
-                raise LLQRError(f"the metric at {self.place!r} has negative entries on its diagonal")
+                raise LLQRError(f"the metric at {self.module!r} has negative entries on its diagonal")
         elif not torch.allclose(metric, metric.mT):
-            raise LLQRError(f"the metric at {self.place!r} isn't symmetric; give (W + W.mT) / 2")
+            raise LLQRError(f"the metric at {self.module!r} isn't symmetric; give (W + W.mT) / 2")
         elif torch.linalg.eigvalsh(metric.double()).min() < -1e-6 * metric.abs().max():
             raise LLQRError(
-                f"the metric at {self.place!r} has a negative eigenvalue; it must be positive semi-definite"
+                f"the metric at {self.module!r} has a negative eigenvalue; it must be positive semi-definite"
             )
 
     def _metric(self, base: BasePoint) -> Tensor:
         """W with its reduction: a number, diagonals (1 or examples) × numbers, or matrices, likewise."""
         count, output, metric = base.examples, base.output, self.metric
         size, scale = output.numel() // count, 1.0 if self.additive else 1 / count
-        of_base = callable(metric)
         found = metric(output) if callable(metric) else metric
         if isinstance(found, (int, float)) or (isinstance(found, Tensor) and found.dim() == 0):
             return output.new_full((), float(found) * scale)
         if not isinstance(found, Tensor):
-            raise LLQRError(f"the metric at {self.place!r} returned a {type(found).__name__}, not a number or a tensor")
-        shape, found = tuple(found.shape), found.detach().to(output) * scale
-        if of_base and shape in ((count, size, size), tuple(output.shape)):
-            return found if shape == (count, size, size) else found.reshape(count, size)
-        if not of_base and found.numel() == size and shape == tuple(output.shape[output.dim() - len(shape) :]):
-            return found.reshape(1, size)
-        if not of_base and shape == (size, size):
-            return found[None]
-        if of_base:
             raise LLQRError(
-                f"the metric at {self.place!r} returned a tensor of shape {shape} for activations of shape "
+                f"the metric at {self.module!r} returned a {type(found).__name__}, not a number or a tensor"
+            )
+        shape, found = tuple(found.shape), found.detach().to(output) * scale
+        if callable(metric):
+            if shape in ((count, size, size), tuple(output.shape)):
+                return found if shape == (count, size, size) else found.reshape(count, size)
+            raise LLQRError(
+                f"the metric at {self.module!r} returned a tensor of shape {shape} for activations of shape "
                 f"{tuple(output.shape)}: return a number, a diagonal of that shape, or matrices {(count, size, size)}"
             )
+        if found.numel() == size and shape == tuple(output.shape[output.dim() - len(shape) :]):
+            return found.reshape(1, size)
+        if shape == (size, size):
+            return found[None]
         raise LLQRError(
-            f"the metric at {self.place!r} has shape {shape}, and one example's activation has {size} numbers: give a "
+            f"the metric at {self.module!r} has shape {shape}, and one example's activation has {size} numbers: give a "
             f"weight, a diagonal of the activation's shape, or a {size} × {size} matrix"
         )
 
@@ -163,22 +161,22 @@ class Intermediate(Divergence):
         check_reduction(reduction)
         if not isinstance(metrics, Mapping) or not metrics:
             raise LLQRError("Intermediate takes a mapping from module names to metrics, such as {'2': 0.1}")
-        for place, metric in metrics.items():
-            _check_metric(place, metric)
+        for module, metric in metrics.items():
+            _check_metric(module, metric)
         self.metrics, self.reduction = dict(metrics), reduction
         self.flat = all(metric.flat for metric in metrics.values() if isinstance(metric, Divergence))
 
     def terms(self) -> Iterator[tuple[float, Term]]:
-        for place, metric in self.metrics.items():
+        for module, metric in self.metrics.items():
             if not isinstance(metric, Divergence):
-                yield 1.0, ActivationTerm(place, _Quadratic(place, metric, self.reduction))
+                yield 1.0, ActivationTerm(module, _Metric(module, metric, self.reduction))
                 continue
             for weight, term in metric.terms():
                 assert isinstance(term, Psi)
-                yield weight, ActivationTerm(place, term)
+                yield weight, ActivationTerm(module, term)
 
     def __repr__(self) -> str:
-        inside = ", ".join(f"{place!r}: {_brief(metric)}" for place, metric in self.metrics.items())
+        inside = ", ".join(f"{module!r}: {_brief(metric)}" for module, metric in self.metrics.items())
         return f"Intermediate({{{inside}}}{', reduction=' + repr(self.reduction) if self.reduction != 'mean' else ''})"
 
 
@@ -197,11 +195,11 @@ class Layerwise(Divergence):
         self.psis, self.flat = dict(psis), flat
 
     def terms(self) -> Iterator[tuple[float, Term]]:
-        for place, psi in self.psis.items():
-            yield 1.0, ActivationTerm(place, _Joint(psi, self.flat, f"psi at {place!r}"), joint=True)
+        for module, psi in self.psis.items():
+            yield 1.0, ActivationTerm(module, _Joint(psi, self.flat, f"psi at {module!r}"), joint=True)
 
     def __repr__(self) -> str:
-        inside = ", ".join(f"{place!r}: {_brief(psi)}" for place, psi in self.psis.items())
+        inside = ", ".join(f"{module!r}: {_brief(psi)}" for module, psi in self.psis.items())
         return f"Layerwise({{{inside}}}{'' if self.flat else ', flat=False'})"
 
 
@@ -226,19 +224,11 @@ class _Joint(Psi):
         return _brief(self.function)
 
 
-class _JointCurvature(_Joint):
+class _JointCurvature(QuadraticPsi, _Joint):
     """½ (z - z_k)ᵀ ∇²ψ(z_k) (z - z_k), z = (x, θ): what Gauss–Newton keeps of a term of the loss."""
 
-    def psi(self, output: Tensor, base: BasePoint) -> Tensor:
-        change = output - base.output
-        return 0.5 * (change * self.hessian_product(change, base)).sum()
-
     def hessian_product(self, tangent: Tensor, base: BasePoint) -> Tensor:
-        whole = super().psi
-        return hessian_product(lambda output: whole(output, base), base.output, tangent, self.title)
-
-    def check_psi(self, base: BasePoint) -> None:
-        pass  # flat by its formula
+        return hessian_product(partial(_Joint.psi, self, base=base), base.output, tangent, self.title)
 
 
 class LayerwiseLoss:
@@ -264,8 +254,8 @@ class LayerwiseLoss:
         """Its terms inside the network; with `flat`, their curvature alone."""
         kind = _JointCurvature if flat else _Joint
         return [
-            ActivationTerm(place, kind(_of_now(term), flat, f"the loss term at {place!r}"), joint=True)
-            for place, term in self._terms.items()
+            ActivationTerm(module, kind(_of_now(term), flat, f"the loss term at {module!r}"), joint=True)
+            for module, term in self._terms.items()
         ]
 
 
@@ -285,9 +275,9 @@ class L2(Divergence):
     """
 
     def __init__(self, weight: float | Mapping[str | int, float] = 1.0) -> None:
-        for place, value in weight.items() if isinstance(weight, Mapping) else [("weight", weight)]:
+        for module, value in weight.items() if isinstance(weight, Mapping) else [("weight", weight)]:
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-                raise LLQRError(f"L2 weights are non-negative numbers; {place!r} is {value!r}")
+                raise LLQRError(f"L2 weights are non-negative numbers; {module!r} is {value!r}")
         self.weight = weight
 
     def terms(self) -> Iterator[tuple[float, Term]]:
@@ -297,22 +287,22 @@ class L2(Divergence):
         return f"L2({self.weight!r})"
 
 
-def _check_metric(place: str | int, metric: Metric) -> None:
+def _check_metric(module: str | int, metric: Metric) -> None:
     if isinstance(metric, Divergence):
         for _, term in metric.terms():
             if not isinstance(term, Psi) or term.needs_loss:
                 raise LLQRError(
-                    f"{term!r} can't be taken of what {place!r} returns: give a metric, or a divergence of outputs that needs "
+                    f"{term!r} can't be taken of what {module!r} returns: give a metric, or a divergence of outputs that needs "
                     "no loss, such as KL()"
                 )
     elif isinstance(metric, Tensor):
         if not metric.isfinite().all():
-            raise LLQRError(f"the metric at {place!r} has values that are not finite")
+            raise LLQRError(f"the metric at {module!r} has values that are not finite")
     elif not callable(metric) and (
         isinstance(metric, bool) or not isinstance(metric, (int, float)) or not 0 < metric < math.inf
     ):
         raise LLQRError(
-            f"the metric at {place!r} is {metric!r}; it is a positive weight, a tensor, a function of the activation, or a "
+            f"the metric at {module!r} is {metric!r}; it is a positive weight, a tensor, a function of the activation, or a "
             "divergence"
         )
 
@@ -323,11 +313,8 @@ def _check_functions(what: str, functions: object, form: str) -> None:
 
 
 def _brief(metric: object) -> str:
-    """Without a place in memory, so that all ranks say the same."""
+    """Without an address in memory, so that all ranks say the same."""
     if isinstance(metric, Tensor):
         return f"tensor{tuple(metric.shape)}"
-    return getattr(metric, "__qualname__", type(metric).__name__) if _is_function(metric) else repr(metric)
-
-
-def _is_function(metric: object) -> bool:
-    return callable(metric) and not isinstance(metric, Divergence)
+    function = callable(metric) and not isinstance(metric, Divergence)
+    return getattr(metric, "__qualname__", type(metric).__name__) if function else repr(metric)

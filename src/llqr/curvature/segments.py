@@ -23,7 +23,7 @@ from llqr.checks import call
 from llqr.curvature.graph import graph_nodes, refuse_once_differentiable, refuse_wrong_formulas
 from llqr.curvature.handwritten import handwritten
 from llqr.curvature.recorder import forward_replaced
-from llqr.curvature.rules.base import Maybe, Twice, record, record_twice
+from llqr.curvature.rules import Maybe, Rule, record, record_twice
 from llqr.errors import LLQRError
 
 Again = Callable[[], AbstractContextManager[Any]]
@@ -34,7 +34,7 @@ OTHERS = "name other modules in segments"
 MARK = "of_llqr_segment"
 
 
-class Segment(Twice):
+class Segment(Rule):
     """One call of a module, `run` as a function of these inputs: activations, then parameters."""
 
     def __init__(
@@ -56,7 +56,7 @@ class Segment(Twice):
         self.keep(*(x.detach() for x in inputs))
 
     def check(self) -> None:
-        if self.versions != tuple(x._version for x in self.kept):
+        if self.is_changed():
             raise LLQRError(f"what segment {self.name!r} was called with is changed in place later on: {OTHERS}")
 
     def forward(self) -> Tensor:
@@ -116,18 +116,18 @@ def in_segments(
     def called(name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given, spec = tree_flatten((args, kwargs))
         parameters = dict(module.named_parameters())
-        places = [i for i, value in enumerate(given) if isinstance(value, Tensor) and value.requires_grad]
+        positions = [i for i, value in enumerate(given) if isinstance(value, Tensor) and value.requires_grad]
         names = [name for name, parameter in parameters.items() if parameter.requires_grad]
-        inputs = [*(given[place] for place in places), *(parameters[each] for each in names)]
+        inputs = [*(given[i] for i in positions), *(parameters[each] for each in names)]
         if not inputs:
             return forward(*args, **kwargs)
         buffers = {each: buffer.detach().clone() for each, buffer in module.named_buffers()}
 
         def run(leaves: Sequence[Tensor]) -> Tensor:
             own = {i: value.clone() for i, value in enumerate(given) if isinstance(value, Tensor)}
-            own |= {place: leaf.clone() for place, leaf in zip(places, leaves, strict=False)}
+            own |= {i: leaf.clone() for i, leaf in zip(positions, leaves, strict=False)}
             tensors = {**parameters, **{each: buffer.clone() for each, buffer in buffers.items()}}
-            tensors |= dict(zip(names, leaves[len(places) :], strict=True))
+            tensors |= dict(zip(names, leaves[len(positions) :], strict=True))
             values, options = tree_unflatten([own.get(i, value) for i, value in enumerate(given)], spec)
             y = call(module, tensors, (), lambda: forward(*values, **options))
             if not isinstance(y, Tensor):

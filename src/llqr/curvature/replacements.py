@@ -1,0 +1,340 @@
+"""While a forward pass is recorded, operations that have a rule, or a plain form, are replaced by it.
+
+Torch's `embedding_bag` has no second derivative and no forward mode, and sparse gradients can't be differentiated: both are
+plain operations here. `max_norm` renormalises the weights that are looked up, in place, so those are handed over as copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.forward_ad import unpack_dual
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from llqr.curvature.rules import (
+    Activated,
+    Affine,
+    Attention,
+    BeyondRulesError,
+    Convolution,
+    ForwardPass,
+    LayerNorm,
+    Maybe,
+    Pointwise,
+    Rule,
+    current,
+    record,
+    record_twice,
+)
+
+Replacement = Callable[..., Maybe]
+"""Of an operation, with its arguments; None where torch has to do it."""
+
+
+def constants(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of what a forward pass may write to: buffers, and weights that it renormalises. Parameters to step that are among
+    those are handed over as copies of their own."""
+    named = dict(model.named_parameters())
+    written = {name: named[name] for name in renormalised(model)}
+    return {name: tensor.detach().clone() for name, tensor in {**dict(model.named_buffers()), **written}.items()}
+
+
+def renormalised(model: nn.Module) -> list[str]:
+    """The names of the weights that a forward pass renormalises in place."""
+    embeddings = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
+    weights = {id(module.weight) for module in embeddings if module.max_norm is not None}
+    return [name for name, parameter in model.named_parameters() if id(parameter) in weights]
+
+
+def _embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Maybe:
+    """With a dense gradient, where it would be sparse; and with a padding that has no derivative, forward neither."""
+    if padding_idx is not None and isinstance(unpack_dual(weight).tangent, Tensor):  # type: ignore[no-untyped-call]
+        rows = functional.embedding(input, weight, padding_idx, max_norm, norm_type)
+        return torch.where((input == padding_idx % len(weight))[..., None], rows.detach(), rows)
+    if not sparse:
+        return None
+    return functional.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq)
+
+
+def _embedding_bag(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Maybe = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Maybe = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Maybe:
+    """Looked up, then added up bag by bag."""
+    if scale_grad_by_freq or input.is_floating_point() or (input.dim() == 1) != (offsets is not None):
+        return None  # what isn't a derivative, or a mistake: torch says which
+    words = input.reshape(-1)
+    if offsets is None:
+        starts = torch.arange(len(input), device=input.device) * input.shape[1]
+    else:
+        starts = offsets[:-1] if include_last_offset else offsets
+    lengths = torch.diff(starts, append=starts.new_tensor([len(words)]))
+    bags = torch.arange(len(starts), device=input.device).repeat_interleave(lengths)
+    scales = None if per_sample_weights is None else per_sample_weights.reshape(-1, 1)
+    if padding_idx is not None:
+        kept = words != padding_idx % len(weight)
+        words, bags, scales = words[kept], bags[kept], None if scales is None else scales[kept]
+    rows = functional.embedding(words, weight, None, max_norm, norm_type)
+    if scales is not None:
+        rows = rows * scales
+    empty = rows.new_zeros(len(starts), rows.shape[1])
+    if mode == "max":
+        top = empty.scatter_reduce(0, bags[:, None].expand_as(rows), rows, "amax", include_self=False)
+        return top.clone()  # its derivative reads it, and what follows may change it in place
+    total = empty.index_add(0, bags, rows)
+    return total if mode == "sum" else total / torch.bincount(bags, minlength=len(starts)).clamp(min=1)[:, None]
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """As torch has it where it has no kernel; its kernel's second derivative is wrong."""
+    return v * (g / torch.norm_except_dim(v, 2, dim))
+
+
+def _hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
+    """Torch's kernel has no second derivative, and rounds the first to float32, whatever the dtype."""
+    y = functional.hardtanh(input + 3, 0, 6) / 6
+    return input.copy_(y) if inplace else y
+
+
+def _torchs_own(tensor: Tensor) -> bool:
+    """Whether torch has to do this itself: under autocast, where it chooses the dtypes and knows how to go back; inside of
+    torch.func, whose tensors aren't plain ones; without any record, in inference mode; and for complex numbers."""
+    return (
+        torch.is_autocast_enabled(tensor.device.type)
+        or torch._C._functorch.maybe_current_level() is not None
+        or torch.is_inference_mode_enabled()
+        or tensor.is_inference()
+        or tensor.is_complex()
+    )
+
+
+def _convolve(spatial: int, recorded: Callable[[Rule], Tensor]) -> Replacement:
+    def several(value: Any) -> list[int]:
+        values = [value] if isinstance(value, int) else list(value)
+        return values * spatial if len(values) == 1 else values
+
+    def convolve(
+        input: Tensor,
+        weight: Tensor,
+        bias: Maybe = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Maybe:
+        if input.dim() != spatial + 2 or isinstance(padding, str) or _torchs_own(input):
+            return None
+        settings = (*map(several, (stride, padding, dilation)), False, [0] * spatial, groups)
+        return recorded(Convolution(input, weight, bias, settings))
+
+    return convolve
+
+
+def _batch_norm(recorded: Callable[[Rule], Tensor] | None = None) -> Replacement:
+    """With running statistics a batch norm is an affine map: a part of the layer before it, if that is recorded by a rule; or
+    plain operations."""
+
+    def normalise(
+        input: Tensor,
+        running_mean: Maybe,
+        running_var: Maybe,
+        weight: Maybe = None,
+        bias: Maybe = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Maybe:
+        if training or running_mean is None or running_var is None:
+            return None
+        dtypes = {part.dtype for part in (input, running_mean, running_var, weight, bias) if part is not None}
+        if recorded is not None and len(dtypes) == 1 and not _torchs_own(input):
+            before = _rule_of(input)
+            if isinstance(before, Convolution) or (isinstance(before, Affine) and input.dim() == 2):
+                return recorded(before.normalised(input.detach(), running_mean, running_var, weight, bias, eps))
+        shape = [1, -1] + [1] * (input.dim() - 2)
+        inverse_std = (running_var + eps).rsqrt()
+        scale = inverse_std if weight is None else weight * inverse_std
+        shift = -running_mean * scale if bias is None else bias - running_mean * scale
+        return torch.addcmul(shift.view(shape), _as_normalised(input), scale.view(shape))
+
+    return normalise
+
+
+def _as_normalised(input: Tensor) -> Tensor:
+    """In memory as torch's batch norm returns it: the dropout behind it draws its mask in that order."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(input.dim())
+    return input if last is not None and input.is_contiguous(memory_format=last) else input.contiguous()
+
+
+def _pointwise(function: Callable[..., Tensor], second: bool) -> Replacement:
+    def replacement(input: Tensor, *args: Any, inplace: bool = False, **kwargs: Any) -> Maybe:
+        if inplace or any(argument is True for argument in args):
+            return None  # what else reads the input has to see the change
+        if not input.requires_grad or _torchs_own(input):
+            return None
+        rule = Pointwise(input, lambda x: function(x, *args, **kwargs), second)
+        before = _rule_of(input)
+        if not second and isinstance(before, Affine):
+            return record(Activated(before, rule), *before.inputs)
+        return record_twice(rule) if second else record(rule, input)
+
+    return replacement
+
+
+def _rule_of(tensor: Tensor) -> Rule | None:
+    """The rule that gave this tensor, if nobody has changed it or what it was computed from since: what follows can be
+    recorded together with it."""
+    rule = getattr(tensor.grad_fn, "rule", None)
+    return rule if isinstance(rule, Rule) and not tensor._version and rule.is_current() else None
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Maybe = None) -> Maybe:
+    if weight.dim() != 2 or _torchs_own(input):
+        return None
+    return record(Affine(input, weight, bias), input, weight, bias)
+
+
+def _layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Maybe = None,
+    bias: Maybe = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Maybe:
+    if _torchs_own(input):
+        return None
+    return record(LayerNorm(input, normalized_shape, weight, bias, eps), input, weight, bias)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Maybe = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Maybe:
+    batch = query.shape[:-2]
+    alike = batch == key.shape[:-2] == value.shape[:-2] and query.dtype == key.dtype == value.dtype
+    if dropout_p or enable_gqa or not alike or not batch or _torchs_own(query):
+        return None
+    if attn_mask is not None and (attn_mask.requires_grad or is_causal):
+        return None
+    if is_causal:
+        attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    return record(Attention(query, key, value, attn_mask, factor), query, key, value)
+
+
+def _watched(tensor: Tensor, *hook: Any) -> None:
+    """Hooks, on a tensor or on its node of the graph, would be passed by where layers are recorded together."""
+    if isinstance(getattr(tensor.grad_fn, "rule", None), Rule):
+        raise BeyondRulesError("the model asks for the gradients, or the node in the graph, of a layer that has a rule")
+
+
+class plain_rules(TorchFunctionMode):  # noqa: N801  (used as `with plain_rules():`)
+    """What torch can't differentiate twice, or slowly, by plain operations: right to every order, and in forward mode."""
+
+    replacements: dict[Callable[..., Any], Replacement] = {  # noqa: RUF012
+        functional.embedding: _embedding,
+        functional.embedding_bag: _embedding_bag,
+        torch._weight_norm: _weight_norm,
+        functional.hardsigmoid: _hardsigmoid,
+        functional.batch_norm: _batch_norm(),
+    }
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        replacement = self.replacements.get(func)
+        if replacement is not None and not _saved_elsewhere():
+            result = replacement(*args, **(kwargs or {}))
+            if result is not None:
+                return result
+        return func(*args, **(kwargs or {}))
+
+
+def _saved_elsewhere() -> bool:
+    """Whether somebody else keeps what autograd saves, as checkpointed blocks do.
+
+    They run again in the backward pass, where these rules aren't in force, and take what that saves for what this did.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+class _Rules(plain_rules):
+    """Replacements by rules, right to the order that is asked for."""
+
+    def __enter__(self) -> _Rules:
+        current.forward_pass = self._pass = ForwardPass()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        current.forward_pass, self._pass.goes_on = None, False
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+
+
+def _by_rules(second: bool) -> dict[Callable[..., Any], Replacement]:
+    """The replacements that both kinds of rules have."""
+
+    def recorded(rule: Rule) -> Tensor:
+        return record_twice(rule) if second else record(rule, *rule.inputs)
+
+    convolutions = (torch.conv1d, torch.conv2d, torch.conv3d)
+    smooth = (
+        functional.gelu,
+        functional.silu,
+        functional.mish,
+        functional.softplus,
+    )  # torch computes f' anew each time
+    return {
+        **plain_rules.replacements,
+        Tensor.register_hook: _watched,
+        Tensor.grad_fn.__get__: _watched,  # type: ignore[union-attr]
+        functional.batch_norm: _batch_norm(recorded),
+        **{function: _convolve(spatial, recorded) for spatial, function in enumerate(convolutions, start=1)},
+        **{function: _pointwise(function, second) for function in smooth},
+    }
+
+
+class hessian_rules(_Rules):  # noqa: N801
+    """Right to second order, for Hessian products."""
+
+    replacements = _by_rules(second=True)
+
+
+class linear_rules(_Rules):  # noqa: N801
+    """Right for products with the Jacobian, and for nothing beyond."""
+
+    replacements = {  # noqa: RUF012
+        **_by_rules(second=False),
+        functional.linear: _linear,
+        torch.layer_norm: _layer_norm,
+        functional.layer_norm: _layer_norm,
+        functional.scaled_dot_product_attention: _attention,
+    }
