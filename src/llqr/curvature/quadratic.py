@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from llqr.checks import Inputs, Loss, check_finite, check_model
 from llqr.curvature import locations
-from llqr.curvature.chunks import Examples, pieces, refuse_coupled
+from llqr.curvature.chunks import Examples, pieces
 from llqr.curvature.locations import PerLayer
 from llqr.curvature.precision import no_autocast, raised
 from llqr.curvature.recorded_chunk import ChunkContext, Portion, RecordedChunk
@@ -56,7 +56,6 @@ class QuadraticModel:
         only: Collection[str] | None = None,
         closure: Callable[[], Tensor] | None = None,
         portion: Portion | None = None,
-        sampled_from: tuple[Inputs, list[int]] | None = None,
         streams: Streams | None = None,
         segments: Collection[str] = (),
     ) -> QuadraticModel:
@@ -81,7 +80,6 @@ class QuadraticModel:
                 `model(inputs)`, and `inputs` may be ().
             portion: how much this batch counts, where it is a part of a larger one: the quadratic models of the parts add up to
                 that of the whole then, but for the diagonal.
-            sampled_from: the batch that `inputs` are some examples of, and which, to see whether they can be taken out of it.
             streams: what dropout masks are drawn from; by default the random streams as they are now.
             segments: names or patterns of modules, such as `["layers.*"]`, of which only the inputs are kept. Each product runs
                 them again, one at a time. They take and return tensors; batch statistics and dropout are the same each time.
@@ -118,9 +116,6 @@ class QuadraticModel:
         targets = raised(targets)
         cut = list(pieces(model, batch, targets, weights, chunk_size, training))
         with no_autocast(parameters):
-            if sampled_from is not None:
-                refuse_coupled(model, training)
-                context.check_parts(Examples(sampled_from[0], shared), [sampled_from[1]])
             if len(cut) > 1:
                 found = context.check_parts(batch, [piece.rows for piece in cut])
                 piece = next(pieces(model, batch, targets, weights, None, training))

@@ -27,7 +27,7 @@ class ConjugateGradient(Solver):
         point = problem.at(u)
         product = problem.curvature(point.step)
         longest = LONGEST * problem.norm([group.tensors for group in u.groups])
-        degree = problem.degree(u)
+        degree = u.degree
         history = [problem.value(point.step, product)]
         directions = ConjugateDirections(problem)
         for _ in range(steps):
@@ -58,7 +58,7 @@ class ConjugateGradient(Solver):
                 new_product = problem.curvature(new.step)
             value = problem.value(new.step, new_product)
             gained = history[-1] - value
-            if not (gained > 0 and problem.is_finite(new.u)):
+            if not (gained > 0 and new.u.is_finite()):
                 break
             u, point, product = new.u, new, new_product
             history.append(value)

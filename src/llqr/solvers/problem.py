@@ -29,33 +29,6 @@ ROUNDING = 64
 BatchNorm or that of attention's keys. A solver that weighs all blocks alike leaves it out, or it would follow it."""
 
 
-class Totals:
-    """Numbers of the blocks that are here, made into those of all blocks: the same, unless ranks hold some each."""
-
-    def sums(self, values: list[float]) -> list[float]:
-        """Each summed up."""
-        return values
-
-    def norms(self, values: list[float]) -> list[float]:
-        """From norms of the part that is here to those of all."""
-        return values
-
-    def least(self, value: float) -> float:
-        return value
-
-    def most(self, value: float) -> float:
-        return value
-
-
-ALONE = Totals()
-
-
-def totals_of(model: object) -> Totals:
-    """How a quadratic model takes totals: one that holds a part of the parameters says so by its `totals`."""
-    totals: Totals = getattr(model, "totals", ALONE)
-    return totals
-
-
 def mapped(function: Callable[..., Tensor], *trees: StacksOrChange) -> StacksOrChange:
     """A function of the tensors of steps, or of changes, one by one."""
     result: Any = [
@@ -123,7 +96,7 @@ class Problem:
     """
 
     def __init__(self, model: Quadratic, u: Preconditioner) -> None:
-        self.model, self.groups, self._totals = model, [group.layout() for group in u.groups], totals_of(model)
+        self.model, self.groups = model, [group.layout() for group in u.groups]
         self.gradient: Stacks = [group.gather(model.gradient).detach() for group in u.groups]
         self.descent = mapped(torch.neg, self.gradient)
 
@@ -150,8 +123,7 @@ class Problem:
 
     def value_at(self, step: Stacks) -> float:
         """J at δ, where Hδ itself isn't wanted."""
-        along, curved = self._totals.sums([_dot(self.gradient, step), curvature_along(self.model, self._named(step))])
-        return along + 0.5 * curved
+        return _dot(self.gradient, step) + 0.5 * curvature_along(self.model, self._named(step))
 
     def slope(self, product: Stacks, scale: float = 1.0) -> Stacks:
         """P = g + Hδ at scale · δ, given Hδ."""
@@ -165,29 +137,19 @@ class Problem:
 
     def dots(self, *pairs: tuple[StacksOrChange, StacksOrChange]) -> list[float]:
         """The inner products of pairs of steps, or of pairs of changes."""
-        return self._totals.sums([_dot(left, right) for left, right in pairs])
+        return [_dot(left, right) for left, right in pairs]
 
     inners = dots
 
     def sizes(self, *stacks: Stacks) -> list[float]:
         """Norms of steps, also where squares are beyond float32."""
         parts = [[float(torch.linalg.vector_norm(part, dtype=torch.float64)) for part in each] for each in stacks]
-        return self._totals.norms([math.hypot(*each) for each in parts])
+        return [math.hypot(*each) for each in parts]
 
     def norm(self, change: Change) -> float:
         """√⟨change, change⟩; not finite where one of the numbers isn't."""
         norms = [float(torch.linalg.vector_norm(tensor)) for tensor in tensors_of(change)]
-        return self._totals.norms([math.hypot(*norms)])[0]
-
-    def least(self, value: float) -> float:
-        """The least of what the holders of blocks have found."""
-        return self._totals.least(value)
-
-    def degree(self, u: Preconditioner) -> int:
-        return int(self._totals.most(u.degree))
-
-    def is_finite(self, u: Preconditioner) -> bool:
-        return self._totals.sums([float(not u.is_finite())])[0] == 0
+        return math.hypot(*norms)
 
 
 def _without_rounding(part: Tensor) -> Tensor:

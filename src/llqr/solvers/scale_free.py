@@ -65,7 +65,7 @@ class ScaleFree(Solver):
         if not math.isfinite(history[0]) or state.along == 0:
             return u.with_history(history)
         best = state
-        advance = _along_tangent if problem.degree(u) == 1 else _along_chord
+        advance = _along_tangent if u.degree == 1 else _along_chord
         directions = ConjugateDirections(problem, _metric(problem))
         for _ in range(steps):
             before = state.value
@@ -73,7 +73,7 @@ class ScaleFree(Solver):
             slope = state.slope(problem)
             direction = directions.next(state.point.pullback(slope), bounds.free(state.point.u))
             moved = None if direction is None else advance(problem, state, slope, direction, bounds)
-            if moved is None or not (problem.is_finite(moved.point.u) and math.isfinite(moved.value)):
+            if moved is None or not (moved.point.u.is_finite() and math.isfinite(moved.value)):
                 break
             refused = moved.point is state.point  # a trial that was worse; the next is at another length
             state = moved
@@ -153,7 +153,7 @@ class _Bounds:
             masks.append(torch.stack(inside).all(0).to(group.dtype))
         return masks
 
-    def length(self, problem: Problem, u: Preconditioner, direction: Change, relative: float = math.inf) -> float:
+    def length(self, u: Preconditioner, direction: Change, relative: float = math.inf) -> float:
         """The longest a that leaves every tensor's norm within `reach` of that at the start, and moves none by more than
         `relative` of its norm (now or at the start, the larger)."""
         longest = math.inf
@@ -162,14 +162,14 @@ class _Bounds:
                 norms, moves = block_norms(tensor), block_norms(part[name])
                 room = (self._reach * start[name] - norms).minimum(relative * norms.maximum(start[name]))
                 longest = min(longest, float((room.clamp_min(0) / moves).masked_fill(moves == 0, math.inf).min()))
-        return problem.least(longest)
+        return longest
 
 
 def _along_tangent(problem: Problem, state: _State, slope: Stacks, direction: Change, bounds: _Bounds) -> _State | None:
     """A step where δ is linear in V: exact with the product Hδ'."""
     tangent = state.point.derivative(direction)
     product = problem.curvature(tangent)
-    longest = bounds.length(problem, state.point.u, direction)
+    longest = bounds.length(state.point.u, direction)
     decline, curved = problem.dots((slope, tangent), (tangent, product))
     length = min(_ratio(-decline, state.scale * abs(curved)), longest)
     if not 0 < length < math.inf:
@@ -180,9 +180,7 @@ def _along_tangent(problem: Problem, state: _State, slope: Stacks, direction: Ch
 
 def _along_chord(problem: Problem, state: _State, slope: Stacks, direction: Change, bounds: _Bounds) -> _State | None:
     """A step where δ isn't linear in V: the product is spent on a trial point."""
-    length = min(
-        _predicted(problem, state, slope, direction), bounds.length(problem, state.point.u, direction, LONGEST_TRIAL)
-    )
+    length = min(_predicted(problem, state, slope, direction), bounds.length(state.point.u, direction, LONGEST_TRIAL))
     if not 0 < length < math.inf:
         return None
     trial = problem.at(state.point.u.moved(direction, length))
