@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -47,8 +48,10 @@ def read_json(text: str | bytes) -> Any:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write strict JSON (no NaN), whole or not at all."""
-    write_text(path, json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+    """Write strict JSON (no NaN), whole or not at all; lists of numbers on one line."""
+    text = json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False)
+    text = re.sub(r"\[\s+[-\d.eE+,\snul]+\]", lambda found: " ".join(found[0].split()), text)
+    write_text(path, text + "\n")
 
 
 def write_text(path: Path, text: str) -> None:

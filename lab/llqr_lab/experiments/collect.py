@@ -101,7 +101,12 @@ def curve(lines: list[dict[str, Any]]) -> dict[str, list[float | None]]:
     stride = max(1, math.ceil(len(lines) / POINTS))
     kept = [line for number, line in enumerate(lines, 1) if number % stride == 0 or number == len(lines)]
     names = ("step", "seconds", "train_loss", "train_accuracy", "valid_loss", "test_loss", "test_accuracy", "refits")
-    return {name: [line.get(name) for line in kept] for name in names if any(name in line for line in kept)}
+    return {name: [_short(line.get(name)) for line in kept] for name in names if any(name in line for line in kept)}
+
+
+def _short(number: float | None) -> float | None:
+    """Six digits, which a figure can't show."""
+    return float(f"{number:.6g}") if isinstance(number, float) else number
 
 
 def value(result: Result) -> float | None:

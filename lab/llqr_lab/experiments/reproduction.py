@@ -149,7 +149,8 @@ def _ablations(results: list[Result]) -> str:
     base = [each for each in swept if each["method"] == "base"]
     unit = UNITS.get(swept[0]["score"], 1.0) if swept else 1.0
     rows = []
-    for method in methods_of([each for each in swept if "+" in each["method"]]) if base else []:
+    changed = [each for each in swept if "+" in each["method"]]
+    for method in methods_of(changed) if base and changed else []:
         own = [each for each in swept if each["method"] == method]
         gain = summary(gains(own, base))
         rows.append([f"`{method}`", str(len(own)), shown(summary(scores(own)), unit), compared(gain)])
