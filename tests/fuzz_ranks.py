@@ -83,8 +83,6 @@ def drawn_for(kind: str, seed: int) -> Draw:
         changes["model"] = "linear"
     if kind == "fsdp" and not draw.base.startswith("adam"):  # torch shards no other fused steps
         changes["base_options"] = {name: value for name, value in draw.base_options.items() if name != "fused"}
-    if kind == "ddp" and draw.paper:
-        changes["llqr"] = {**draw.llqr, "shard": choose.random() < 0.3}
     return replace(draw, **changes)
 
 
@@ -95,8 +93,7 @@ def built(draw: Draw, kind: str, other: int = 0) -> Trained:
     """On this rank; on one process if torch.distributed isn't there."""
     model = bare_model(draw, other)
     if not dist.is_initialized():
-        options = {name: value for name, value in draw.llqr.items() if name != "shard"}
-        return optimized(replace(draw, llqr=options), model, model)
+        return optimized(draw, model, model)
     if kind == "ddp":
         called = DistributedDataParallel(model, **draw.extra.get("wrapper", {}))
         return replace(optimized(draw, model, model if draw.extra["late"] else called), called=called)

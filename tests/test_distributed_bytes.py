@@ -34,7 +34,7 @@ PULSE = 64
 
 
 def counted(action: Any) -> dict[str, int]:
-    """Bytes of the messages that an action sends and gets on this rank, by operation."""
+    """Bytes of the messages that an action sends and gets on this rank, by operation, and their number."""
     found: Counter[str] = Counter()
     plain = {name: getattr(dist, name) for name in ("all_reduce", "broadcast", "all_to_all_single")}
     gather = DTensor.full_tensor
@@ -43,6 +43,7 @@ def counted(action: Any) -> dict[str, int]:
         def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             kind = "pulse" if name == "all_reduce" and tensor.nbytes <= PULSE else name
             found[kind] += tensor.nbytes + (args[0].nbytes if name == "all_to_all_single" else 0)
+            found["messages"] += 1
             return plain[name](tensor, *args, **kwargs)
 
         return call
@@ -102,7 +103,7 @@ def test_ranks_send_what_is_counted_on_paper(size: int, solver: Solver, tmp_path
                 assert refit["pulse"] <= PULSE * (3 * (INNER + 2) + 10)
                 assert after.get("gathered", 0) == gathered
                 assert after.get("pulse", 0) <= (0 if way == "ddp" else 4 * PULSE)
-                assert after.keys() <= {"gathered", "pulse"}
+                assert after.keys() <= {"gathered", "pulse", "messages"}
 
 
 def test_blocks_are_dealt_out_by_size() -> None:
