@@ -51,6 +51,7 @@ def counted(action: Any) -> dict[str, int]:
     def gathering(tensor: DTensor) -> Tensor:
         whole = gather(tensor)
         found["gathered"] += whole.nbytes
+        found["messages"] += 1
         return whole
 
     with (

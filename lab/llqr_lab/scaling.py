@@ -148,7 +148,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 ITEM, PLACES = 4, 8
 """Bytes of a parameter, and of the number of places at which a map was looked at."""
-PULSES, STEP_PULSES = 11, 3
+PULSES, STEP_PULSES = 10, 3
 """Messages of a refit, and of a step under FSDP2, that carry a few numbers and no tensors; of DDP's refit one more."""
 
 
@@ -202,7 +202,6 @@ def count(found: Census, devices: int = 1, sharded: bool = False, times: int = 1
         apply, held = sum(b.apply for b in blocks), curvature + u + copied
         return Cost(training, apply, refit, held, 2 * curvature + new, 0, summed + u, 0, messages)
     whole = ITEM * sum(shape.numel() for shape in found.parameters)
-    pieces = [torch.empty(_shards([shape], devices) // ITEM, device="meta") for shape in found.parameters]
     words = ITEM * sum(len(b.members) + 1 for b in blocks)
     return Cost(
         training,
@@ -214,7 +213,7 @@ def count(found: Census, devices: int = 1, sharded: bool = False, times: int = 1
         3 * copied + words + most(lambda b: 3 * _shards(b.members, 1) + devices * ITEM * (len(b.members) + 1)),
         summed + whole,
         STEP_PULSES + 2,
-        messages + devices * _messages([pieces]),
+        messages + len(found.parameters),
     )
 
 
