@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from llqr import LLQR
-from llqr.base_step import STEEPNESS, turn
+from llqr.base_step import STEEPNESS, Momentum, turn
 from llqr.curvature.linear_maps import Block, LinearMap, Stack, damping_after
 from llqr.curvature.statistics import Sums
 from llqr.structures import Dense, EigenKronecker, Kronecker
@@ -482,3 +482,19 @@ def test_uses_of_a_weight_whose_moments_are_not_arranged_alike_are_not_added_up(
         model(torch.randn(20, 3)).square().mean().backward()
         optimizer.step()
     assert bool(optimizer.blocks) == (structure == "kfac")
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("maximize", [False, True])
+def test_the_momentum_of_sgd_is_what_it_steps_along(momentum: float, nesterov: bool, maximize: bool) -> None:
+    """θ_{k+1} = θ_k - lr m, with weight decay at θ_k, before the step."""
+    if nesterov and not momentum:
+        return
+    weight = nn.Parameter(torch.randn(3, 4, dtype=torch.float64))
+    base = torch.optim.SGD([weight], lr=0.1, momentum=momentum, nesterov=nesterov, maximize=maximize, weight_decay=0.5)
+    for _ in range(3):
+        weight.grad, before = torch.randn_like(weight), weight.detach().clone()
+        base.step()
+        found = Momentum(base).of("weight", weight, before, base.param_groups[0], lambda tensor: tensor)
+        torch.testing.assert_close(before - 0.1 * found, weight.detach(), rtol=1e-12, atol=1e-12)

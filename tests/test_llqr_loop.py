@@ -404,3 +404,26 @@ def test_memory_and_repr() -> None:
     assert optimizer.stats.memory == size
     for part in ("LLQR.paper(", "KL()", "'diagonal'", "every=2", "at step 3: 2 refits", "SGD (", "momentum: 0.9"):
         assert part in repr(optimizer)
+
+
+class Counting(nn.Module):
+    """Counts its runs in a buffer, in both modes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = network()
+        self.register_buffer("runs", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        return self.inner(x)
+
+
+def test_a_closure_that_a_refit_evaluates_leaves_buffers_as_they_were() -> None:
+    """A step with a refit counts one run, as a step without."""
+    model = Counting()
+    optimizer = LLQR.paper(sgd(model), model, every=1, steps=1)
+    for number in range(3):
+        optimizer.step(closure_of(model, optimizer, batch()))
+        assert int(model.runs) == number + 1
+    assert optimizer.stats.refits == 3

@@ -14,6 +14,7 @@ from llqr.errors import LLQRError
 from llqr.preconditioner import Preconditioner
 from llqr.relaxation import fit
 from llqr.solvers import SGDM, Adam, ConjugateGradient, ScaleFree, Solver
+from llqr.solvers.scale_free import _State
 from llqr.structures import Dense, Diagonal, EigenKronecker, Kronecker, Scalar, Structure
 from standins import DenseModel, network_model, random_model
 
@@ -283,3 +284,10 @@ def test_line_searches_stop_when_nothing_is_left(solver: Solver) -> None:
 def test_bad_options_are_refused(make: Callable[[], Solver]) -> None:
     with pytest.raises(LLQRError):
         make()
+
+
+def test_scale_free_compares_steps_by_the_size_of_the_curvature() -> None:
+    """c g·δ + ½c²|δ·Hδ|: where H is negative J has no bottom, and the longest step would win."""
+    up, down = (_State(2.0, None, [], [], -3.0, curved) for curved in (5.0, -5.0))
+    assert up.merit() == down.merit() == 2 * -3.0 + 0.5 * 4 * 5.0
+    assert (up.value, down.value) == (4.0, -16.0)

@@ -84,7 +84,7 @@ class ChunkContext:
             try:
                 with frozen_rng():
                     expected = term.hessian_product(tangent, self.whole.base)
-                    found = [self.product_among(term, of_rows(tangent, rows, piece.count), rows) for rows in parts]
+                    found = [self.product_among(term, of_rows(tangent, rows, piece.count), rows).clone() for rows in parts]
             except RuntimeError as error:
                 raise NotTwiceDifferentiableError(
                     f"the loss or the divergence can't be differentiated twice by the output: {error}"
