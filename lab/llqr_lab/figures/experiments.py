@@ -139,7 +139,10 @@ def _band(
 
     Between its evaluations and after its end a run has the value that it had; one that diverged is left out from there on.
     """
-    steps = max((row["curve"]["step"] for row in rows), key=lambda some: some[-1])
+    looked = [
+        [s for s, v in zip(row["curve"]["step"], row["curve"][name], strict=True) if v is not None] for row in rows
+    ]
+    steps = max(looked, key=lambda some: some[-1] if some else 0)
     at, means, errors = [], [], []
     for step in steps:
         points = [point for row in rows if (point := _point(row, step, along, name)) is not None]
