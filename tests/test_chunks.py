@@ -382,3 +382,25 @@ def test_a_model_that_counts_its_calls() -> None:
     q = QuadraticModel.build(model, inputs, targets, LOSS, KL(), 0.0, 2)
     with pytest.raises(LLQRError, match="another output each time"):
         q.curvature(q.gradient)
+
+
+@pytest.mark.parametrize("divergence", [GaussNewton(), Newton()])
+def test_a_loss_that_adds_examples_up_is_evaluated_chunk_by_chunk(divergence: Divergence) -> None:
+    """The loss of all eight examples is differentiated as often with eight chunks as with two; class weights included."""
+    model, weights = nn.Linear(3, 4).double(), torch.tensor([1.0, 2.0, 0.5, 3.0], dtype=torch.float64)
+    x, y = torch.randn(8, 3, dtype=torch.float64), torch.arange(8) % 4
+    seen: list[int] = []
+
+    def loss(output: Tensor, targets: Tensor) -> Tensor:
+        seen.append(len(output))
+        return functional.cross_entropy(output, targets, weight=weights)
+
+    whole, products = [], []
+    for size in (None, 4, 1):
+        seen.clear()
+        q = QuadraticModel.build(model, x, y, loss, divergence, chunk_size=size)
+        products.append(q.curvature({name: torch.ones_like(p) for name, p in model.named_parameters()}))
+        whole.append(seen.count(8))
+    assert whole[1] == whole[2]
+    for name, product in products[0].items():
+        torch.testing.assert_close(products[2][name], product, rtol=1e-10, atol=1e-12)

@@ -28,7 +28,7 @@ class Piece:
     """One chunk of a batch, or all of it.
 
     `variables` is its share of a mean over variables, `examples` of a mean over examples, of which it has `count`. The targets
-    are the batch's, because a loss may count examples as it likes; the weights are its own.
+    are the batch's, because a loss may count examples as it likes; `own_targets` are of its rows, and so are the weights.
     """
 
     inputs: Inputs
@@ -38,6 +38,7 @@ class Piece:
     variables: float
     examples: float
     count: int
+    own_targets: Any = None
 
 
 class Examples:
@@ -100,7 +101,8 @@ def pieces(
         own = None if weights is None else weights[rows]
         examples = (rows.stop - rows.start) / count
         variables = examples if weights is None or own is None else total(own) / total(weights)
-        yield Piece(batch.rows(rows), targets, own, rows, variables, examples, rows.stop - rows.start)
+        size_of_rows, own_targets = rows.stop - rows.start, _rows(targets, rows, count)
+        yield Piece(batch.rows(rows), targets, own, rows, variables, examples, size_of_rows, own_targets)
 
 
 def total(weights: Tensor) -> float:

@@ -119,7 +119,7 @@ class QuadraticModel:
             if len(cut) > 1:
                 found = context.check_parts(batch, [piece.rows for piece in cut])
                 piece = next(pieces(model, batch, targets, weights, None, training))
-                context.keep_whole(found, piece, [each.rows for each in cut])
+                context.keep_whole(found, piece, cut)
             parts = [RecordedChunk(context, piece, keep=chunk_size is None) for piece in cut]
             slope = _total(part.gradient() for part in parts) if gradient is None else _given(gradient, parameters)
             for name, value in slope.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -57,6 +57,8 @@ class ChunkContext:
     portion: Portion = Portion()
     """Of a larger batch, that this one is."""
     whole: WholeBatch | None = None
+    counts: dict[tuple[int, int], float] = field(default_factory=dict)
+    """By a term and a chunk's first row: how many times the term of the chunk alone counts in that of the batch."""
     examined: bool = False
     """Whether the formulas in model and loss were looked at."""
 
@@ -73,18 +75,19 @@ class ChunkContext:
             check_part(lambda inputs: self.values(inputs)[0], batch, whole, rows, self.recorder.rounding)
         return whole
 
-    def keep_whole(self, output: Tensor, piece: Piece, parts: Sequence[Rows]) -> None:
+    def keep_whole(self, output: Tensor, piece: Piece, parts: Sequence[Piece]) -> None:
         """Keep the output of a batch for its chunks: what isn't a mean over variables is a function of it, with the outputs of
-        the other chunks as they are. An error where its second derivative doesn't fall apart into those of the parts."""
+        the other chunks as they are; or a multiple of the chunk's own, which costs less. An error where its second derivative
+        doesn't fall apart into those of the chunks."""
         self.whole = WholeBatch(*self.expand(output, piece), piece.count)
         tangent = waves(output)
-        for _, term in self.terms:
+        for number, (_, term) in enumerate(self.terms):
             if not isinstance(term, OutputTerm) or term.by_variable:
                 continue
             try:
                 with frozen_rng():
                     expected = term.hessian_product(tangent, self.whole.base)
-                    found = [self.product_among(term, of_rows(tangent, rows, piece.count), rows).clone() for rows in parts]
+                    found = [self._found(number, term, tangent, expected, part) for part in parts]
             except RuntimeError as error:
                 raise NotTwiceDifferentiableError(
                     f"the loss or the divergence can't be differentiated twice by the output: {error}"
@@ -95,6 +98,26 @@ class ChunkContext:
                     "the loss or the divergence of a batch isn't made of its chunks': it compares examples with each other, or "
                     "isn't linear in what it says of each. Give the batch whole"
                 )
+
+    def _found(self, number: int, term: OutputTerm, tangent: Tensor, expected: Tensor, part: Piece) -> Tensor:
+        """A chunk's product: by itself, if it and its slope are one multiple of what the batch has there."""
+        assert self.whole is not None
+        own, wanted, output = (
+            of_rows(each, part.rows, self.whole.count) for each in (tangent, expected, self.whole.base.output)
+        )
+        if self.loss_fn is not None and self.whole.slope is not None and part.own_targets is not None:
+            try:
+                loss, slope = loss_gradient(self.loss_fn, output, part.own_targets)
+                product = term.hessian_product(own, BasePoint(output, loss, part.weights))
+            except Exception:  # a loss may want the whole batch, or have nothing to count in a chunk
+                return self.product_among(term, own, part.rows).clone()
+            slopes = of_rows(self.whole.slope, part.rows, self.whole.count)
+            count = float((product * wanted).sum() / product.square().sum())
+            pairs = ((product, wanted), (slope, slopes))
+            if all((count * a - b).norm() <= torch.finfo(b.dtype).eps ** 0.5 * b.norm() for a, b in pairs):
+                self.counts[number, part.rows.start] = count
+                return wanted
+        return self.product_among(term, own, part.rows).clone()
 
     def among(self, part: Tensor, rows: Rows, others: Tensor) -> Tensor:
         """The outputs of a chunk, among those of the others."""
@@ -206,8 +229,11 @@ class RecordedChunk:
             if isinstance(term, L2) or not term.flat:
                 continue
             index = self._context.index(term)
-            if isinstance(term, OutputTerm) and self._is_of_all(term):
+            count = self._count(term)
+            if isinstance(term, OutputTerm) and self._is_of_all(term) and count is None:
                 product = self._context.product_among(term, tangents[0], self._piece.rows)
+            elif count is not None:
+                product = count * term.hessian_product(tangents[0], self._alone(recorded.bases[0]))
             else:
                 product = term.hessian_product(tangents[index], recorded.bases[index])
             curved[index] += product * factor
@@ -215,10 +241,21 @@ class RecordedChunk:
 
     def _psi(self, term: OutputTerm | ActivationTerm, values: list[Tensor], bases: list[BasePoint]) -> Tensor:
         """ψ, of the whole batch with the outputs of the other chunks as they are where it isn't a mean over variables."""
-        index, whole = self._context.index(term), self._context.whole
+        index, whole, count = self._context.index(term), self._context.whole, self._count(term)
+        if count is not None:
+            return count * term.psi(values[index], self._alone(bases[index]))
         if whole is not None and self._is_of_all(term):
             return term.psi(self._context.among(values[0], self._piece.rows, whole.base.output), whole.base)
         return term.psi(values[index], bases[index])
+
+    def _count(self, term: Term) -> float | None:
+        """How often this chunk's own term counts in the batch's; None where that isn't known."""
+        numbers = [number for number, (_, each) in enumerate(self._context.terms) if each is term]
+        rows = self._piece.rows
+        return self._context.counts.get((numbers[0], rows.start)) if isinstance(rows, slice) and numbers else None
+
+    def _alone(self, base: BasePoint) -> BasePoint:
+        return replace(base, loss=bound(self._context.loss_fn, self._piece.own_targets))
 
     def _is_of_all(self, term: Term) -> bool:
         """Whether a term is a function of the whole batch's output, of which this is a chunk."""
