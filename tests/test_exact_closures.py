@@ -41,6 +41,30 @@ def test_another_model_in_the_closure(options: dict[str, Any]) -> None:
     refused("another model", Exact(other, **options), closure)
 
 
+@pytest.mark.parametrize("options", [{}, {"method": "cg"}, {"loss_fn": nn.MSELoss()}])
+def test_a_parameter_in_a_variable_of_the_closure(options: dict[str, Any]) -> None:
+    """It would be a constant in J; from the model it is stepped, through a variable that holds a module too."""
+    model = network()
+    model.k = nn.Parameter(torch.full((1, 1), 0.5).double())
+    k, layer = model.k, model[0]
+    part, before = layer.weight[0], model[:3](X) - Y  # type: ignore[index]
+
+    def step(values: Callable[[], Tensor]) -> Callable[[], Any]:
+        return lambda: (values(), 0 * values().detach()) if "loss_fn" in options else values()
+
+    for name, values in (
+        (r"'k'.* model\.k ", lambda: torch.cat((model[:3](X) - Y, k - 2))),
+        (r"'k'", lambda: k),
+        (r"'0.weight'.* model\[0\]\.weight ", lambda: (model[:3](X) - Y) * part.sum()),
+        (r"before step\(\)", lambda: before),
+    ):
+        refused(name, Exact(model, **options), step(values))
+    optimizer = Exact(model, **options)
+    for _ in range(10):
+        optimizer.step(step(lambda: torch.cat((model[2](layer(X).tanh()) - Y, model.k - 2))))
+    assert float(model.k.detach()) == pytest.approx(2, abs=1e-3)
+
+
 def test_a_minimum_is_no_other_model() -> None:
     """A gradient of zero, though the output depends on the parameters."""
     model = network()

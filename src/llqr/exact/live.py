@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from llqr.checks import Inputs, Loss, check_finite
+from llqr.curvature.graph import graph_nodes
 from llqr.curvature.recorder import Streams
 from llqr.errors import LLQRError, NonFiniteError
 from llqr.exact.point import squares
@@ -29,6 +30,7 @@ class Live:
         self.groups: list[tuple[int, int]] = []
         calls: list[tuple[Any, ...]] = []
         self.streams = Streams(model)
+        self._own = {id(p): name for name, p in model.named_parameters()}
         hook = model.register_forward_hook(lambda *seen: calls.append(seen), with_kwargs=True)
         try:
             with torch.enable_grad():
@@ -41,6 +43,20 @@ class Live:
             raise NonFiniteError(f"the loss is {self.loss}: start from other parameters, or look at the data")
         alone = len(calls) == 1 and not calls[0][2] and calls[0][3] is self._seen
         self.inputs: Inputs | None = calls[0][1] if alone else None
+
+    def replaced(self) -> Tensor:
+        """The output with other tensors in the place of the parameters; an error where one of the model's own is in it still,
+        which would be a constant in J and move in trials."""
+        output = self.output()
+        for held in (output, *(getattr(node, "variable", None) for node in graph_nodes([output]))):
+            if id(held) in self._own:
+                name = self._own[id(held)]
+                path = "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in name.split("."))
+                raise LLQRError(
+                    f"the closure has the parameter {name!r} in a variable of its own, or returns what was computed of it "
+                    f"before step(): take it from the model inside the closure, model{path} in each run"
+                )
+        return output
 
     def again(self) -> tuple[float, Tensor]:
         """The loss and the output at other parameters, with the same random numbers; buffers stay as they are."""

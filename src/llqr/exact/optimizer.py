@@ -278,7 +278,7 @@ class Exact(torch.optim.Optimizer):
         held = locations.trainable(self._model, list(self._named))
         parameters = {name: p.clone() for name, p in held.items()}  # products go on while steps are tried
         places = locations.locations_of(self._model, terms)
-        recorder = Recorder(self._model, list(places.values()), call=live.output, streams=live.streams)
+        recorder = Recorder(self._model, list(places.values()), call=live.replaced, streams=live.streams)
         context = ChunkContext(recorder, parameters, live.loss_fn, terms, places)
         piece = Piece((), live.targets, None, slice(None), 1.0, 1.0, live.groups[0][0])
         with torch.enable_grad(), no_autocast(parameters):
