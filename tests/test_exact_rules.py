@@ -197,6 +197,33 @@ def test_large_residuals_in_single_precision(method: Any) -> None:
         optimizer.step(lambda: single(x.float()) - 1e20 * y.float())
 
 
+@pytest.mark.parametrize("at", [3, 4])
+def test_a_loss_of_minus_infinity_is_refused(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the trial, or at its correction: the trial is tried again with more damping, or stands as it is."""
+    x, y, calls = torch.randn(20, 4), torch.randn(20, 1), [0]
+
+    def stepped(at: int) -> tuple[Tensor, Exact]:
+        torch.manual_seed(0)
+        model, calls[0] = nn.Sequential(nn.Linear(4, 1), nn.Tanh()), 0
+
+        def closure() -> tuple[Tensor, Tensor]:
+            calls[0] += 1
+            return model(x), y
+
+        def loss(output: Tensor, targets: Tensor) -> Tensor:
+            return (output - targets).square().mean() - (torch.inf if calls[0] == at else 0)
+
+        optimizer = Exact(model, loss, "gauss-newton")
+        optimizer.step(closure)
+        return model[0].weight.detach().clone(), optimizer
+
+    weight, optimizer = stepped(at)
+    assert (optimizer.stats.refused, optimizer.stats.stalled) == (int(at == 3), 0)
+    if at == 4:
+        monkeypatch.setattr(llqr.exact.optimizer, "CORRECTIONS", 0)
+        assert torch.equal(weight, stepped(0)[0])
+
+
 def test_right_on_a_saddle_point_nothing_moves() -> None:
     """f = y² - x² at 0: g = 0. stats.stalled says so; beside it the step leaves."""
     point = nn.Linear(2, 1, bias=False)

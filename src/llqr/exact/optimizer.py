@@ -166,7 +166,7 @@ class Exact(torch.optim.Optimizer):
                 if promised > 4 * rounding * abs(live.loss):
                     step, loss = self._corrected(live, system, start, step, carried, mu)
                     ratio = (live.loss - loss) / promised
-                    taken = ratio > 0
+                    taken = ratio > 0 and math.isfinite(loss)
                 elif not math.isnan(promised) and not carried.any():
                     break  # no more to win than rounding
                 if not taken:
@@ -246,7 +246,7 @@ class Exact(torch.optim.Optimizer):
                 break
             self._move(point, start, step + more)
             lower, output = live.again()
-            if not lower < loss:
+            if not -math.inf < lower < loss:
                 break
             step, last, pays = step + more, more, lower <= WORTHWHILE * loss
             loss = lower
