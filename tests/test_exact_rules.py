@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import llqr.exact.optimizer
 import llqr.exact.systems
 from llqr import Exact
-from llqr.errors import LLQRError, NonFiniteError
+from llqr.errors import IndefiniteProblemError, LLQRError, NonFiniteError
 from llqr.exact.matrices import Solved, add_symmetric, conjugate_gradients
 
 EPS = torch.finfo(torch.float64).eps
@@ -156,6 +156,26 @@ def test_conjugate_gradients_are_preconditioned(monkeypatch: pytest.MonkeyPatch)
     Exact(model, method="cg", damping=1e-9, tolerance=1e-8).step(lambda: model(x) - y)
     gradient, found, product = solved[0]
     assert 2 * found.products < conjugate_gradients(product, gradient, 1e-8, 1000).products
+
+
+def test_a_correction_that_meets_negative_curvature_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Conjugate gradients from another slope go other ways. The step that was found before stands."""
+    x, y = torch.randn(20, 4), torch.randn(20, 1)
+    solved: list[Solved] = []
+
+    def solve(*given: Any) -> Solved:
+        if solved:
+            raise IndefiniteProblemError("met in a correction")
+        solved.append(conjugate_gradients(*given))
+        return solved[0]
+
+    monkeypatch.setattr(llqr.exact.systems, "conjugate_gradients", solve)
+    model = nn.Sequential(nn.Linear(4, 1, bias=False), nn.Tanh())
+    start = model[0].weight.detach().clone()
+    optimizer = Exact(model, method="cg")
+    optimizer.step(lambda: model(x) - y)
+    assert (optimizer.stats.refused, optimizer.stats.stalled) == (0, 0)
+    torch.testing.assert_close(model[0].weight.detach() - start, solved[0].step[None])
 
 
 def test_memory_for_moments_and_patches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -241,7 +241,10 @@ class Exact(torch.optim.Optimizer):
         for _ in range(CORRECTIONS if point.flat_terms and len(point.values) == 1 else 0):
             if not math.isfinite(loss):
                 break
-            more = system.solve(live.slope(output), carried - step - point.diagonal * step / mu, mu)
+            try:
+                more = system.solve(live.slope(output), carried - step - point.diagonal * step / mu, mu)
+            except DegenerateProblemError:  # conjugate gradients from here meet a direction that those before didn't
+                break
             if not more.norm() < last.norm():
                 break
             self._move(point, start, step + more)
