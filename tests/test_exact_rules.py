@@ -86,6 +86,23 @@ def test_what_is_below_rounding_is_not_tried() -> None:
         assert (abs(point.weight.item()) < distance) == (not stalled)
 
 
+def test_a_promise_below_zero_raises_the_damping() -> None:
+    """The minimum of the quadratic model can't lie above its start: the solution is noise, as in float32 at a small μ."""
+    model, x, y = linear()
+    optimizer = Exact(model, damping=1e-3)
+    solve, tried = optimizer._solve, []
+
+    def noisy(system: Any, carried: Tensor, mu: float) -> tuple[Tensor, float]:
+        step, promised = solve(system, carried, mu)
+        tried.append(mu)
+        return step, promised if mu > 5 * tried[0] else -1e-9
+
+    optimizer._solve = noisy  # type: ignore[method-assign]
+    optimizer.step(lambda: model(x) - y)
+    assert tried == pytest.approx([tried[0], 2 * tried[0], 8 * tried[0]])
+    assert (optimizer.stats.refused, optimizer.stats.stalled) == (2, 0)
+
+
 @pytest.mark.parametrize("what", ["output", "targets"])
 def test_the_closure_may_differ_by_rounding(what: str) -> None:
     """√ε of the output, or of the loss: summing in another order is no other batch."""

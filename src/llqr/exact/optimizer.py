@@ -167,8 +167,8 @@ class Exact(torch.optim.Optimizer):
                     step, loss = self._corrected(live, system, start, step, carried, mu)
                     ratio = (live.loss - loss) / promised
                     taken = ratio > 0 and math.isfinite(loss)
-                elif not math.isnan(promised) and not carried.any():
-                    break  # no more to win than rounding
+                elif promised > 0 and not carried.any():
+                    break  # no more to win than rounding; a promise below zero is the noise of a solution with too small a μ
                 if not taken:
                     refused += 1
                     if carried.any():
