@@ -112,6 +112,19 @@ def test_another_number_of_rows_in_a_later_call(at: int) -> None:
     refused("Draw batches", Exact(model), closure)
 
 
+def test_other_points_in_a_later_call_where_the_closure_takes_derivatives() -> None:
+    """The error isn't that of a closure which is run without a graph."""
+    model, calls = network(), [0]
+
+    def closure() -> Tensor:
+        calls[0] += 1
+        points = (X * calls[0] if calls[0] > 2 else X).clone().requires_grad_()
+        slope: Tensor = torch.autograd.grad(model(points).sum(), points, create_graph=True)[0]
+        return slope - 1
+
+    refused("one output and then another", Exact(model), closure)
+
+
 def test_spectral_norm_is_to_be_evaluated() -> None:
     """Its forward pass in training moves the singular vectors that it divides by; batch statistics change nothing."""
     model = network()

@@ -88,7 +88,8 @@ class Live:
 
     def _other(self, what: str) -> LLQRError:
         before = {name: buffer.clone() for name, buffer in self._model.named_buffers()}
-        self.output()
+        with torch.enable_grad():  # closures may take derivatives
+            self.output()
         changed = [name for name, b in self._model.named_buffers() if not torch.equal(b, before[name])]
         advice = f". Each run changes {changed[0]!r} (spectral_norm?): write model.eval()" if changed else ""
         return LLQRError(
