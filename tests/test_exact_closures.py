@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from llqr import Exact
+from llqr.divergences import KL
 from llqr.errors import LLQRError
 
 X = torch.rand(20, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -123,6 +124,19 @@ def test_other_points_in_a_later_call_where_the_closure_takes_derivatives() -> N
         return slope - 1
 
     refused("one output and then another", Exact(model), closure)
+
+
+def test_a_family_that_is_not_the_losss() -> None:
+    """Noticed in the first step, as in LLQR.paper; at a minimum of a cross-entropy, where the slope is rounding, nothing is."""
+    model = nn.Linear(2, 3).double()
+    targets, classes = torch.rand(20, 3).double(), torch.arange(20) % 3
+    ngd = Exact(model, nn.MSELoss(), "ngd")
+    refused("isn't that of a categorical distribution", ngd, lambda: (model(X), targets))
+    gaussian = Exact(model, nn.CrossEntropyLoss(), KL(family="gaussian"))
+    refused("is that of a categorical distribution", gaussian, lambda: (model(X), classes))
+    probabilities = model(X).softmax(1).detach()
+    for wanted in (classes, probabilities):
+        Exact(model, nn.CrossEntropyLoss(), "ngd").step(lambda wanted=wanted: (model(X), wanted))  # type: ignore[misc]
 
 
 def test_spectral_norm_is_to_be_evaluated() -> None:

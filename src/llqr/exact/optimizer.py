@@ -25,6 +25,7 @@ from llqr.curvature.precision import no_autocast
 from llqr.curvature.recorded_chunk import ChunkContext
 from llqr.curvature.recorder import Parameters, Recorder
 from llqr.divergences import Divergence, LayerwiseLoss, Newton, resolve
+from llqr.divergences.family_of_loss import check_families
 from llqr.errors import DegenerateProblemError, LLQRError, LLQRWarning, callers_level, unknown
 from llqr.exact.live import Closure, Live
 from llqr.exact.point import Point
@@ -287,7 +288,12 @@ class Exact(torch.optim.Optimizer):
         with torch.enable_grad(), no_autocast(parameters):
             diagonal = locations.diagonal(self._model, parameters, terms, 0.0)
             point = Point(context, piece, diagonal, live.groups, self._method == "cg")
-            live.compare(point.values[0])
+            output = point.values[0]
+            live.compare(output)
+            slope = point.slope[: output.numel()].reshape(output.shape)
+            small = torch.finfo(slope.dtype).eps ** 0.5 / slope.numel()  # at a minimum it is rounding
+            if not self.param_groups[0]["steps"] and float(slope.norm()) > small:
+                check_families((term for _, term in terms), slope, output)
         return point
 
 
