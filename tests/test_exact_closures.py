@@ -139,6 +139,32 @@ def test_a_family_that_is_not_the_losss() -> None:
         Exact(model, nn.CrossEntropyLoss(), "ngd").step(lambda wanted=wanted: (model(X), wanted))  # type: ignore[misc]
 
 
+class Itself(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.ones(2).double())
+
+    def forward(self) -> Tensor:
+        return self.p
+
+
+@pytest.mark.parametrize("method", ["dual", "primal", "cg"])
+def test_outputs_that_are_put_together_and_parameters_themselves(method: Any) -> None:
+    """A closure's own torch.cat isn't that of residuals; an output that is a parameter has no node in the graph."""
+    weights = []
+    for put in (lambda output: output, lambda output: torch.cat([output], 1)):
+        torch.manual_seed(0)
+        model = nn.Linear(2, 2).double()
+        optimizer = Exact(model, nn.MSELoss(), method=method, tolerance=1e-9)
+        optimizer.step(lambda model=model, put=put: (put(model(X)), X.sin()))  # type: ignore[misc]
+        weights.append(model.weight.detach())
+    torch.testing.assert_close(*weights)
+    point = Itself()
+    optimizer = Exact(point, nn.MSELoss(), method=method, damping=1e-6)
+    optimizer.step(lambda: (point(), torch.zeros(2).double()))
+    assert float(point.p.detach().norm()) < 1e-4
+
+
 def test_spectral_norm_is_to_be_evaluated() -> None:
     """Its forward pass in training moves the singular vectors that it divides by; batch statistics change nothing."""
     model = network()

@@ -56,7 +56,7 @@ class Live:
                     f"the closure has the parameter {name!r} in a variable of its own, or returns what was computed of it "
                     f"before step(): take it from the model inside the closure, model{path} in each run"
                 )
-        return output
+        return output.view_as(output) if output.is_leaf else output  # a parameter itself has no node in the graph
 
     def again(self) -> tuple[float, Tensor]:
         """The loss and the output at other parameters, with the same random numbers; buffers stay as they are."""
