@@ -224,6 +224,17 @@ def test_states_of_other_kinds() -> None:
         optimizer.load_state_dict({"state": {}, "param_groups": []})
 
 
+def test_a_state_of_another_precision() -> None:
+    model, single = network(), network().float()
+    first, second = Exact(model, momentum=0.5), Exact(single, momentum=0.5)
+    first.step(lambda: model(X) - Y)
+    second.load_state_dict(first.state_dict())
+    second.step(lambda: single(X.float()) - Y.float())
+    assert second.stats.steps == 2
+    assert all(held["step"].dtype == torch.float32 for held in second.state.values())
+    assert all(held["step"].dtype == torch.float64 for held in first.state.values())
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
 def test_a_copy_steps_the_copy_of_the_model(copied: Callable[[Any], Any]) -> None:
     model = network()
