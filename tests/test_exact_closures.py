@@ -224,6 +224,17 @@ def test_states_of_other_kinds() -> None:
         optimizer.load_state_dict({"state": {}, "param_groups": []})
 
 
+def test_a_state_in_which_no_step_was_taken_yet() -> None:
+    model = network()
+    values = model(X).detach()
+    first, second = Exact(model), Exact(model)
+    first.step(lambda: model(X) - values)
+    second.load_state_dict(first.state_dict())
+    assert second.stats.stalled == second.stats.steps == 1
+    second.step(lambda: model(X) - Y)
+    assert second.stats.stalled == 1
+
+
 def test_a_state_of_another_precision() -> None:
     model, single = network(), network().float()
     first, second = Exact(model, momentum=0.5), Exact(single, momentum=0.5)

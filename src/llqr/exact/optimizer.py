@@ -271,7 +271,7 @@ class Exact(torch.optim.Optimizer):
             self._named[name].copy_(value)
 
     def _last_step(self, point: Point) -> Tensor:
-        held = {name: self.state[p].get("step", torch.zeros_like(p)) for name, p in self._named.items()}
+        held = {name: self.state.get(p, {}).get("step", torch.zeros_like(p)) for name, p in self._named.items()}
         return point.flat(held)
 
     def _system(self, live: Live) -> tuple[System, str]:
