@@ -75,6 +75,32 @@ def test_momentum_is_dropped_before_the_damping_grows(monkeypatch: pytest.Monkey
         assert (hessian(x) @ step + grown * mu * step + g[:, 0]).norm() < 1e-12 * g.norm()
 
 
+@pytest.mark.parametrize("method", ["dual", "primal"])
+def test_a_correction_is_pulled_to_where_momentum_pulls(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """tanh(w x) - y: δ - (H + μ)⁻¹ (∇L(θ + δ) + μ(δ - c)) with J at θ, from δ without corrections; c = 0.9 δ_last."""
+    x = torch.randn(20, 4)
+    y = (2 * x.sum(1, keepdim=True)).tanh()
+    model = nn.Sequential(nn.Linear(4, 1, bias=False), nn.Tanh())
+    weight, optimizer = model[0].weight, Exact(model, method=method, damping=1.0, momentum=0.9)
+    begun = weight.detach().clone()
+    optimizer.step(lambda: model(x) - y)
+    start, mu = weight.detach()[0].clone(), optimizer.stats.damping
+    carried = 0.9 * (start - begun[0])
+    J = (1 - (x @ start).tanh() ** 2)[:, None] * x
+    identity = torch.eye(4)
+
+    def towards(step: Tensor) -> Tensor:
+        slope = J.T @ ((x @ (start + step)).tanh() - y[:, 0]) * 2 / len(x)
+        return step - torch.linalg.solve(2 * J.T @ J / len(x) + mu * identity, slope + mu * (step - carried))
+
+    first = towards(torch.zeros(4))
+    monkeypatch.setattr(llqr.exact.optimizer, "CORRECTIONS", 1)
+    optimizer.step(lambda: model(x) - y)
+    assert optimizer.stats.refused == 0
+    assert (towards(first) - first).norm() > 1e-3 * first.norm()
+    torch.testing.assert_close(weight.detach()[0] - start, towards(first))
+
+
 def test_what_is_below_rounding_is_not_tried() -> None:
     """Residuals (d, 1): the decrease to come is d²/2 of a loss of ½, and the threshold 4 ε of that."""
     for distance, stalled in ((1e-8, 1), (1e-7, 0)):
