@@ -137,7 +137,7 @@ class Exact(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Tensor:  # type: ignore[override]
-        """One step on what the closure returns; the loss before it. On Ctrl-C the parameters are the best ones so far."""
+        """One step on what the closure returns; the loss before it. On Ctrl-C the parameters stay as they were."""
         if not callable(closure):
             raise LLQRError("step() needs a closure that returns residuals, or with a loss_fn (output, targets)")
         check_model(self._model, (), without_inputs=True)
