@@ -59,9 +59,10 @@ class Exact(torch.optim.Optimizer):
     - with `divergence="newton"` also the loss itself, one number.
 
     A step is corrected, with the same H and the gradient at the output where it has led to, as long as that pays: for the
-    price of a run of the closure each, it comes nearer to the minimum of the loss itself plus ½ μ‖δ‖². The damping μ follows
-    the ratio of the decrease that came to the one that H had promised. A step that doesn't lower the loss is taken back, and
-    tried again with more damping. `step` returns the loss before the step; `stats` says how it went.
+    price of a run of the closure each, it comes nearer to the minimum of the loss itself plus ½ μ‖δ‖² (not where H isn't of
+    the output alone: Newton, Intermediate). The damping μ follows the ratio of the decrease that came to the one that H had
+    promised. A step that doesn't lower the loss is taken back, and tried again with more damping. `step` returns the loss
+    before the step; `stats` says how it went.
 
     Args:
         model: the module whose parameters are stepped: those that require a gradient, in float32 or float64.
@@ -239,7 +240,7 @@ class Exact(torch.optim.Optimizer):
         """The step, nearer to the minimum of L(θ + δ) + ½ δ·dδ + ½ μ‖δ - c‖², and the loss there.
 
         δ ← δ - (H + μ)⁻¹ (Jᵀ∇ℓ(x(θ + δ)) + dδ + μ(δ - c)): Newton's method with H and J as they are at θ, where H = JᵀWJ + d.
-        It goes on as long as corrections get shorter, and each lowers the loss by a tenth.
+        It goes on as long as corrections get shorter, and each lowers the loss by a tenth (one below zero: at all).
         """
         point = system.point
         self._move(point, start, step)
