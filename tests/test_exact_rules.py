@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import llqr.exact.optimizer
 import llqr.exact.systems
 from llqr import Exact
-from llqr.errors import LLQRError, NonFiniteError
+from llqr.errors import IndefiniteProblemError, LLQRError, NonFiniteError
 from llqr.exact.matrices import Solved, add_symmetric, conjugate_gradients
 
 EPS = torch.finfo(torch.float64).eps
@@ -75,6 +75,32 @@ def test_momentum_is_dropped_before_the_damping_grows(monkeypatch: pytest.Monkey
         assert (hessian(x) @ step + grown * mu * step + g[:, 0]).norm() < 1e-12 * g.norm()
 
 
+@pytest.mark.parametrize("method", ["dual", "primal"])
+def test_a_correction_is_pulled_to_where_momentum_pulls(method: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """tanh(w x) - y: δ - (H + μ)⁻¹ (∇L(θ + δ) + μ(δ - c)) with J at θ, from δ without corrections; c = 0.9 δ_last."""
+    x = torch.randn(20, 4)
+    y = (2 * x.sum(1, keepdim=True)).tanh()
+    model = nn.Sequential(nn.Linear(4, 1, bias=False), nn.Tanh())
+    weight, optimizer = model[0].weight, Exact(model, method=method, damping=1.0, momentum=0.9)
+    begun = weight.detach().clone()
+    optimizer.step(lambda: model(x) - y)
+    start, mu = weight.detach()[0].clone(), optimizer.stats.damping
+    carried = 0.9 * (start - begun[0])
+    J = (1 - (x @ start).tanh() ** 2)[:, None] * x
+    identity = torch.eye(4)
+
+    def towards(step: Tensor) -> Tensor:
+        slope = J.T @ ((x @ (start + step)).tanh() - y[:, 0]) * 2 / len(x)
+        return step - torch.linalg.solve(2 * J.T @ J / len(x) + mu * identity, slope + mu * (step - carried))
+
+    first = towards(torch.zeros(4))
+    monkeypatch.setattr(llqr.exact.optimizer, "CORRECTIONS", 1)
+    optimizer.step(lambda: model(x) - y)
+    assert optimizer.stats.refused == 0
+    assert (towards(first) - first).norm() > 1e-3 * first.norm()
+    torch.testing.assert_close(weight.detach()[0] - start, towards(first))
+
+
 def test_what_is_below_rounding_is_not_tried() -> None:
     """Residuals (d, 1): the decrease to come is d²/2 of a loss of ½, and the threshold 4 ε of that."""
     for distance, stalled in ((1e-8, 1), (1e-7, 0)):
@@ -84,6 +110,23 @@ def test_what_is_below_rounding_is_not_tried() -> None:
         optimizer.step(lambda point=point: torch.cat((point.weight[0], torch.ones(1))))  # type: ignore[misc]
         assert (optimizer.stats.stalled, optimizer.stats.refused) == (stalled, 0)
         assert (abs(point.weight.item()) < distance) == (not stalled)
+
+
+def test_a_promise_below_zero_raises_the_damping() -> None:
+    """The minimum of the quadratic model can't lie above its start: the solution is noise, as in float32 at a small μ."""
+    model, x, y = linear()
+    optimizer = Exact(model, damping=1e-3)
+    solve, tried = optimizer._solve, []
+
+    def noisy(system: Any, carried: Tensor, mu: float) -> tuple[Tensor, float]:
+        step, promised = solve(system, carried, mu)
+        tried.append(mu)
+        return step, promised if mu > 5 * tried[0] else -1e-9
+
+    optimizer._solve = noisy  # type: ignore[method-assign]
+    optimizer.step(lambda: model(x) - y)
+    assert tried == pytest.approx([tried[0], 2 * tried[0], 8 * tried[0]])
+    assert (optimizer.stats.refused, optimizer.stats.stalled) == (2, 0)
 
 
 @pytest.mark.parametrize("what", ["output", "targets"])
@@ -158,6 +201,26 @@ def test_conjugate_gradients_are_preconditioned(monkeypatch: pytest.MonkeyPatch)
     assert 2 * found.products < conjugate_gradients(product, gradient, 1e-8, 1000).products
 
 
+def test_a_correction_that_meets_negative_curvature_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Conjugate gradients from another slope go other ways. The step that was found before stands."""
+    x, y = torch.randn(20, 4), torch.randn(20, 1)
+    solved: list[Solved] = []
+
+    def solve(*given: Any) -> Solved:
+        if solved:
+            raise IndefiniteProblemError("met in a correction")
+        solved.append(conjugate_gradients(*given))
+        return solved[0]
+
+    monkeypatch.setattr(llqr.exact.systems, "conjugate_gradients", solve)
+    model = nn.Sequential(nn.Linear(4, 1, bias=False), nn.Tanh())
+    start = model[0].weight.detach().clone()
+    optimizer = Exact(model, method="cg")
+    optimizer.step(lambda: model(x) - y)
+    assert (optimizer.stats.refused, optimizer.stats.stalled) == (0, 0)
+    torch.testing.assert_close(model[0].weight.detach() - start, solved[0].step[None])
+
+
 def test_memory_for_moments_and_patches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no room for second moments conjugate gradients do without; where there is none for patches a Jacobian says
     so before it makes them."""
@@ -195,6 +258,33 @@ def test_large_residuals_in_single_precision(method: Any) -> None:
     assert (single.weight.double() - model.weight).norm() < 1e-4 * model.weight.norm()
     with pytest.raises(NonFiniteError, match="the loss is inf"):
         optimizer.step(lambda: single(x.float()) - 1e20 * y.float())
+
+
+@pytest.mark.parametrize("at", [3, 4])
+def test_a_loss_of_minus_infinity_is_refused(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the trial, or at its correction: the trial is tried again with more damping, or stands as it is."""
+    x, y, calls = torch.randn(20, 4), torch.randn(20, 1), [0]
+
+    def stepped(at: int) -> tuple[Tensor, Exact]:
+        torch.manual_seed(0)
+        model, calls[0] = nn.Sequential(nn.Linear(4, 1), nn.Tanh()), 0
+
+        def closure() -> tuple[Tensor, Tensor]:
+            calls[0] += 1
+            return model(x), y
+
+        def loss(output: Tensor, targets: Tensor) -> Tensor:
+            return (output - targets).square().mean() - (torch.inf if calls[0] == at else 0)
+
+        optimizer = Exact(model, loss, "gauss-newton")
+        optimizer.step(closure)
+        return model[0].weight.detach().clone(), optimizer
+
+    weight, optimizer = stepped(at)
+    assert (optimizer.stats.refused, optimizer.stats.stalled) == (int(at == 3), 0)
+    if at == 4:
+        monkeypatch.setattr(llqr.exact.optimizer, "CORRECTIONS", 0)
+        assert torch.equal(weight, stepped(0)[0])
 
 
 def test_right_on_a_saddle_point_nothing_moves() -> None:

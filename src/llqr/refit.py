@@ -23,8 +23,7 @@ from llqr.curvature.recorded_chunk import Portion
 from llqr.curvature.recorder import Selector, Streams, in_modes
 from llqr.distributed.processes import Process
 from llqr.divergences import L2, Divergence, Newton, OutputTerm
-from llqr.divergences.families import Categorical
-from llqr.divergences.family_of_loss import check_family, summed
+from llqr.divergences.family_of_loss import check_families, summed
 from llqr.errors import LLQRError, NonFiniteError, unknown
 from llqr.preconditioner import Preconditioner
 from llqr.relaxation import checked_solver, fit
@@ -110,10 +109,8 @@ class Refit:
         if len(slopes) != 1:  # which of them is the divergence about?
             return 0
         terms = [term for _, term in self.divergence.terms() if isinstance(term, OutputTerm)]
-        has_classes = any(isinstance(getattr(term, "family", None), Categorical) for term in terms)
         for output, slope in slopes:
-            for term in terms:
-                check_family(term, slope, output, has_classes)
+            check_families(terms, slope, output)
         return max((summed(term, slope, output) for output, slope in slopes for term in terms), default=0)
 
     def settings(self) -> tuple[object, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -22,6 +23,14 @@ PROBABILITIES = 0.01
 """How far from one the sum of probabilities may be."""
 
 
+def check_families(terms: Iterable[object], slope: Tensor, output: Tensor) -> None:
+    """`check_family` for all terms of an output."""
+    about = [term for term in terms if isinstance(term, OutputTerm)]
+    has_classes = any(isinstance(getattr(term, "family", None), Categorical) for term in about)
+    for term in about:
+        check_family(term, slope, output, has_classes)
+
+
 def check_family(term: OutputTerm, slope: Tensor | None, output: Tensor, has_classes: bool) -> None:
     """Raise where the family is one of classes and the loss isn't, or the loss is and no term `has_classes`.
 
@@ -35,7 +44,7 @@ def check_family(term: OutputTerm, slope: Tensor | None, output: Tensor, has_cla
         right = "'categorical'" if dim == output.dim() - 1 else f"Categorical(dim={dim})"
         raise LLQRError(
             f"the loss is that of a categorical distribution along dimension {dim} of the output: its gradient there is that "
-            f"of a cross-entropy. In place of {term!r} write KL(family={right}), or take LLQR without a divergence"
+            f"of a cross-entropy. In place of {term!r} write KL(family={right}), or take LLQR or Exact without a divergence"
         )
     if not isinstance(family, Categorical):
         return
@@ -47,7 +56,7 @@ def check_family(term: OutputTerm, slope: Tensor | None, output: Tensor, has_cla
             f"the loss isn't that of a categorical distribution along dimension {family.dim} of the output: its gradient there "
             f"doesn't sum to zero. In place of {term!r} write KL(family='bernoulli') for one logit a variable, "
             "KL(family='gaussian') for regression, KL(family=Categorical(dim=…)) for classes along another dimension, or take "
-            "LLQR without a divergence"
+            "LLQR or Exact without a divergence"
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,11 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from llqr.checks import (
-    Inputs,
     Loss,
     check_amount,
     check_callable,
-    check_finite,
     check_model,
     check_tensors,
     checked_integer,
@@ -26,13 +23,14 @@ from llqr.curvature import locations
 from llqr.curvature.chunks import Piece
 from llqr.curvature.precision import no_autocast
 from llqr.curvature.recorded_chunk import ChunkContext
-from llqr.curvature.recorder import Parameters, Recorder, Streams
+from llqr.curvature.recorder import Parameters, Recorder
 from llqr.divergences import Divergence, LayerwiseLoss, Newton, resolve
-from llqr.errors import DegenerateProblemError, LLQRError, LLQRWarning, NonFiniteError, callers_level, unknown
-from llqr.exact.point import Point, squares
+from llqr.divergences.family_of_loss import check_families
+from llqr.errors import DegenerateProblemError, LLQRError, LLQRWarning, callers_level, unknown
+from llqr.exact.live import Closure, Live
+from llqr.exact.point import Point
 from llqr.exact.systems import System, along_stages, choose, ways
 
-Closure = Callable[[], Any]
 Method = Literal["auto", "dual", "primal", "cg", "riccati"]
 METHODS = ("auto", "dual", "primal", "cg", "riccati")
 
@@ -61,9 +59,10 @@ class Exact(torch.optim.Optimizer):
     - with `divergence="newton"` also the loss itself, one number.
 
     A step is corrected, with the same H and the gradient at the output where it has led to, as long as that pays: for the
-    price of a run of the closure each, it comes nearer to the minimum of the loss itself plus ½ μ‖δ‖². The damping μ follows
-    the ratio of the decrease that came to the one that H had promised. A step that doesn't lower the loss is taken back, and
-    tried again with more damping. `step` returns the loss before the step; `stats` says how it went.
+    price of a run of the closure each, it comes nearer to the minimum of the loss itself plus ½ μ‖δ‖² (not where H isn't of
+    the output alone: Newton, Intermediate). The damping μ follows the ratio of the decrease that came to the one that H had
+    promised. A step that doesn't lower the loss is taken back, and tried again with more damping. `step` returns the loss
+    before the step; `stats` says how it went.
 
     Args:
         model: the module whose parameters are stepped: those that require a gradient, in float32 or float64.
@@ -139,7 +138,7 @@ class Exact(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Tensor:  # type: ignore[override]
-        """One step on what the closure returns; the loss before it. On Ctrl-C the parameters are the best ones so far."""
+        """One step on what the closure returns; the loss before it. On Ctrl-C the parameters stay as they were."""
         if not callable(closure):
             raise LLQRError("step() needs a closure that returns residuals, or with a loss_fn (output, targets)")
         check_model(self._model, (), without_inputs=True)
@@ -169,9 +168,9 @@ class Exact(torch.optim.Optimizer):
                 if promised > 4 * rounding * abs(live.loss):
                     step, loss = self._corrected(live, system, start, step, carried, mu)
                     ratio = (live.loss - loss) / promised
-                    taken = ratio > 0
-                elif not math.isnan(promised) and not carried.any():
-                    break  # no more to win than rounding
+                    taken = ratio > 0 and math.isfinite(loss)
+                elif promised > 0 and not carried.any():
+                    break  # no more to win than rounding; a promise below zero is the noise of a solution with too small a μ
                 if not taken:
                     refused += 1
                     if carried.any():
@@ -220,6 +219,11 @@ class Exact(torch.optim.Optimizer):
         if any(number not in range(len(shapes)) or step.shape != shapes[number] for number, step in steps.items()):
             raise LLQRError("the state is of a model with other parameters")
         super().load_state_dict(state_dict)
+        for (
+            parameter,
+            held,
+        ) in self.state.items():  # torch takes what is called "step" for a count, and leaves it as it is
+            held["step"] = held["step"].to(parameter)
 
     def _solve(self, system: System, carried: Tensor, mu: float) -> tuple[Tensor, float]:
         """The step, and how far the quadratic model says that it lowers the loss; NaN where it has no minimum."""
@@ -236,7 +240,7 @@ class Exact(torch.optim.Optimizer):
         """The step, nearer to the minimum of L(θ + δ) + ½ δ·dδ + ½ μ‖δ - c‖², and the loss there.
 
         δ ← δ - (H + μ)⁻¹ (Jᵀ∇ℓ(x(θ + δ)) + dδ + μ(δ - c)): Newton's method with H and J as they are at θ, where H = JᵀWJ + d.
-        It goes on as long as corrections get shorter, and each lowers the loss by a tenth.
+        It goes on as long as corrections get shorter, and each lowers the loss by a tenth (one below zero: at all).
         """
         point = system.point
         self._move(point, start, step)
@@ -244,12 +248,15 @@ class Exact(torch.optim.Optimizer):
         for _ in range(CORRECTIONS if point.flat_terms and len(point.values) == 1 else 0):
             if not math.isfinite(loss):
                 break
-            more = system.solve(live.slope(output), carried - step - point.diagonal * step / mu, mu)
+            try:
+                more = system.solve(live.slope(output), carried - step - point.diagonal * step / mu, mu)
+            except DegenerateProblemError:  # conjugate gradients from here meet a direction that those before didn't
+                break
             if not more.norm() < last.norm():
                 break
             self._move(point, start, step + more)
             lower, output = live.again()
-            if not lower < loss:
+            if not -math.inf < lower < loss:
                 break
             step, last, pays = step + more, more, lower <= WORTHWHILE * loss
             loss = lower
@@ -265,7 +272,7 @@ class Exact(torch.optim.Optimizer):
             self._named[name].copy_(value)
 
     def _last_step(self, point: Point) -> Tensor:
-        held = {name: self.state[p].get("step", torch.zeros_like(p)) for name, p in self._named.items()}
+        held = {name: self.state.get(p, {}).get("step", torch.zeros_like(p)) for name, p in self._named.items()}
         return point.flat(held)
 
     def _system(self, live: Live) -> tuple[System, str]:
@@ -281,13 +288,18 @@ class Exact(torch.optim.Optimizer):
         held = locations.trainable(self._model, list(self._named))
         parameters = {name: p.clone() for name, p in held.items()}  # products go on while steps are tried
         places = locations.locations_of(self._model, terms)
-        recorder = Recorder(self._model, list(places.values()), call=live.output, streams=live.streams)
+        recorder = Recorder(self._model, list(places.values()), call=live.replaced, streams=live.streams)
         context = ChunkContext(recorder, parameters, live.loss_fn, terms, places)
         piece = Piece((), live.targets, None, slice(None), 1.0, 1.0, live.groups[0][0])
         with torch.enable_grad(), no_autocast(parameters):
             diagonal = locations.diagonal(self._model, parameters, terms, 0.0)
             point = Point(context, piece, diagonal, live.groups, self._method == "cg")
-            live.compare(point.values[0])
+            output = point.values[0]
+            live.compare(output)
+            slope = point.slope[: output.numel()].reshape(output.shape)
+            small = torch.finfo(slope.dtype).eps ** 0.5 / slope.numel()  # at a minimum it is rounding
+            if not self.param_groups[0]["steps"] and float(slope.norm()) > small:
+                check_families((term for _, term in terms), slope, output)
         return point
 
 
@@ -320,126 +332,3 @@ class _Group(dict[str, Any]):
         if key == "lr":
             raise LLQRError("Exact has no learning rate, so there is none to schedule: leave the scheduler out")
         raise KeyError(key)
-
-
-class Live:
-    """What a closure returns, run with the model as it is: one time for good, and again as often as a step is tried."""
-
-    def __init__(self, model: nn.Module, loss_fn: Loss | None, closure: Closure, newton: bool) -> None:
-        self._model, self._given, self._closure, self._newton = model, loss_fn, closure, newton
-        self._dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
-        self.loss_fn: Loss = loss_fn or squares
-        self.targets: Any = None
-        self._seen: Tensor | None = None
-        self.groups: list[tuple[int, int]] = []
-        calls: list[tuple[Any, ...]] = []
-        self.streams = Streams(model)
-        hook = model.register_forward_hook(lambda *seen: calls.append(seen), with_kwargs=True)
-        try:
-            with torch.enable_grad():
-                output = self.output()
-        finally:
-            hook.remove()
-        check_finite(output.detach(), "what the closure returned")
-        self._first, self.loss = output.detach(), self._value(output)
-        if not math.isfinite(self.loss):
-            raise NonFiniteError(f"the loss is {self.loss}: start from other parameters, or look at the data")
-        alone = len(calls) == 1 and not calls[0][2] and calls[0][3] is self._seen
-        self.inputs: Inputs | None = calls[0][1] if alone else None
-
-    def again(self) -> tuple[float, Tensor]:
-        """The loss and the output at other parameters, with the same random numbers; buffers stay as they are."""
-        buffers = {buffer: buffer.clone() for buffer in self._model.buffers()}
-        try:
-            with torch.enable_grad(), self.streams.again():
-                output = self.output().detach()
-                if output.shape != self._first.shape:
-                    raise self._other(f"{self._first.numel()} numbers and then {output.numel()}")
-                return self._value(output), output
-        finally:
-            for buffer, value in buffers.items():
-                buffer.copy_(value)
-
-    def slope(self, output: Tensor) -> Tensor:
-        """∇ℓ at an output, in one vector."""
-        leaf = output.requires_grad_()
-        with torch.enable_grad():
-            return torch.autograd.grad(self.loss_fn(leaf, self.targets), leaf)[0].reshape(-1)
-
-    def compare(self, output: Tensor) -> None:
-        """Raise unless the output, and with its targets the loss, are those of the first run: both at the same parameters."""
-        rounding, same = torch.finfo(output.dtype).eps ** 0.5, output.shape == self._first.shape
-        if not same or (output - self._first).norm() > rounding * self._first.norm():
-            raise self._other("one output and then another at the same parameters")
-        loss = self._value(output)
-        if abs(loss - self.loss) > rounding * abs(self.loss):
-            raise self._other(f"a loss of {self.loss:g} and then {loss:g} at the same parameters")
-
-    def _other(self, what: str) -> LLQRError:
-        before = {name: buffer.clone() for name, buffer in self._model.named_buffers()}
-        self.output()
-        changed = [name for name, b in self._model.named_buffers() if not torch.equal(b, before[name])]
-        advice = f". Each run changes {changed[0]!r} (spectral_norm?): write model.eval()" if changed else ""
-        return LLQRError(
-            f"the closure gave {what}: it has to compute the same thing each time that a step calls it. Draw batches and "
-            f"random points before step(); leave out autocast{advice}"
-        )
-
-    def _value(self, output: Tensor) -> float:
-        with torch.no_grad():
-            loss = self.loss_fn(output, self.targets)
-        if isinstance(loss, Tensor) and loss.numel() != 1:
-            raise LLQRError(
-                f"loss_fn returned a tensor of shape {tuple(loss.shape)}: it must return one number, the mean over the batch "
-                "(reduction='mean')"
-            )
-        return float(loss)
-
-    def output(self) -> Tensor:
-        """What the loss is a function of; its targets and groups are noted."""
-        returned = self._closure()
-        if self._given is not None:
-            if not isinstance(returned, (tuple, list)) or len(returned) != 2:
-                raise LLQRError(
-                    f"with a loss_fn the closure returns (output, targets), not a {type(returned).__name__}"
-                )
-            output: Tensor
-            output, self.targets = returned
-            self._check(output, "the output")
-            self._seen = output
-            examples = len(output) if output.dim() else 1
-            self.groups = [(examples, output.numel() // examples)]
-            return output
-        if isinstance(returned, Tensor) and returned.dim() == 0:
-            if not self._newton:
-                raise LLQRError(
-                    "the closure returned one number, a loss: return the residuals that it is the mean square of, or give a "
-                    "loss_fn and return (output, targets), without backward(); of a loss alone divergence='newton' can be taken"
-                )
-            self._check(returned, "the loss")
-            self.loss_fn, self.groups = _itself, [(1, 1)]
-            return returned
-        residuals = list(returned) if isinstance(returned, (tuple, list)) else [returned]
-        if not residuals:
-            raise LLQRError("the closure returned no residuals: return a tensor, or a tuple of at least one")
-        for residual in residuals:
-            self._check(residual, "a residual")
-            if residual.dim() == 0:
-                raise LLQRError("a residual has no dimension: write residual.reshape(1), or return what it sums up")
-        self.groups = [(len(r), r.numel() // len(r)) for r in residuals]
-        return torch.cat([r.reshape(-1, 1) / r.numel() ** 0.5 for r in residuals])
-
-    def _check(self, value: Any, what: str) -> None:
-        if not isinstance(value, Tensor) or not value.is_floating_point() or value.numel() == 0:
-            named = isinstance(value, Tensor)
-            got = f"{value.numel()} numbers of {value.dtype}" if named else f"a {type(value).__name__}"
-            raise LLQRError(f"{what} is a tensor of floating-point numbers, not {got}")
-        if value.dtype != self._dtype:
-            raise LLQRError(
-                f"{what} is {value.dtype}, and the parameters are {self._dtype}: convert the data, or the model before Exact "
-                "is made; leave out autocast"
-            )
-
-
-def _itself(loss: Tensor, targets: Any) -> Tensor:
-    return loss

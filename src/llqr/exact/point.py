@@ -139,11 +139,12 @@ class Rows:
         return torch.cat([(torch.zeros_like(leaf) if row is None else row).reshape(-1) for leaf, row in pairs])
 
     def _parts(self, groups: Sequence[Group]) -> list[GradientEdge | None]:
-        """Where each group comes into the first output, if it is put together from them: a backward pass from there meets
-        nothing of the others."""
+        """Where each group comes into the first output, if it is put together from them, each in one column: a backward pass
+        from there meets nothing of the others."""
         node: Any = self._outputs[0].grad_fn
         edges = node.next_functions if node.name() == "CatBackward0" else ()
-        if len(edges) != len(groups) or any(node is None for node, _ in edges):
+        shapes = [None if node is None else tuple(node._input_metadata[which].shape) for node, which in edges]
+        if shapes != [(group.examples * group.columns, 1) for group in groups]:
             return [None] * len(groups)
         return [GradientEdge(*edge) for edge in edges]
 
