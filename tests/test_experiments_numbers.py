@@ -18,7 +18,7 @@ from llqr_lab.experiments.optimizers import rate
 from llqr_lab.experiments.paper import PUBLISHED
 from llqr_lab.experiments.presets import resolve
 from llqr_lab.experiments.reproduction import shares
-from llqr_lab.experiments.sweep import Job, _started, configurations
+from llqr_lab.experiments.sweep import Job, _started, ablation_grid, configurations
 from llqr_lab.experiments.table import cells, gains, shown, times, verdict
 from llqr_lab.figures.experiments import _point
 from llqr_lab.options import seed_list
@@ -173,11 +173,18 @@ def test_what_a_sweep_is_asked_for() -> None:
     assert [(config.label, config.seed) for config, _ in found] == [
         ("base", 0),
         ("kfac-ngd+llqr.every=1", 0),
-        ("kfac-ngd+llqr.every=2", 0),
+        ("kfac-ngd", 0),  # smoke runs refit every 2 steps anyway
         ("base", 1),
         ("kfac-ngd+llqr.every=1", 1),
-        ("kfac-ngd+llqr.every=2", 1),
+        ("kfac-ngd", 1),
     ]
+
+
+def test_the_periods_of_an_ablation_are_multiples_of_the_presets_own() -> None:
+    for scale, every in (("paper", 500), ("mini", 18)):
+        methods, grid = ablation_grid("inner", "cifar10-resnet18-sgdm", scale)
+        assert methods == ("ekfac-ngd",)
+        assert grid["llqr.every"] == [every, 4 * every]
 
 
 @pytest.mark.parametrize("divergence", ["ngd", "newton"])

@@ -133,6 +133,11 @@ class Config:
         """The method with what was changed."""
         return "+".join((self.method, *self.changes))
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All of it, by dotted names."""
+        return flat(_plain(self))
+
     def to_toml(self) -> str:
         return tomli_w.dumps(_plain(self))
 
@@ -190,7 +195,7 @@ def toml(value: Any) -> str:
 
 def differences(one: Config, other: Config) -> list[str]:
     """The settings in which two configurations differ, with both values."""
-    left, right = flat(_plain(one)), flat(_plain(other))
+    left, right = one.settings, other.settings
     names = [name for name in {**left, **right} if left.get(name) != right.get(name)]
     return [f"{name}: {left.get(name, 'not set')} and {right.get(name, 'not set')}" for name in names]
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 from llqr_lab.experiments.collect import Result, last_loss, reached_at, summary, value
 from llqr_lab.experiments.presets import PRESETS
-from llqr_lab.experiments.sweep import ABLATIONS
+from llqr_lab.experiments.sweep import ABLATIONS, ablation_grid, configurations
 from llqr_lab.experiments.table import (
     NAMES,
     UNITS,
@@ -32,7 +33,8 @@ ARCHITECTURES = [f"cifar{c}-{net}-sgdm" for c in (10, 100) for net in ("pyramidn
 LARGE = ["imagenet-resnet50-sgdm", "iwslt14-transformer-adamw"]
 ADAFISHER = ["cifar100-resnet18-batch256", "imagenet-resnet50-90epochs"]
 GROKKING = [name for name in PRESETS if name.startswith("grokking-")]
-ABLATED = "cifar10-resnet18-sgdm"
+ABLATED = "cifar10-resnet18-adamw"
+"""Where the paper's E-KFAC gains most."""
 
 
 @dataclass(frozen=True)
@@ -140,25 +142,33 @@ def _shown(shown: Shown, found: dict[str, list[list[Result]]]) -> str:
 
 
 def _ablations(results: list[Result]) -> str:
-    """The settings of each ablation with their scores, and the base's."""
+    """The settings of each ablation with their scores and a figure, beside the base and the paper's settings."""
+    lines = ["## Ablations", ""]
     swept = [each for each in results if each["preset"] == ABLATED and each["scale"] == "mini"]
-    lines = ["## Ablations", "", "```sh"]
-    lines += [f"llqr sweep {ABLATED} --scale mini --seeds 0-2 --ablation {name}" for name in ABLATIONS]
-    lines += [f"llqr figure {name} {ABLATED} --scale mini" for name in ABLATIONS]
-    lines += ["```", ""]
-    base = [each for each in swept if each["method"] == "base"]
-    unit = UNITS.get(swept[0]["score"], 1.0) if swept else 1.0
-    rows = []
-    changed = [each for each in swept if "+" in each["method"]]
-    for method in methods_of(changed) if base and changed else []:
-        own = [each for each in swept if each["method"] == method]
-        gain = summary(gains(own, base))
-        rows.append([f"`{method}`", str(len(own)), shown(summary(scores(own)), unit), compared(gain)])
-    if rows:
-        lines.append(markdown_table([["method, and what is set", "seeds", NAMES[swept[0]["score"]], ""], *rows]))
-    else:
-        lines += ["Not run by us.", ""]
+    for name in ABLATIONS:
+        methods, grid = ablation_grid(name, ABLATED, "mini")
+        labels = dict.fromkeys(config.label for config, _ in configurations(ABLATED, "mini", methods, [0], grid))
+        own = {label: [each for each in swept if each["method"] == label] for label in ("base", *methods, *labels)}
+        figure = f"figures/ablation-{name}.png"
+        lines += [f"### {name.capitalize().replace('-', ' ')}", "", "```sh"]
+        seeds = sorted({each["seed"] for label in labels if "+" in label for each in own[label]})
+        lines.append(f"llqr sweep {ABLATED} --scale mini --seeds {_numbers(seeds or range(3))} --ablation {name}")
+        lines += [f"llqr figure {name} {ABLATED} --scale mini --output docs/{figure}", "```", ""]
+        rows = [
+            [f"`{label}`", str(len(runs)), shown(summary(scores(runs)), UNITS["test_accuracy"]), _beside(runs, own)]
+            for label, runs in own.items()
+            if runs
+        ]
+        if seeds:
+            lines += [f"![{name}]({figure})", ""]
+            lines += [markdown_table([["method, and what is set", "seeds", NAMES["test_accuracy"], ""], *rows])]
+        else:
+            lines += ["Not run by us.", ""]
     return "\n".join(lines)
+
+
+def _beside(runs: list[Result], all_runs: dict[str, list[Result]]) -> str:
+    return "" if runs is all_runs["base"] else compared(summary(gains(runs, all_runs["base"])))
 
 
 def commands(group: list[Result]) -> list[str]:
@@ -176,7 +186,7 @@ def commands(group: list[Result]) -> list[str]:
     return made
 
 
-def _numbers(seeds: tuple[int, ...]) -> str:
+def _numbers(seeds: Sequence[int]) -> str:
     """0-2 for 0, 1, 2."""
     if len(seeds) > 1 and list(seeds) == list(range(seeds[0], seeds[-1] + 1)):
         return f"{seeds[0]}-{seeds[-1]}"

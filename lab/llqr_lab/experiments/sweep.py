@@ -26,17 +26,17 @@ ABLATIONS: dict[str, tuple[tuple[str, ...], dict[str, list[Any]]]] = {
     "damping": (("ekfac-ngd",), {"llqr.damping": [0.0, 0.01, 0.1, 1.0]}),
     "inner": (
         ("ekfac-ngd",),
-        {"llqr.steps": [10, 25, 50], "llqr.every": [125, 500], "llqr.solver.lr": [0.001, 0.005, 0.02]},
+        {"llqr.steps": [10, 25, 50], "llqr.every": [1, 4], "llqr.solver.lr": [0.001, 0.005, 0.02]},
     ),
     "ema": (("ekfac-ngd",), {"llqr.ema": [0.0, 0.5, 0.85, 0.95]}),
-    # the paper's warm start has no EMA, and an inner learning rate that falls; what each of them does by itself is seen too
+    # the paper's has no EMA, and an inner learning rate that falls; what each of them does by itself is seen too
     "warm-start": (
         ("ekfac-ngd",),
-        {"llqr.warm_start": [False, True], "llqr.ema": [0.0, 0.95], "llqr.solver.schedule": ["constant", "cosine"]},
+        {"llqr.warm_start": [True], "llqr.ema": [0.0, 0.95], "llqr.solver.schedule": ["constant", "cosine"]},
     ),
     "solver": (("ekfac-ngd",), {"llqr.solver.name": ["sgdm", "adam", "cg"]}),
 }
-"""The paper's ablations: the methods and the grid that each runs over."""
+"""The paper's ablations: the methods and the grid that each runs over; periods are multiples of the preset's own."""
 
 
 @dataclass
@@ -57,26 +57,38 @@ def planned_runs(
 ) -> list[tuple[Config, dict[str, Any]]]:
     """The runs of a sweep; presets may be ["all"], and methods are those of the preset's table where none are named."""
     check_names(filter(None, [ablation]), ABLATIONS, "ablation")
-    usual, grid = ABLATIONS[ablation] if ablation else ((), {})
-    grid = {**grid, **dict(map(parse_values, changes))}
-    return [
-        each
-        for preset in (PRESETS if list(presets) == ["all"] else presets)
-        for each in configurations(preset, scale, methods or usual or known_preset(preset).methods, seeds, grid)
-    ]
+    by_hand = dict(map(parse_values, changes))
+    found = []
+    for preset in PRESETS if list(presets) == ["all"] else presets:
+        usual, grid = ablation_grid(ablation, preset, scale) if ablation else (known_preset(preset).methods, {})
+        found += configurations(preset, scale, methods or usual, seeds, {**grid, **by_hand})
+    return found
+
+
+def ablation_grid(ablation: str, preset: str, scale: str) -> tuple[tuple[str, ...], dict[str, list[Any]]]:
+    """The methods and the settings of an ablation of a preset."""
+    methods, grid = ABLATIONS[ablation]
+    own = resolve(preset, scale, methods[0], 0).llqr
+    assert own is not None  # an ablation is of the paper's LLQR
+    return methods, {k: [n * own.every for n in v] if k == "llqr.every" else v for k, v in grid.items()}
 
 
 def configurations(
     preset: str, scale: str, methods: Iterable[str], seeds: Iterable[int], grid: Mapping[str, list[Any]]
 ) -> list[tuple[Config, dict[str, Any]]]:
-    """Each method with each seed and each point of the grid, and what was changed."""
-    points = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+    """Each method with each seed and each point of the grid, and what was changed: what the preset has anyway isn't."""
     found: dict[tuple[str, int], tuple[Config, dict[str, Any]]] = {}
-    for seed, method, point in itertools.product(seeds, methods, points):
+    for seed, method, point in itertools.product(seeds, methods, points(grid)):
+        present = resolve(preset, scale, method, seed).settings
         own = {name: value for name, value in point.items() if method not in BARE or not name.startswith("llqr.")}
+        own = {name: value for name, value in own.items() if name not in present or present[name] != value}
         config = resolve(preset, scale, method, seed, own)
         found.setdefault((config.label, seed), (config, own))
     return list(found.values())
+
+
+def points(grid: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
+    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
 
 def sweep(

@@ -16,7 +16,7 @@ from llqr_lab.errors import ConfigError, RunError, check_names
 from llqr_lab.experiments.collect import Result, collected, summary, value
 from llqr_lab.experiments.config import toml
 from llqr_lab.experiments.presets import SCALES, known_preset
-from llqr_lab.experiments.sweep import ABLATIONS
+from llqr_lab.experiments.sweep import ABLATIONS, ablation_grid, configurations, points
 from llqr_lab.experiments.table import NAMES, UNITS, methods_of, scores
 from llqr_lab.figures.style import BLUE, GREEN, GREY, ORANGE, PINK, drawing
 
@@ -46,7 +46,7 @@ def draw(kind: str, presets: list[str], methods: list[str], source: Path, scale:
     elif kind == "grokking":
         boxes(_some([each for each in plain if each["preset"].startswith("grokking-")], "grokking", scale), output)
     else:
-        usual, grid = ABLATIONS[kind]
+        usual, grid = ablation_grid(kind, presets[0], scale)
         chosen = [each for each in results if each["preset"] == presets[0]]
         swept = dict.fromkeys(each["method"].partition("+")[0] for each in chosen if "+" in each["method"])
         ablation(_some(chosen, presets[0], scale), tuple(swept) or usual, grid, output)
@@ -207,10 +207,17 @@ def ablation(results: list[Result], methods: Sequence[str], grid: dict[str, list
     """The score against each setting of an ablation: one point a run, the mean as a bar; the base as a line."""
     score = results[0]["score"]
     unit = UNITS.get(score, 1.0)
+    preset, scale = results[0]["preset"], results[0]["scale"]
     base = summary(scores([each for each in results if each["method"] == "base"]))
-    points = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
     # settings that were changed beside the ablation's make another run
-    labels = {_label(method, point): (method, point) for method in methods for point in points}
+    labels = {
+        configurations(preset, scale, [method], [0], {name: [value] for name, value in point.items()})[0][0].label: (
+            method,
+            point,
+        )
+        for method in methods
+        for point in points(grid)
+    }
     swept = [each for each in results if each["method"] in labels]
     if not swept:
         raise RunError("no finished runs of this ablation: make them with `llqr sweep --ablation`")
@@ -241,11 +248,7 @@ def ablation(results: list[Result], methods: Sequence[str], grid: dict[str, list
         panels[0].set_ylabel(NAMES.get(score, score))
         handles, texts = panels[0].get_legend_handles_labels()
         figure.legend(handles, texts, loc="outside lower center", ncols=4)
-        figure.suptitle(f"{results[0]['preset']} at --scale {results[0]['scale']}", fontsize="medium")
-
-
-def _label(method: str, point: dict[str, Any]) -> str:
-    return "+".join([method, *(f"{name}={toml(value)}" for name, value in sorted(point.items()))])
+        figure.suptitle(f"{preset} at --scale {scale}", fontsize="medium")
 
 
 def _beside(axes: Axes, at: float, text: str, colour: str) -> None:
