@@ -98,7 +98,8 @@ def test_the_other_optimizers_of_table_4() -> None:
 
 def test_every_result_of_the_paper_belongs_to_a_preset_that_has_its_methods() -> None:
     for name, rows in RESULTS.items():
-        assert {*rows, "default"} - {PUBLISHED} == set(PRESETS[name].methods), name
+        ours = {"default", "soap"} if "shampoo" in rows else {"default"}
+        assert {*rows, *ours} - {PUBLISHED} == set(PRESETS[name].methods), name
 
 
 @pytest.mark.parametrize(
@@ -106,11 +107,9 @@ def test_every_result_of_the_paper_belongs_to_a_preset_that_has_its_methods() ->
 )
 def test_the_base_s_settings_are_the_same_with_and_without_llqr(name: str, scale: str, method: str) -> None:
     alone, wrapped = (resolve(name, scale, each, 0) for each in ("base", method))
-    assert {line.partition(":")[0].partition(".")[0] for line in differences(alone, wrapped)} <= {
-        "llqr",
-        "default_llqr",
-        "method",
-    }
+    at_equal_time = {"epochs"} if scale == "mini" and name == "cifar100-resnet18-batch256" else set()
+    found = {line.partition(":")[0].partition(".")[0] for line in differences(alone, wrapped)}
+    assert found <= {"llqr", "default_llqr", "method"} | at_equal_time
 
 
 def smallest() -> dict[str, object]:
