@@ -99,6 +99,11 @@ class Chain:
                 state = output
         return states
 
+    def sizes(self, inputs: Inputs) -> list[tuple[int, int]]:
+        """Of each stage: how many numbers it returns, and how many parameters it has."""
+        pairs = zip(self.run(inputs), self.parameters, strict=True)
+        return [(state.numel(), sum(p.numel() for p in own.values())) for state, own in pairs]
+
     def _mismatch(self, stage: int, state: Inputs, error: Exception) -> str:
         if not isinstance(state, Tensor):
             return f"{self.label(stage)} can't take the inputs: {error}"

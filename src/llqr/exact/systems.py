@@ -266,12 +266,11 @@ def along_stages(
         return Way(math.inf, 0, "it is for an nn.Sequential and a closure that returns model(inputs), targets", _no)
     try:
         chain = Chain(model)
-        states = [state.numel() for state in chain.run(inputs)]
+        sizes = chain.sizes(inputs)
     except ChainError as error:
         return Way(math.inf, 0, str(error), _no)
-    sizes = [(n, sum(p.numel() for p in own.values())) for n, own in zip(states, chain.parameters, strict=True)]
     work = sum(10.0 * n * n * (n + p) for n, p in sizes)
-    held = point.gradient_vector.element_size() * (sum(n * (n + p) for n, p in sizes) + 4 * max(states) ** 2)
+    held = point.gradient_vector.element_size() * (sum(n * (n + p) for n, p in sizes) + 4 * max(sizes)[0] ** 2)
     return Way(work, held, "", lambda: Stages(point, build(chain, inputs, targets, loss_fn, divergence)))
 
 
