@@ -8,7 +8,7 @@ a = -g·δ / δ·(H + λ)δ. Since g = -(H + λ)δ*, what is attained there, rel
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -158,11 +158,9 @@ def reference(
     *,
     tolerance: float = 1e-5,
     max_steps: int | None = None,
-    chunk_size: int | None = None,
     output: Selector | None = None,
     weights: Tensor | None = None,
     training: bool | None = None,
-    shared: Collection[str | int] = (),
 ) -> Reference:
     """The quadratic model of a batch with its exact step: by the Riccati recursion for a chain (an `nn.Sequential`) that is
     small enough, else by conjugate gradients. The model is left as it was.
@@ -176,8 +174,8 @@ def reference(
     """
     checked_number("tolerance", tolerance, lambda number: 0 < number < 1, "a number between 0 and 1")
     kind = resolve(divergence)
-    how: dict[str, Any] = {"output": output, "weights": weights, "training": training, "shared": shared}
-    quadratic = QuadraticModel.build(model, inputs, targets, loss_fn, kind, damping, chunk_size, **how)
+    how: dict[str, Any] = {"output": output, "weights": weights, "training": training}
+    quadratic = QuadraticModel.build(model, inputs, targets, loss_fn, kind, damping, **how)
     recorder, parameters = Recorder(model, (), output, training), locations.trainable(model)
 
     def loss_after(step: Step) -> float:
@@ -193,8 +191,7 @@ def reference(
     if not gradient.any():
         raise LLQRError("the gradient is zero: there is no decrease to attain, and nothing to compare with")
     in_mode = training is None or all(module.training == training for module in model.modules())
-    plain = chunk_size is None and output is None and weights is None and in_mode
-    if plain and _is_small_chain(model, inputs):
+    if output is None and weights is None and in_mode and _is_small_chain(model, inputs):
         with suppress(ChainError, SingularProblemError):
             exact = found(exact_step(model, inputs, targets, loss_fn, kind, damping), "riccati")  # type: ignore[arg-type]
             if exact.converged:

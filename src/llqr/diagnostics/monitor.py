@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -172,11 +173,20 @@ class Monitor:
         checked_integer("products", products)
         refuse_ranks(optimizer)
         self.model, self.optimizer, self.loss_fn, self.writer = model, optimizer, loss_fn, writer
-        self.every, self.record, self.damping, self.products = every, record, damping, products
+        self.every, self.record, self.weights = every, record, weights
         own = optimizer.divergence if isinstance(optimizer, PaperLLQR) else "ngd"
-        self.divergence = own if divergence is None else divergence
-        self.tolerance, self.training, self.output = tolerance, training, output
-        self.weights, self.prepare = weights, prepare
+        self._reference = partial(
+            reference,
+            model,
+            loss_fn=loss_fn,
+            divergence=own if divergence is None else divergence,
+            damping=damping,
+            tolerance=tolerance,
+            max_steps=products,
+            output=output,
+            training=training,
+        )
+        self._proposed = partial(proposed_step, optimizer, model, loss_fn=loss_fn, output=output, prepare=prepare)
 
     def __call__(self, step: int, inputs: Inputs, targets: Any) -> Line | None:
         """Look, if it is time; what was seen, as a line."""
@@ -210,26 +220,13 @@ class Monitor:
         return line
 
     def _steps(self, u: Preconditioner | None, inputs: Inputs, targets: Any) -> Line:
-        exact = reference(
-            self.model,
-            inputs,
-            targets,
-            self.loss_fn,
-            self.divergence,
-            self.damping,
-            tolerance=self.tolerance,
-            max_steps=self.products,
-            output=self.output,
-            weights=None if self.weights is None else self.weights(inputs),
-            training=self.training,
-        )
+        weights = None if self.weights is None else self.weights(inputs)
+        exact = self._reference(inputs=inputs, targets=targets, weights=weights)
         steps = {"gradient": {name: -g for name, g in exact.gradient.items()}}
         if u is not None:
             known = u.precondition(exact.gradient).gradients
             steps["preconditioned"] = {name: -known.get(name, g) for name, g in exact.gradient.items()}
-        proposed = proposed_step(
-            self.optimizer, self.model, inputs, targets, self.loss_fn, output=self.output, prepare=self.prepare
-        )
+        proposed = self._proposed(inputs=inputs, targets=targets)
         if 0 < norm(proposed) < math.inf:
             steps["optimizer"] = proposed
         verdicts = {name: judge(each, exact) for name, each in steps.items()}
