@@ -98,7 +98,7 @@ class Reference:
     ) -> None:
         self._quadratic, self._damping, self._loss_after = quadratic, damping, loss_after
         self.gradient, self.step, self.method = quadratic.gradient, step, method
-        self.loss = loss_after({name: torch.zeros_like(part) for name, part in step.items()})
+        self.loss = loss_after({})
         self._product = quadratic.curvature(step)
         self.residual = norm({name: self._product[name] + g for name, g in self.gradient.items()}) / norm(self.gradient)
         """‖(H + λ)δ* + g‖/‖g‖ as it is, measured by a product of its own."""
@@ -179,7 +179,8 @@ def reference(
     recorder, parameters = Recorder(model, (), output, training), locations.trainable(model)
 
     def loss_after(step: Step) -> float:
-        moved = {name: p + step[name].to(p) for name, p in parameters.items()}
+        like = quadratic.gradient
+        moved = {name: p + step[name].to(like[name]) if step else p for name, p in parameters.items()}
         with torch.no_grad():
             return float(loss_fn(recorder.run(moved, inputs)[0], targets).double())
 

@@ -246,9 +246,8 @@ def _least_norm(lqr: LQR) -> list[Tensor]:
     """-H⁺ g. Which directions are null is a question about all of H, so here it is formed, by the LQR's own products."""
     sizes = [len(stage.diagonal) for stage in lqr.stages]
     gradient = torch.cat(lqr.gradient())
-    units = torch.eye(len(gradient), dtype=gradient.dtype, device=gradient.device)
-    rows = [torch.cat(lqr.curvature(list(torch.split(unit, sizes)))) for unit in units]
-    return list(torch.split(least_norm(torch.stack(rows), gradient), sizes))
+    matrix = apply_to_units(lambda v: torch.cat(lqr.curvature(list(torch.split(v, sizes)))), gradient)
+    return list(torch.split(least_norm(matrix, gradient), sizes))
 
 
 def dense_step(
