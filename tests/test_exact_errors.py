@@ -211,11 +211,11 @@ def test_once_differentiable_stage() -> None:
 @pytest.mark.parametrize("way", [exact_step, dense_step, cg_step])
 def test_inputs_that_are_no_inputs(way: Any) -> None:
     targets = data()[1]
-    with pytest.raises(ChainError, match=r"int64.*embedding"):
+    with pytest.raises(ChainError, match="can't take the inputs"):
         way(network(), torch.randint(5, (5, 3)), targets, LOSS, KL(), 0.1)
-    with pytest.raises(ChainError, match="empty"):
+    with pytest.raises(LLQRError, match="empty"):
         way(network(), torch.zeros(0, 3).double(), targets[:0], LOSS, KL(), 0.1)
-    with pytest.raises(ChainError, match="tensor"):
+    with pytest.raises(LLQRError, match="inputs are a tensor"):
         way(network(), [[1.0, 2.0, 3.0]], targets, LOSS, KL(), 0.1)
 
 
@@ -374,7 +374,7 @@ def test_wrong_arguments() -> None:
         exact_step(*arguments, KL(), {7: 1.0})
     with pytest.raises(LLQRError, match="unknown value of degenerate"):
         exact_step(*arguments, KL(), 0.1, degenerate="pinv")  # type: ignore[arg-type]
-    with pytest.raises(LLQRError, match="unknown stage in Intermediate '9'"):
+    with pytest.raises(LLQRError, match="unknown module in Intermediate '9'"):
         exact_step(*arguments, Intermediate({"9": 1.0}), 0.1)
     with pytest.raises(LLQRError, match="4 × 4"):
         exact_step(*arguments, Intermediate({"1": torch.eye(3)}), 0.1)

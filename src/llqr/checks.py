@@ -127,35 +127,10 @@ def refuse_wrapped(model: nn.Module) -> None:
             )
 
 
-def check_inputs(inputs: Inputs, first: nn.Module) -> None:
-    """Raise for inputs that are empty, not finite, or integers where no embedding takes them."""
-    if torch.is_inference_mode_enabled():
-        raise LLQRError("torch.inference_mode() is on, and nothing can be differentiated under it: leave it first")
-    tensors = tensors_in(inputs)
-    if not tensors:
-        raise ChainError(f"inputs are a tensor, or a tuple or dict with tensors in it; got {type(inputs).__name__}")
-    embeds = any(isinstance(module, (nn.Embedding, nn.EmbeddingBag)) for module in first.modules())
-    for tensor in tensors:
-        if tensor.numel() == 0:
-            raise ChainError(f"the inputs are empty, shape {tuple(tensor.shape)}: give at least one example")
-        if not (tensor.is_floating_point() or tensor.dtype == torch.bool or embeds):
-            raise ChainError(
-                f"the inputs are {tensor.dtype}, and {type(first).__name__} has no embedding for them: convert them, as in "
-                "inputs.double(), or start with an nn.Embedding"
-            )
-        check_finite(tensor, "the inputs")
-
-
 def batch_size_of(inputs: Inputs) -> int:
     """How many examples the inputs hold: their leading dimension; 1 for vectors, which are single examples."""
-    tensors = tensors_in(inputs)
-    if all(tensor.dim() < 2 and tensor.is_floating_point() for tensor in tensors):
-        return 1
-    return next(
-        tensor.shape[0] if tensor.dim() else 1
-        for tensor in tensors
-        if tensor.dim() > 1 or not tensor.is_floating_point()
-    )
+    batched = [t for t in tensors_in(inputs) if t.dim() > 1 or not t.is_floating_point()]
+    return batched[0].shape[0] if batched and batched[0].dim() else 1
 
 
 def check_finite(tensor: Tensor, what: str) -> None:

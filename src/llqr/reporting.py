@@ -48,13 +48,10 @@ class Stats:
         found = {f.name: saved[f.name] for f in fields(cls) if f.name in saved}
         for name, value in found.items():
             what = f"{name!r} in the state's 'stats'"
-            if name.startswith("objective"):  # of a fit that failed it may be anything
-                if value is not None and not isinstance(value, float):
-                    raise LLQRError(f"{what} isn't a number or None")
-            elif name == "seconds":
-                check_amount(what, value)
-            else:
-                check_count(what, value)
+            if not name.startswith("objective"):
+                (check_amount if name == "seconds" else check_count)(what, value)
+            elif value is not None and not isinstance(value, float):  # of a fit that failed it may be anything
+                raise LLQRError(f"{what} isn't a number or None")
         return cls(**found)
 
     def in_words(self) -> str:

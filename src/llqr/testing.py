@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,8 +24,8 @@ def check_structure(structure: Structure, shapes: Sequence[Sequence[int]] = SHAP
     `identity` makes stacks and leaves x as it is; each block of a stack acts as it does alone; `linearize` gives the
     derivatives of `apply`; `scaled` and `degree` are right; and a `closed_form`, where there is one, is positive.
     """
-    for shape in shapes:
-        _check_structure(structure, tuple(shape))
+    for shape in map(tuple, shapes):
+        _check_structure(structure, shape)
 
 
 def _check_structure(structure: Structure, shape: tuple[int, ...]) -> None:
@@ -75,10 +75,9 @@ def _check_structure(structure: Structure, shape: tuple[int, ...]) -> None:
     for name, part in gradient.items():
         expect(pulled[name], part, f"pullback() isn't the gradient of ⟨cotangent, apply(tensors, x)⟩ by {name!r}")
     expect(structure.apply(structure.scaled(moved, 2.5), x), 2.5 * y, "scaled(tensors, 2.5) doesn't act as 2.5 · U")
-    values = torch.stack([structure.apply(_times(moved, float(s)), x) for s in range(structure.degree(shape) + 2)])
-    for _ in range(structure.degree(shape) + 1):
-        values = values.diff(dim=0)
-    expect(values[0] / 10.0 ** structure.degree(shape), torch.zeros_like(y), "degree() is too low")
+    degree = structure.degree(shape)
+    along = [structure.apply({n: s * t for n, t in moved.items()}, x) for s in range(degree + 2)]
+    expect(torch.stack(along).diff(degree + 1, 0)[0] / 10.0**degree, torch.zeros_like(y), "degree() is too low")
     if type(structure).closed_form is not Structure.closed_form and len(shape) == 2:
         moments = structure.second_moments(_numbers(2, 9, shape[0]), _numbers(2, 9, shape[1]).cos(), 1)
         curved = structure.apply(structure.closed_form(moments, 0.1), x)
@@ -122,7 +121,3 @@ def _check_draws(term: OutputTerm, base: BasePoint) -> None:
 
 def _numbers(*shape: int) -> Tensor:
     return torch.linspace(1, 40, int(torch.Size(shape).numel()), dtype=torch.float64).sin().reshape(shape)
-
-
-def _times(tensors: Mapping[str, Tensor], factor: float) -> dict[str, Tensor]:
-    return {name: factor * tensor for name, tensor in tensors.items()}

@@ -275,9 +275,9 @@ def _resharded(model: nn.Module) -> bool:
     """FSDP2 may have left whole parameters in the model, and the optimizer has the sharded ones."""
     if not dist.is_available() or not dist.is_initialized():
         return False
-    from llqr.distributed import fsdp  # with torch's DTensor, which takes a second to import
+    from llqr.distributed import shards  # with torch's DTensor, which takes a second to import
 
-    return fsdp.reshard(model)
+    return shards.reshard(model)
 
 
 class Stepped:

@@ -1,8 +1,16 @@
 """How good a step is: compared with the exact one, on the quadratic model of a batch."""
 
-from llqr.diagnostics.comparison import LayerPart, Reference, Verdict, judge, reference
-from llqr.diagnostics.fit_quality import QUANTILES, Objectives, Spectrum, Staleness, compare_fits, spectra, staleness
-from llqr.diagnostics.monitor import Monitor, proposed_step
+from llqr.diagnostics.comparison import (
+    LayerPart,
+    Objectives,
+    Reference,
+    Verdict,
+    judge,
+    reference,
+    spectra,
+    staleness,
+)
+from llqr.diagnostics.monitor import QUANTILES, Monitor, proposed_step
 
 __all__ = [
     "QUANTILES",
@@ -10,10 +18,7 @@ __all__ = [
     "Monitor",
     "Objectives",
     "Reference",
-    "Spectrum",
-    "Staleness",
     "Verdict",
-    "compare_fits",
     "judge",
     "proposed_step",
     "reference",

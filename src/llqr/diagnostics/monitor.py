@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -19,11 +20,11 @@ from llqr.curvature import locations
 from llqr.curvature.locations import PerLayer
 from llqr.curvature.precision import no_autocast
 from llqr.curvature.recorder import Recorder, Selector
-from llqr.diagnostics.comparison import Reference, judge, norm, reference
-from llqr.diagnostics.fit_quality import QUANTILES, Objectives, Spectrum, refuse_ranks, spectra, staleness
+from llqr.diagnostics.comparison import judge, norm, reference, refuse_ranks, spectra, staleness
 from llqr.divergences import Divergence
 from llqr.errors import DegenerateProblemError, LLQRError, LLQRWarning, NonFiniteError
 from llqr.paper import PaperLLQR
+from llqr.preconditioner import Preconditioner
 from llqr.wrapper import Wrapping, stepped_parameters
 
 
@@ -54,39 +55,25 @@ def proposed_step(
     step = {name: torch.zeros_like(p) for name, p in before.items()}
     for each in optimizers:  # each on copies of its own, so that all of them begin at θ
         memo: dict[int, Any] = {}
-        twin = _copy(model, "model", memo)
-        _take(_twin(each, memo, (inputs, targets)), twin, inputs, targets, loss_fn, output, prepare)
-        after = dict(twin.named_parameters())
-        stepped = stepped_parameters(each, model)
+        own = _copy(model, "model", memo)
+        twin, select = _twin(each, memo, (inputs, targets)), Recorder(own, (), output).selected
+
+        def closure(own: nn.Module = own, twin: Optimizer = twin, select: Selector = select) -> Tensor:
+            twin.zero_grad()
+            args, kwargs = as_arguments(inputs)
+            loss = checked_loss(loss_fn(select(own(*args, **kwargs)), targets))
+            check_finite(loss.detach(), "the loss")
+            loss.backward()  # type: ignore[no-untyped-call]
+            if prepare is not None:
+                prepare(own)
+            return loss
+
+        with torch.enable_grad(), frozen_rng(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", LLQRWarning)  # it will be said when the step is taken in earnest
+            twin.step(closure)  # type: ignore[arg-type]
+        after, stepped = dict(own.named_parameters()), stepped_parameters(each, model)
         step.update({name: after[name].detach() - p for name, p in before.items() if name in stepped})
     return step
-
-
-def _take(
-    optimizer: Optimizer,
-    model: nn.Module,
-    inputs: Inputs,
-    targets: Any,
-    loss_fn: Loss,
-    output: Selector | None,
-    prepare: Callable[[nn.Module], object] | None,
-) -> None:
-    """One step, in silence: what there is to warn of will be said when it is taken in earnest."""
-    select = Recorder(model, (), output).selected
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        args, kwargs = as_arguments(inputs)
-        loss = checked_loss(loss_fn(select(model(*args, **kwargs)), targets))
-        check_finite(loss.detach(), "the loss")
-        loss.backward()  # type: ignore[no-untyped-call]
-        if prepare is not None:
-            prepare(model)
-        return loss
-
-    with torch.enable_grad(), frozen_rng(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", LLQRWarning)
-        optimizer.step(closure)  # type: ignore[arg-type]
 
 
 def _check(optimizers: list[Optimizer], model: nn.Module, inputs: Inputs) -> None:
@@ -128,6 +115,7 @@ def _twin(optimizer: Optimizer, memo: dict[int, Any], batch: tuple[Inputs, Any])
 Line = dict[str, Any]
 NUMBERS = ("cosine", "cosine_h", "fraction", "fraction_along", "length", "predicted", "actual")
 """Of a verdict, that a line has for each step."""
+QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
 class Writer(Protocol):
@@ -185,11 +173,20 @@ class Monitor:
         checked_integer("products", products)
         refuse_ranks(optimizer)
         self.model, self.optimizer, self.loss_fn, self.writer = model, optimizer, loss_fn, writer
-        self.every, self.record, self.damping, self.products = every, record, damping, products
+        self.every, self.record, self.weights = every, record, weights
         own = optimizer.divergence if isinstance(optimizer, PaperLLQR) else "ngd"
-        self.divergence = own if divergence is None else divergence
-        self.tolerance, self.training, self.output = tolerance, training, output
-        self.weights, self.prepare = weights, prepare
+        self._reference = partial(
+            reference,
+            model,
+            loss_fn=loss_fn,
+            divergence=own if divergence is None else divergence,
+            damping=damping,
+            tolerance=tolerance,
+            max_steps=products,
+            output=output,
+            training=training,
+        )
+        self._proposed = partial(proposed_step, optimizer, model, loss_fn=loss_fn, output=output, prepare=prepare)
 
     def __call__(self, step: int, inputs: Inputs, targets: Any) -> Line | None:
         """Look, if it is time; what was seen, as a line."""
@@ -198,94 +195,68 @@ class Monitor:
     def look(self, step: int, inputs: Inputs, targets: Any) -> Line:
         """Look now. Where there is no exact step (a loss that isn't finite, an indefinite H + λ), the line has the reason."""
         line: Line = {"step": step, "trouble": None}
-        parameters = dict(self.model.named_parameters())
-        with no_autocast(parameters):
-            u = self.optimizer.preconditioner if isinstance(self.optimizer, PaperLLQR) else None
+        u = self.optimizer.preconditioner if isinstance(self.optimizer, PaperLLQR) else None
+        with no_autocast(dict(self.model.named_parameters())):
             found = {} if u is None or not u.is_finite() else spectra(u)
             try:
-                line |= self._steps(self._reference(inputs, targets), inputs, targets)
-                line |= self._staleness(inputs, targets)
+                line |= self._steps(u, inputs, targets)
+                if isinstance(self.optimizer, PaperLLQR) and u is not None:
+                    objectives = staleness(self.optimizer, inputs, targets, self.loss_fn)
+                    line |= {"staleness": objectives.staleness, "objective": asdict(objectives)}
+                else:
+                    line["staleness"] = None
             except (NonFiniteError, DegenerateProblemError) as error:
                 line["trouble"] = str(error)
         line["quantiles"] = list(QUANTILES)
-        line["spectra"] = {block: [_finite(q) for q in each.quantiles()] for block, each in found.items()}
+        line["spectra"] = {block: _quantiles(values) for block, values in found.items()}
+        line = _finite(line)
         if self.writer is not None:
-            _write(self.writer, line, found)
+            for tag, value in _numbers("diagnostics", line):
+                self.writer.add_scalar(tag, value, step)
+            for block, values in found.items():
+                self.writer.add_histogram(f"diagnostics/spectrum/{block}", values, step)
         if self.record is not None:
             self.record(line)
         return line
 
-    def _reference(self, inputs: Inputs, targets: Any) -> Reference:
-        return reference(
-            self.model,
-            inputs,
-            targets,
-            self.loss_fn,
-            self.divergence,
-            self.damping,
-            tolerance=self.tolerance,
-            max_steps=self.products,
-            output=self.output,
-            weights=None if self.weights is None else self.weights(inputs),
-            training=self.training,
-        )
-
-    def _steps(self, exact: Reference, inputs: Inputs, targets: Any) -> Line:
-        steps: dict[str, Mapping[str, Tensor]] = {"gradient": {name: -g for name, g in exact.gradient.items()}}
-        optimizer = self.optimizer
-        if isinstance(optimizer, PaperLLQR) and optimizer.preconditioner is not None:
-            known = optimizer.preconditioner.precondition(exact.gradient).gradients
-            whole = {**exact.gradient, **{name: part for name, part in known.items() if part is not None}}
-            steps["preconditioned"] = {name: -whole[name] for name in exact.gradient}
-        proposed = proposed_step(
-            self.optimizer, self.model, inputs, targets, self.loss_fn, output=self.output, prepare=self.prepare
-        )
-        line: Line = {
+    def _steps(self, u: Preconditioner | None, inputs: Inputs, targets: Any) -> Line:
+        weights = None if self.weights is None else self.weights(inputs)
+        exact = self._reference(inputs=inputs, targets=targets, weights=weights)
+        steps = {"gradient": {name: -g for name, g in exact.gradient.items()}}
+        if u is not None:
+            known = u.precondition(exact.gradient).gradients
+            steps["preconditioned"] = {name: -known.get(name, g) for name, g in exact.gradient.items()}
+        proposed = self._proposed(inputs=inputs, targets=targets)
+        if 0 < norm(proposed) < math.inf:
+            steps["optimizer"] = proposed
+        verdicts = {name: judge(each, exact) for name, each in steps.items()}
+        layers = verdicts["optimizer"].layers if "optimizer" in verdicts else {}
+        return {
             "loss": exact.loss,
             "exact": {"method": exact.method, "residual": exact.residual, "converged": exact.converged},
             "attainable": exact.attainable,
-        }
-        if all(bool(part.isfinite().all()) for part in proposed.values()) and norm(proposed) > 0:
-            steps["optimizer"] = proposed
-        verdicts = {name: judge(each, exact) for name, each in steps.items()}
-        for number in NUMBERS:
-            line[number] = {name: _finite(getattr(verdict, number)) for name, verdict in verdicts.items()}
-        parts = verdicts["optimizer"].layers if "optimizer" in verdicts else {}
-        line["layers"] = {layer: {n: _finite(v) for n, v in asdict(part).items()} for layer, part in parts.items()}
-        return line
-
-    def _staleness(self, inputs: Inputs, targets: Any) -> Line:
-        if not isinstance(self.optimizer, PaperLLQR) or self.optimizer.preconditioner is None:
-            return {"staleness": None}
-        found = staleness(self.optimizer, inputs, targets, self.loss_fn)
-
-        def told(objectives: Objectives) -> Line:
-            return {name: _finite(value) for name, value in asdict(objectives).items()}
-
-        return {
-            "staleness": _finite(found.as_is.staleness),
-            "staleness_along": _finite(found.along.staleness),
-            "objective": told(found.as_is),
-            "objective_along": told(found.along),
+            **{number: {name: getattr(v, number) for name, v in verdicts.items()} for number in NUMBERS},
+            "layers": {layer: asdict(part) for layer, part in layers.items()},
         }
 
 
-def _write(writer: Writer, line: Line, found: Mapping[str, Spectrum]) -> None:
-    step = line["step"]
-    for number in NUMBERS:
-        for name, value in line.get(number, {}).items():
-            if value is not None:
-                writer.add_scalar(f"diagnostics/{number}/{name}", value, step)
-    for name in ("staleness", "staleness_along"):
-        if line.get(name) is not None:
-            writer.add_scalar(f"diagnostics/{name}", line[name], step)
-    for layer, numbers in line.get("layers", {}).items():
-        if numbers["cosine"] is not None:
-            writer.add_scalar(f"diagnostics/layers/{layer}/cosine", numbers["cosine"], step)
-    for block, spectrum in found.items():
-        writer.add_histogram(f"diagnostics/spectrum/{block}", spectrum.histogram_sample(), step)
+def _quantiles(values: Tensor) -> list[float]:
+    """The least value with at least so much of the spectrum at or below it."""
+    return [float(values[max(0, math.ceil(len(values) * at - 1e-6) - 1)]) for at in QUANTILES]
 
 
-def _finite(value: float) -> float | None:
-    """JSON has no NaN."""
-    return value if math.isfinite(value) else None
+def _finite(value: Any) -> Any:
+    """The same with None for what isn't finite: JSON has no NaN."""
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _numbers(tag: str, line: Line) -> Iterator[tuple[str, float]]:
+    for name, value in line.items():
+        if isinstance(value, dict):
+            yield from _numbers(f"{tag}/{name}", value)
+        elif isinstance(value, float):
+            yield f"{tag}/{name}", value

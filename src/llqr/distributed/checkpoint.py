@@ -15,7 +15,7 @@ import io
 import json
 import pickle
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -143,6 +143,13 @@ def _take_tensors(state: dict[str, Any], *keys: str) -> Iterator[tuple[tuple[str
             yield from _take_tensors(state[key], *keys, key)
 
 
+def _put(state: dict[Any, Any], path: Sequence[Any], value: Any) -> None:
+    """The inverse, for one of them."""
+    for key in path[:-1]:
+        state = state.setdefault(key, {})
+    state[path[-1]] = value
+
+
 def load(folder: str | Path, optimizer: Wrapping) -> None:
     """Go on from a checkpoint, whatever the number of ranks that wrote it; every rank has to take part.
 
@@ -158,15 +165,11 @@ def load(folder: str | Path, optimizer: Wrapping) -> None:
         if WORDS not in files.known:
             raise LLQRError(f"what is in {str(folder)!r} wasn't written by llqr.distributed.checkpoint.save")
     try:
-        found = files.whole()
+        found = files.entries((WORDS, OWN), {})
         with processes.together():
-            own = dict(json.loads(bytes(found.pop(WORDS).tolist())))
-            for path, tensor in found.items():
-                *keys, last = json.loads(path)
-                place = own
-                for key in keys:
-                    place = place[key]
-                place[last] = tensor
+            own = dict(json.loads(bytes(found.pop(()).tolist())))
+            for (path,), tensor in found.items():
+                _put(own, json.loads(path), tensor)
             resume = optimizer._resuming(own, parameters)
         _load_trained(files, optimizer)
         resume()
@@ -184,19 +187,12 @@ class _Files:
         kinds = stored.state_dict_metadata.items()
         self.known = {name: kind for name, kind in kinds if isinstance(kind, TensorStorageMetadata)}
 
-    def whole(self) -> dict[str, Tensor]:
-        """All that LLQR has added, whole on each rank."""
-        kinds = {name: kind for name, kind in self.known.items() if name == WORDS or name.startswith(f"{OWN}.")}
-        state = {name: torch.empty(kind.size, dtype=kind.properties.dtype) for name, kind in kinds.items()}
-        self.fill(state)
-        return {name.removeprefix(f"{OWN}."): tensor for name, tensor in state.items()}
-
-    def entries(self, place: str, parameters: Mapping[str, Tensor]) -> dict[tuple[Any, ...], Any]:
-        """All that is there, by the keys that lead to it. What has the shape of a parameter among them is divided like it."""
-        paths = self._stored.planner_data or {}
-        found = {name: path[1:] for name, path in paths.items() if path[0] == place}
+    def entries(self, places: Collection[str], parameters: Mapping[str, Tensor]) -> dict[tuple[Any, ...], Any]:
+        """All that is there, by the keys that lead on to it. What has the shape of a parameter among them is divided like it,
+        the rest is whole on each rank."""
+        paths = {name: path for name, path in (self._stored.planner_data or {}).items() if path[0] in places}
         blank: dict[str, Any] = {}
-        for name, path in found.items():
+        for name, path in paths.items():
             kind = self.known.get(name)
             like = next((parameters[key] for key in path if key in parameters), None)
             if kind is None:
@@ -206,7 +202,7 @@ class _Files:
             else:
                 blank[name] = torch.empty(kind.size, dtype=kind.properties.dtype)
         self.fill(blank)
-        return {path: blank[name] for name, path in found.items()}
+        return {path[1:]: blank[name] for name, path in paths.items()}
 
     def fill(self, state: dict[str, Any]) -> None:
         """Read into the tensors that are there."""
@@ -234,25 +230,21 @@ def _trained(optimizer: Wrapping) -> dict[str, Any]:
 
 def _load_trained(files: _Files, optimizer: Wrapping) -> None:
     order = _order(optimizer)
-    entries = files.entries("base", dict(optimizer.model.named_parameters()))
-    state: dict[Any, Any] = {}
-    groups: dict[int, dict[str, Any]] = {}
-    for path, value in entries.items():
-        place: dict[Any, Any] = state if path[0] == "state" else groups
-        for key in path[1:-1]:
-            place = place.setdefault(key, {})
-        place[path[-1]] = value
-    named = [name for _, group in sorted(groups.items()) for name in group["params"]]
-    if named != order:
+    found: dict[str, dict[Any, Any]] = {"state": {}, "param_groups": {}}
+    for path, value in files.entries(("base",), dict(optimizer.model.named_parameters())).items():
+        _put(found, path, value)
+    groups = [group for _, group in sorted(found["param_groups"].items())]
+    if [name for group in groups for name in group["params"]] != order:
         raise LLQRError(
             "the checkpoint's base has other parameters, or in another order: make it as it was made before"
         )
     numbers = {name: number for number, name in enumerate(order)}
-    packed = [{**group, "params": [numbers[n] for n in group["params"]]} for _, group in sorted(groups.items())]
+    state = {numbers[name]: held for name, held in found["state"].items()}
+    packed = [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups]
     model = get_model_state_dict(optimizer.model)
     files.fill({"model": model})
     set_model_state_dict(optimizer.model, model)
-    optimizer.base.load_state_dict({"state": {numbers[n]: held for n, held in state.items()}, "param_groups": packed})
+    optimizer.base.load_state_dict({"state": state, "param_groups": packed})
 
 
 def _order(optimizer: Wrapping) -> list[str]:

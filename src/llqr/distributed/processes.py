@@ -237,23 +237,23 @@ def processes_of(model: nn.Module, group: Any) -> Process:
         if group is not None:
             raise LLQRError("there is a process_group, and torch.distributed isn't initialised")
         return Process()
-    from llqr.distributed import fsdp, shards  # torch's DTensor takes a second to import, and most have no use for it
+    from llqr.distributed import shards  # torch's DTensor takes a second to import, and most have no use for it
 
-    fsdp.reshard(model)
-    fsdp.check(model)
+    shards.reshard(model)
+    shards.check_sharding(model)
+    sharded_over = shards.group_of(model)
     if group is None:
-        own = model.process_group if isinstance(model, DistributedDataParallel) else fsdp.group_of(model)
+        own = model.process_group if isinstance(model, DistributedDataParallel) else sharded_over
         group = own or dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):  # a group that this rank isn't in is none either
         raise LLQRError(
             "process_group is a group of torch.distributed that this rank is a member of, or None for that of the model's "
             f"wrapper or else the default one; not {group!r}"
         )
-    sharded = fsdp.group_of(model) is not None
-    if dist.get_world_size(group) == 1 and not sharded:
+    if dist.get_world_size(group) == 1 and sharded_over is None:
         return Process()
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    return (shards.Shards if sharded else Replicas)(Ranks(group, device), model)
+    return (Replicas if sharded_over is None else shards.Shards)(Ranks(group, device), model)
 
 
 def standing(parameters: Iterable[Tensor]) -> tuple[bool, bool]:
@@ -269,9 +269,9 @@ def holds_gradients(model: nn.Module) -> bool:
     """Whether a sharded model has gradients that aren't in `.grad` yet."""
     if not dist.is_available() or not dist.is_initialized():
         return False
-    from llqr.distributed import fsdp
+    from llqr.distributed import shards
 
-    return fsdp.holds_gradients(model)
+    return shards.holds_gradients(model)
 
 
 def deal(sizes: Mapping[str, int], ranks: int, kept: Mapping[str, int] | None = None) -> dict[str, int]:

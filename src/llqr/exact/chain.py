@@ -2,24 +2,52 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from llqr.checks import (
-    Inputs,
-    call,
-    check_finite,
-    check_inputs,
-    check_parameter,
-    frozen_rng,
-    refuse_wrapped,
-    tensors_in,
-)
+from llqr.checks import Inputs, call, check_finite, check_model, check_parameter, frozen_rng, tensors_in
 from llqr.curvature.locations import Layout
 from llqr.curvature.replacements import constants, plain_rules
 from llqr.errors import ChainError, LLQRError
+
+
+class Row(nn.Sequential):
+    """Stages in a row, of which the first takes what a model takes."""
+
+    def __init__(self, stages: nn.Sequential | Sequence[nn.Module]) -> None:
+        if isinstance(stages, nn.Sequential):
+            if type(stages).forward is not nn.Sequential.forward:
+                raise ChainError(
+                    f"{type(stages).__name__} is an nn.Sequential with a forward of its own, so its children aren't its "
+                    "stages: give [model] to see all of it as one stage"
+                )
+            named = dict(stages._modules)
+        elif isinstance(stages, nn.Module) and not isinstance(stages, nn.ModuleList):
+            raise ChainError(
+                f"a {type(stages).__name__} has no visible stages: give an nn.Sequential or a list of modules, or [model] to "
+                "see all of it as one stage; for any other model there is cg_step"
+            )
+        elif isinstance(stages, (Sequence, nn.ModuleList)):
+            named = {str(position): module for position, module in enumerate(stages)}
+        else:
+            raise ChainError(f"stages are an nn.Sequential or a list of modules, not a {type(stages).__name__}")
+        if not named:
+            raise ChainError("there are no stages")
+        for name, module in named.items():
+            if not isinstance(module, nn.Module):
+                raise ChainError(f"stage {name} is a {type(module).__name__}, not an nn.Module; wrap functions in one")
+        super().__init__(OrderedDict(named))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        first, *rest = self
+        state = first(*args, **kwargs)
+        for stage in rest:
+            state = stage(state)
+        return state
 
 
 class Chain:
@@ -31,13 +59,11 @@ class Chain:
     """
 
     def __init__(self, stages: nn.Sequential | Sequence[nn.Module]) -> None:
-        named = named_stages(stages)
-        self.names = [name for name, _ in named]
-        self.modules = [module for _, module in named]
-        for module in self.modules:
-            refuse_wrapped(module)
+        self.whole = Row(stages)
+        """All of it as one module."""
+        self.names, self.modules = list(self.whole._modules), list(self.whole)
         self._refuse_shared_parameters()
-        self.parameters: list[dict[str, Tensor]] = [self._trainable(stage) for stage in range(len(named))]
+        self.parameters: list[dict[str, Tensor]] = [self._trainable(stage) for stage in range(len(self))]
         self._layouts: dict[int, Layout] = {}
         """How what each stage returns lies in x_{i+1}."""
         if not any(self.parameters):
@@ -82,7 +108,7 @@ class Chain:
 
         With a record, so that a loss can be seen to depend on what a stage keeps.
         """
-        check_inputs(inputs, self.modules[0])
+        check_model(self.whole, inputs)
         states: list[Tensor] = []
         state: Inputs = inputs
         with torch.enable_grad(), frozen_rng():
@@ -98,6 +124,11 @@ class Chain:
                 states.append(output.detach())
                 state = output
         return states
+
+    def sizes(self, inputs: Inputs) -> list[tuple[int, int]]:
+        """Of each stage: how many numbers it returns, and how many parameters it has."""
+        pairs = zip(self.run(inputs), self.parameters, strict=True)
+        return [(state.numel(), sum(p.numel() for p in own.values())) for state, own in pairs]
 
     def _mismatch(self, stage: int, state: Inputs, error: Exception) -> str:
         if not isinstance(state, Tensor):
@@ -130,29 +161,3 @@ class Chain:
                         "layerwise LQR gives each stage its own; put both stages into one (nn.Sequential(…) as a single "
                         "stage) or use cg_step"
                     )
-
-
-def named_stages(stages: nn.Sequential | Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """The stages with their names; an error where they can't be told."""
-    if isinstance(stages, nn.Sequential):
-        if type(stages).forward is not nn.Sequential.forward:
-            raise ChainError(
-                f"{type(stages).__name__} is an nn.Sequential with a forward of its own, so its children aren't its stages: "
-                "give [model] to see all of it as one stage"
-            )
-        named = list(stages._modules.items())
-    elif isinstance(stages, nn.Module) and not isinstance(stages, nn.ModuleList):
-        raise ChainError(
-            f"a {type(stages).__name__} has no visible stages: give an nn.Sequential or a list of modules, or [model] to "
-            "see all of it as one stage; for any other model there is cg_step"
-        )
-    elif isinstance(stages, (Sequence, nn.ModuleList)):
-        named = [(str(position), module) for position, module in enumerate(stages)]
-    else:
-        raise ChainError(f"stages are an nn.Sequential or a list of modules, not a {type(stages).__name__}")
-    if not named:
-        raise ChainError("there are no stages")
-    for name, module in named:
-        if not isinstance(module, nn.Module):
-            raise ChainError(f"stage {name} is a {type(module).__name__}, not an nn.Module; wrap functions in one")
-    return [(name, module) for name, module in named if module is not None]

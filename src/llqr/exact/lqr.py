@@ -22,12 +22,13 @@ from torch import Tensor
 
 from llqr.checks import Inputs, Loss, batch_size_of, check_finite, frozen_rng, loss_gradient
 from llqr.curvature.graph import refuse_once_differentiable, refuse_wrong_formulas
-from llqr.curvature.locations import Location, PerLayer, Terms, catching, per_parameter
-from llqr.divergences import L2, ActivationTerm, BasePoint, Divergence, LayerwiseLoss, OutputTerm, layerwise
+from llqr.curvature.locations import Location, PerLayer, Terms, catching, locations_of
+from llqr.curvature.locations import diagonal as diagonal_of
+from llqr.divergences import ActivationTerm, BasePoint, Divergence, LayerwiseLoss, OutputTerm, layerwise
 from llqr.divergences.base import slope as slope_of
-from llqr.errors import ChainError, LLQRError, NotTwiceDifferentiableError, unknown
+from llqr.errors import ChainError, LLQRError, NotTwiceDifferentiableError
 from llqr.exact.chain import Chain
-from llqr.exact.matrices import BlockDiagonal, jacobian, materialise_transposed, puller, unflat
+from llqr.exact.matrices import BlockDiagonal, jacobian, joined, materialise_transposed, puller, unflat
 
 _AtState = tuple[float, OutputTerm | ActivationTerm]
 _Inside = tuple[float, ActivationTerm, Location]
@@ -59,12 +60,7 @@ class StageBlocks:
 
     def stack(self, step: dict[str, Tensor]) -> Tensor:
         """δθ_i as one vector."""
-        parts = [step[name].reshape(-1) for name in self.shapes]
-        return torch.cat(parts) if parts else self.diagonal
-
-    def unstack(self, vector: Tensor) -> dict[str, Tensor]:
-        """δθ_i by name."""
-        return unflat(vector, self.shapes)
+        return joined(step[name] for name in self.shapes) if self.shapes else self.diagonal
 
     def param_product(self, vector: Tensor) -> Tensor:
         """R_i δθ_i."""
@@ -86,54 +82,47 @@ class LQR:
 
     def rollout(self, step: dict[str, Tensor]) -> list[Tensor]:
         """δx_1 … δx_N of a step: the linearised forward pass."""
-        return self._rollout([stage.stack(step) for stage in self.stages])
-
-    def quadratic_form(self, step: dict[str, Tensor]) -> Tensor:
-        """δθ·Hδθ, stage by stage (Theorem 1)."""
-        return torch.stack([curved for _, curved in self._costs(step)]).sum()
+        return self._rollout(self._controls(step))
 
     def costs(self, step: dict[str, Tensor]) -> list[Tensor]:
         """What each stage adds to m(δ), and the output."""
-        return [linear + 0.5 * curved for linear, curved in self._costs(step)]
+        return [linear + 0.5 * curved for linear, curved in self._costs(self._controls(step))]
 
     def value(self, step: dict[str, Tensor]) -> Tensor:
         """m(δ) = g·δ + ½ δ·Hδ, the LQR's cost."""
         return torch.stack(self.costs(step)).sum()
 
+    def quadratic_form(self, step: dict[str, Tensor]) -> Tensor:
+        """δθ·Hδθ, stage by stage (Theorem 1)."""
+        return self._form(self._controls(step))
+
     def gradient(self) -> list[Tensor]:
-        """g, one vector a stage: backpropagation of g_N, and of the slopes on the way."""
-        costate, products = self.terminal_gradient, []
-        for stage in reversed(self.stages):
-            product = stage.param_jacobian.T @ costate
-            products.append(product if stage.param_gradient is None else product + stage.param_gradient)
-            if stage.state_jacobian is not None:
-                costate = stage.state_jacobian.apply_transposed(costate)
-                costate = costate if stage.state_gradient is None else costate + stage.state_gradient
-        return products[::-1]
+        """g, one vector a stage."""
+
+        def slope(controls: list[Tensor]) -> Tensor:
+            return torch.stack([linear for linear, _ in self._costs(controls)]).sum()
+
+        return torch.func.grad(slope)([torch.zeros_like(stage.diagonal) for stage in self.stages])  # type: ignore[no-any-return]
 
     def curvature(self, controls: list[Tensor]) -> list[Tensor]:
-        """H δθ, one vector a stage: a rollout, then a sweep back."""
-        states = self._rollout(controls)
-        costate, products = self.terminal_cost.apply(states[-1]), []
-        for position in reversed(range(len(self.stages))):
-            stage, control = self.stages[position], controls[position]
-            product = stage.param_product(control) + stage.param_jacobian.T @ costate
-            if stage.state_jacobian is not None:
-                state = states[position - 1]
-                costate = stage.state_jacobian.apply_transposed(costate)
-                if stage.state_cost is not None:
-                    costate = costate + stage.state_cost.apply(state)
-                if stage.cross_cost is not None:
-                    product = product + stage.cross_cost @ state
-                    costate = costate + stage.cross_cost.T @ control
-            products.append(product)
-        return products[::-1]
+        """H δθ, one vector a stage: half the derivative of δθ·Hδθ."""
+        return [product / 2 for product in torch.func.grad(self._form)(controls)]
 
-    def _costs(self, step: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    def named(self, controls: list[Tensor]) -> dict[str, Tensor]:
+        """A step by the names of its parameters, from one vector a stage."""
+        pairs = zip(self.stages, controls, strict=True)
+        return {name: part for stage, control in pairs for name, part in unflat(control, stage.shapes).items()}
+
+    def _form(self, controls: list[Tensor]) -> Tensor:
+        return torch.stack([curved for _, curved in self._costs(controls)]).sum()
+
+    def _controls(self, step: dict[str, Tensor]) -> list[Tensor]:
+        return [stage.stack(step) for stage in self.stages]
+
+    def _costs(self, controls: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """The linear and the quadratic part of each stage, and of the output."""
-        states, parts = self.rollout(step), []
-        for position, stage in enumerate(self.stages):
-            control = stage.stack(step)
+        states, parts = self._rollout(controls), []
+        for position, (stage, control) in enumerate(zip(self.stages, controls, strict=True)):
             linear = control.new_zeros(()) if stage.param_gradient is None else stage.param_gradient @ control
             curved = control @ stage.param_product(control)
             if position > 0:
@@ -196,13 +185,15 @@ def _sort(chain: Chain, terms: Terms) -> tuple[list[list[_AtState]], list[list[_
     """The terms by the state that they are functions of, x_1 … x_N, or by the stage that they are inside of."""
     between: list[list[_AtState]] = [[] for _ in range(len(chain) + 1)]
     inside: list[list[_Inside]] = [[] for _ in range(len(chain))]
+    found = locations_of(chain.whole, terms)
     for weight, term in terms:
         if isinstance(term, OutputTerm):
             between[-1].append((weight, term))
         elif isinstance(term, ActivationTerm):
-            index, place = _find(chain, term)
-            if place.joint or place.module:
-                inside[index].append((weight, term, place))
+            stage, _, path = found[term.key].module.partition(".")
+            index = chain.names.index(stage)
+            if term.joint or path:
+                inside[index].append((weight, term, Location(path, term.joint)))
             elif chain.packs(index):
                 raise LLQRError(
                     f"{chain.label(index)} returns several tensors; a metric needs one: put it on a module inside"
@@ -210,18 +201,6 @@ def _sort(chain: Chain, terms: Terms) -> tuple[list[list[_AtState]], list[list[_
             else:
                 between[index + 1].append((weight, term))
     return between, inside
-
-
-def _find(chain: Chain, term: ActivationTerm) -> tuple[int, Location]:
-    """The stage that a term sits on, and the module in it ("" for the stage itself)."""
-    place = term.module
-    if isinstance(place, int) and 0 <= place < len(chain):
-        return place, Location("", term.joint)
-    for index, (name, module) in enumerate(zip(chain.names, chain.modules, strict=True)):
-        for path, _ in module.named_modules(remove_duplicate=False):
-            if place == (f"{name}.{path}" if path else name):
-                return index, Location(path, term.joint)
-    raise unknown(f"stage in {'Layerwise' if term.joint else 'Intermediate'}", place, chain.names)
 
 
 def _at_state(terms: list[_AtState], base: BasePoint) -> tuple[BlockDiagonal | None, Tensor | None]:
@@ -269,7 +248,7 @@ def _stage(
     if wanted and not output.requires_grad:
         raise ChainError(f"the output of {chain.label(position)} doesn't depend on its input or parameters by anything "
                          "differentiable: nothing can be sent back through it")  # fmt: skip
-    param_jacobian = jacobian(output, leaves) if leaves else None
+    param_jacobian = jacobian(output, leaves)
     if param_jacobian is None:
         param_jacobian = output.new_zeros(output.numel(), len(diagonal))
     state_jacobian = None if below is None else _state_jacobian(output, below)
@@ -309,9 +288,7 @@ def _add_loss(stage: StageBlocks, value: Tensor, leaves: list[Tensor], state: Te
     check_finite(value.detach(), "a term of the loss")
     slopes = torch.autograd.grad(value, wanted, retain_graph=True, materialize_grads=True)
     if leaves:
-        stage.param_gradient = _add(
-            stage.param_gradient, torch.cat([slope.reshape(-1) for slope in slopes[: len(leaves)]])
-        )
+        stage.param_gradient = _add(stage.param_gradient, joined(slopes[: len(leaves)]))
     if state is not None:
         stage.state_gradient = _add(stage.state_gradient, slopes[-1].reshape(-1))
 
@@ -320,7 +297,7 @@ def _add_flat(
     stage: StageBlocks, metric: BlockDiagonal, here: Tensor, leaves: list[Tensor], state: Tensor | None
 ) -> None:
     """JᵀWJ of a flat ψ of something inside the stage, J its derivatives by x_i and θ_i."""
-    by_param = jacobian(here, leaves) if leaves else None
+    by_param = jacobian(here, leaves)
     by_state = None if state is None else _state_jacobian(here, state)
     if by_state is not None:
         stage.state_cost = _add(stage.state_cost, metric.congruence(by_state))
@@ -373,7 +350,7 @@ def _second_derivatives(
     first = torch.autograd.grad(hamiltonian, wanted, create_graph=True, materialize_grads=True)
     refuse_once_differentiable(first)
     if leaves:
-        by_param = torch.cat([gradient.reshape(-1) for gradient in first[: len(leaves)]])
+        by_param = joined(first[: len(leaves)])
         stage.param_cost = _add(stage.param_cost, jacobian(by_param, leaves))
         if state is not None:
             stage.cross_cost = _add(stage.cross_cost, jacobian(by_param, [state]))
@@ -387,18 +364,11 @@ def _second_derivatives(
 
 def _diagonals(chain: Chain, terms: Terms, damping: PerLayer) -> list[Tensor]:
     """Damping and L2 terms of each stage, as the diagonal of R_i."""
-    names = [chain.qualified(stage, name) for stage, p in enumerate(chain.parameters) for name in p]
-    weights = per_parameter(damping, names, chain.names, "damping")
-    for weight, term in terms:
-        if isinstance(term, L2):
-            for name, extra in per_parameter(term.weight, names, chain.names, "L2 weights").items():
-                weights[name] += weight * extra
-    diagonals: list[Tensor] = []
+    named = {chain.qualified(stage, n): p for stage, own in enumerate(chain.parameters) for n, p in own.items()}
+    weights = diagonal_of(chain.whole, named, terms, damping)
+    diagonals = []
     for stage, parameters in enumerate(chain.parameters):
-        parts = [
-            torch.full_like(parameter, weights[chain.qualified(stage, name)]).reshape(-1)
-            for name, parameter in parameters.items()
-        ]
-        reference = next(p for stage_parameters in chain.parameters for p in stage_parameters.values())
-        diagonals.append(torch.cat(parts) if parts else reference.new_zeros(0))
+        names = [chain.qualified(stage, name) for name in parameters]
+        parts = [torch.full_like(named[name], weights[name]).reshape(-1) for name in names]
+        diagonals.append(torch.cat(parts) if parts else next(iter(named.values())).new_zeros(0))
     return diagonals

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from llqr.checks import check_finite
-from llqr.errors import DegenerateProblemError, IndefiniteProblemError, LLQRError, SingularProblemError
+from llqr.errors import IndefiniteProblemError, LLQRError, SingularProblemError
 
 Operator = Callable[[Tensor], Tensor]
 """A linear map from tensors of one shape to tensors of another."""
@@ -25,9 +25,14 @@ _PORTION = 2**24
 """How many numbers one batched application may hold at a time."""
 
 
+def joined(tensors: Iterable[Tensor]) -> Tensor:
+    """All of them in one vector."""
+    return torch.cat([each.reshape(-1) for each in tensors])
+
+
 def flat(named: Mapping[str, Tensor]) -> Tensor:
     """All of them in one vector."""
-    return torch.cat([each.reshape(-1) for each in named.values()])
+    return joined(named.values())
 
 
 def unflat(vector: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
@@ -66,9 +71,8 @@ def _apply(
     one: the operator on a combination of the vectors is held against the combination of the results. (Torch has had wrong
     rules: torch.func.hessian of layer_norm in 2.13.)"""
     count, together = len(weights), operator(combined)
-    results = together.new_empty(
-        count, *together.shape
-    )  # in one place: small ones between large ones keep freed memory
+    # in one place: small ones between large ones keep freed memory
+    results = together.new_empty(count, *together.shape)
 
     def fill(apply: Operator, portion: int) -> Tensor:
         for first in range(0, count, portion):
@@ -92,18 +96,15 @@ def _apply(
 
 
 def puller(output: Tensor, inputs: list[Tensor]) -> Operator | None:
-    """v ↦ vᵀ ∂output/∂inputs as one vector; None if the output doesn't depend on any of the inputs."""
-    if not output.requires_grad:
+    """v ↦ vᵀ ∂output/∂inputs as one vector; None if the output doesn't depend on any of the inputs, or there are none."""
+    if not output.requires_grad or not inputs:
         return None
     needed = torch.autograd.grad(output, inputs, torch.zeros_like(output), retain_graph=True, allow_unused=True)
     if all(gradient is None for gradient in needed):
         return None
 
     def pull(cotangent: Tensor) -> Tensor:
-        gradients = torch.autograd.grad(
-            output, inputs, cotangent, retain_graph=True, allow_unused=True, materialize_grads=True
-        )
-        return torch.cat([gradient.reshape(-1) for gradient in gradients])
+        return joined(torch.autograd.grad(output, inputs, cotangent, retain_graph=True, materialize_grads=True))
 
     return pull
 
@@ -223,19 +224,15 @@ def cholesky(matrix: Tensor, scale: Tensor, stage: str | None) -> Tensor:
         return factor  # type: ignore[no-any-return]
     unit = torch.where(scale > 0, scale, torch.ones_like(scale)).rsqrt()
     lowest = float(torch.linalg.eigvalsh(unit[:, None] * matrix * unit)[0])
-    raise _degenerate(lowest, lowest < -(precision**0.5), stage)
-
-
-def _degenerate(lowest: float, indefinite: bool, stage: str | None) -> DegenerateProblemError:
     where = "" if stage is None else f" at stage {stage!r}"
-    if indefinite:
-        return IndefiniteProblemError(
+    if lowest < -(precision**0.5):
+        raise IndefiniteProblemError(
             f"the quadratic model is unbounded below{where} (curvature as low as {lowest:.2g} of its scale): a saddle, no "
             "minimum. Raise the damping; or use GaussNewton or KL, which are never indefinite for a convex loss; or ask for "
             "the stationary point with degenerate='least-norm'",
             stage,
         )
-    return SingularProblemError(
+    raise SingularProblemError(
         f"the quadratic model is singular{where}: it has directions without curvature, so its minimum isn't unique. Add "
         "damping (damping=1e-3, say), or ask for the smallest solution with degenerate='least-norm'",
         stage,

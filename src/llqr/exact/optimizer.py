@@ -219,10 +219,7 @@ class Exact(torch.optim.Optimizer):
         if any(number not in range(len(shapes)) or step.shape != shapes[number] for number, step in steps.items()):
             raise LLQRError("the state is of a model with other parameters")
         super().load_state_dict(state_dict)
-        for (
-            parameter,
-            held,
-        ) in self.state.items():  # torch takes what is called "step" for a count, and leaves it as it is
+        for parameter, held in self.state.items():  # torch takes a "step" for a count, and leaves it as it is
             held["step"] = held["step"].to(parameter)
 
     def _solve(self, system: System, carried: Tensor, mu: float) -> tuple[Tensor, float]:

@@ -27,7 +27,7 @@ from llqr.curvature.recorder import Parameters, Recorder
 from llqr.curvature.replacements import plain_rules
 from llqr.divergences import L2, GaussNewton, OutputTerm
 from llqr.errors import LLQRError
-from llqr.exact.matrices import BlockDiagonal, apply_to_units, materialise_transposed, unflat
+from llqr.exact.matrices import BlockDiagonal, apply_to_units, joined, materialise_transposed, unflat
 
 Move = Callable[[Tensor], Tensor]
 
@@ -136,7 +136,7 @@ class Rows:
             shaped = cotangent.reshape(-1, 1)
             pulled = torch.autograd.grad([root], self._leaves, [shaped], retain_graph=True, allow_unused=True)
         pairs = zip(self._leaves, pulled, strict=True)
-        return torch.cat([(torch.zeros_like(leaf) if row is None else row).reshape(-1) for leaf, row in pairs])
+        return joined(torch.zeros_like(leaf) if row is None else row for leaf, row in pairs)
 
     def _parts(self, groups: Sequence[Group]) -> list[GradientEdge | None]:
         """Where each group comes into the first output, if it is put together from them, each in one column: a backward pass
@@ -202,34 +202,6 @@ class Rows:
             return push(zeros.index_copy(0, rest, unit))[group.start : group.start + count]
 
         return apply_to_units(column, zeros[: len(rest)], self._at_once).T
-
-
-def second_moments(
-    outputs: Sequence[Tensor], leaves: Sequence[Tensor], slopes: Sequence[Tensor], room: int
-) -> dict[int, tuple[Tensor, Tensor]]:
-    """Of both sides of every linear map in a backward pass from these slopes, by its number: of the weight's first dimension
-    and of its second. Summed over the places on the side of the gradients, averaged on that of the inputs, so that their
-    Kronecker product is of the size of H. Weights whose moments there is no room for are left out."""
-    uses = list(_uses(outputs, leaves))
-    edges = [GradientEdge(use.node, 0) for use in uses]
-    pulled = torch.autograd.grad(outputs, edges, slopes, retain_graph=True, allow_unused=True) if uses else ()
-    found: dict[int, tuple[Tensor, Tensor]] = {}
-    left_out = set()
-    for use, gradient in zip(uses, pulled, strict=True):
-        if gradient is None:
-            continue
-        b = use.gradients(gradient)
-        width = leaves[use.parameter].numel() // b.shape[1]
-        needed = 4 * (width**2 + b.shape[1] ** 2)  # the moments, their inverses, and what those take
-        if needed + len(b) * width > room or use.parameter in left_out:
-            left_out.add(use.parameter)
-            continue
-        a = b.new_ones(len(b), 1) if use.inputs is None else use.inputs()
-        pair = (b.T @ b, a.T @ a / len(a)) if use.outputs_first else (a.T @ a / len(a), b.T @ b)
-        known = found.get(use.parameter)
-        room -= 0 if known else needed
-        found[use.parameter] = (known[0] + pair[0], known[1] + pair[1]) if known else pair
-    return {parameter: pair for parameter, pair in found.items() if parameter not in left_out}
 
 
 def _uses(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> Iterator[_Use]:
@@ -308,9 +280,30 @@ class _Plain(JacobianProducts):
     def rows(self, groups: Sequence[Group], push: Callable[[Tensor], Tensor], room: int) -> Rows:
         return Rows(self._outputs, self._leaves, groups, push, room)
 
-    def second_moments(self, slopes: list[Tensor], room: int) -> tuple[dict[int, tuple[Tensor, Tensor]], Tensor]:
-        gradient = torch.cat([each.reshape(-1) for each in self.pull(slopes)])
-        return second_moments(self._outputs, self._leaves, slopes, room), gradient
+    def second_moments(self, slopes: list[Tensor], room: int) -> dict[int, tuple[Tensor, Tensor]]:
+        """Of both sides of every linear map in a backward pass from these slopes, by its number: of the weight's first
+        dimension and of its second. Summed over the places on the side of the gradients, averaged on that of the inputs, so
+        that their Kronecker product is of the size of H. Weights whose moments there is no room for are left out."""
+        uses = list(_uses(self._outputs, self._leaves))
+        edges = [GradientEdge(use.node, 0) for use in uses]
+        pulled = torch.autograd.grad(self._outputs, edges, slopes, retain_graph=True, allow_unused=True) if uses else ()
+        found: dict[int, tuple[Tensor, Tensor]] = {}
+        left_out = set()
+        for use, gradient in zip(uses, pulled, strict=True):
+            if gradient is None:
+                continue
+            b = use.gradients(gradient)
+            width = self._leaves[use.parameter].numel() // b.shape[1]
+            needed = 4 * (width**2 + b.shape[1] ** 2)  # the moments, their inverses, and what those take
+            if needed + len(b) * width > room or use.parameter in left_out:
+                left_out.add(use.parameter)
+                continue
+            a = b.new_ones(len(b), 1) if use.inputs is None else use.inputs()
+            pair = (b.T @ b, a.T @ a / len(a)) if use.outputs_first else (a.T @ a / len(a), b.T @ b)
+            known = found.get(use.parameter)
+            room -= 0 if known else needed
+            found[use.parameter] = (known[0] + pair[0], known[1] + pair[1]) if known else pair
+        return {parameter: pair for parameter, pair in found.items() if parameter not in left_out}
 
 
 class Point(RecordedChunk):
@@ -342,10 +335,11 @@ class Point(RecordedChunk):
         self.largest = max(shape.numel() for shape in self._shapes.values())
         self.flat_terms = recorded.second is None
         """H = JᵀWJ, but for the diagonal."""
-        self.slope = torch.cat([each.reshape(-1) for each in self._slopes(recorded.slope)])
+        assert recorded.slope is not None
+        self.slope = joined([recorded.slope, *(torch.zeros_like(value) for value in self.values[1:])])
 
     def flat(self, named: Parameters) -> Tensor:
-        return torch.cat([named[name].reshape(-1) for name in self._shapes])
+        return joined(named[name] for name in self._shapes)
 
     def named(self, vector: Tensor) -> Parameters:
         return unflat(vector, self._shapes)
@@ -357,21 +351,14 @@ class Point(RecordedChunk):
     def push(self, vector: Tensor) -> Tensor:
         """J v."""
         assert self._linear is not None
-        named = self.named(vector)
-        return torch.cat(
-            [each.reshape(-1) for each in self._push(self._linear, [named[name] for name in self._shapes])]
-        )
+        return joined(self._push(self._linear, list(self.named(vector).values())))
 
     def pull_slope(self, slope: Tensor) -> Tensor:
         """Jᵀs, of a slope at the output."""
         if slope is self.slope:
             return self.gradient_vector
         assert self._linear is not None
-        return torch.cat([each.reshape(-1) for each in self._linear.pull(self._shaped(slope))])
-
-    def weigh(self, vector: Tensor) -> Tensor:
-        """W v."""
-        return torch.cat([each.reshape(-1) for each in self._curve(self._record(), self._shaped(vector))])
+        return joined(self._linear.pull(self._shaped(slope)))
 
     def _shaped(self, vector: Tensor) -> list[Tensor]:
         parts = torch.split(vector, [value.numel() for value in self.values])
@@ -413,7 +400,8 @@ class Point(RecordedChunk):
         for factor, term in self._counted():
             if isinstance(term, OutputTerm):
                 total[0] = total[0] + factor**0.5 * term.draw(self._expanded[0], generator)
-        return self._plain().second_moments(total, room)
+        plain = self._plain()
+        return plain.second_moments(total, room), joined(plain.pull(total))
 
     def _linearized(self, recorder: Recorder, parameters: Parameters, inputs: Inputs) -> JacobianProducts:
         return (JacobianProducts if self._by_products else _Plain)(recorder, parameters, inputs, self._forward)
@@ -422,10 +410,6 @@ class Point(RecordedChunk):
         if isinstance(self._linear, _Plain):
             return self._linear
         return _Plain(self._context.recorder, self._context.parameters, self._piece.inputs, False)
-
-    def _slopes(self, slope: Tensor | None) -> list[Tensor]:
-        assert slope is not None
-        return [slope, *(torch.zeros_like(value) for value in self.values[1:])]
 
 
 def _shape(value: Tensor, examples: int) -> tuple[int, int]:

@@ -16,7 +16,6 @@ factorisation of H: all positive definite just where H is.
 from __future__ import annotations
 
 import warnings
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,14 +23,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from llqr.checks import Inputs, Loss, call, check_finite, check_inputs, check_model
+from llqr.checks import Inputs, Loss, call, check_finite, check_model
 from llqr.curvature.locations import PerLayer
 from llqr.curvature.quadratic import QuadraticModel
 from llqr.curvature.recorder import Streams
 from llqr.curvature.replacements import constants
 from llqr.divergences import Divergence, LayerwiseLoss
 from llqr.errors import ChainError, DegenerateProblemError, NotTwiceDifferentiableError, unknown
-from llqr.exact.chain import Chain, named_stages
+from llqr.exact.chain import Chain, Row
 from llqr.exact.lqr import LQR, StageBlocks, build
 from llqr.exact.matrices import BlockDiagonal, apply_to_units, cholesky, conjugate_gradients, flat, least_norm, unflat
 
@@ -117,7 +116,9 @@ class Riccati:
         """K_1 … K_N."""
         self._pivots: list[_Pivot] = []
         for stage in reversed(lqr.stages):
-            control = control_of(stage, value, open_loop) if stage.diagonal.numel() else None
+            control = None
+            if stage.diagonal.numel():
+                control = (ThinControl if _is_thin(stage) else DenseControl)(stage, value, open_loop)
             jacobian = stage.state_jacobian
             coupling = None if jacobian is None else jacobian.apply_transposed(value).T  # K A = (Aᵀ K)ᵀ
             self._pivots.append(_Pivot(control, coupling))
@@ -178,12 +179,10 @@ class Riccati:
         return pivot.control.solve(costate[:, None], None if direct is None else direct[:, None])[:, 0]
 
 
-def control_of(stage: StageBlocks, value_hessian: Tensor, open_loop: BlockDiagonal) -> DenseControl | ThinControl:
-    """The factorised S_i, on the smaller side."""
+def _is_thin(stage: StageBlocks) -> bool:
+    """Whether S_i is solved with on the side of the states."""
     states, size = stage.param_jacobian.shape
-    if stage.param_cost is None and size > states and bool((stage.diagonal > 0).all()):
-        return ThinControl(stage, value_hessian, open_loop)
-    return DenseControl(stage, value_hessian, open_loop)
+    return stage.param_cost is None and size > states and bool((stage.diagonal > 0).all())
 
 
 def _feedback(stage: StageBlocks, coupling: Tensor, response: Tensor) -> Tensor:
@@ -235,11 +234,7 @@ def solve(lqr: LQR, degenerate: Degenerate = "error") -> dict[str, Tensor]:
         if degenerate == "error":
             raise
         controls = _least_norm(lqr)
-    return {
-        name: part
-        for stage, control in zip(lqr.stages, controls, strict=True)
-        for name, part in stage.unstack(control).items()
-    }
+    return lqr.named(controls)
 
 
 def _check_degenerate(degenerate: str) -> None:
@@ -251,9 +246,8 @@ def _least_norm(lqr: LQR) -> list[Tensor]:
     """-H⁺ g. Which directions are null is a question about all of H, so here it is formed, by the LQR's own products."""
     sizes = [len(stage.diagonal) for stage in lqr.stages]
     gradient = torch.cat(lqr.gradient())
-    units = torch.eye(len(gradient), dtype=gradient.dtype, device=gradient.device)
-    rows = [torch.cat(lqr.curvature(list(torch.split(unit, sizes)))) for unit in units]
-    return list(torch.split(least_norm(torch.stack(rows), gradient), sizes))
+    matrix = apply_to_units(lambda v: torch.cat(lqr.curvature(list(torch.split(v, sizes)))), gradient)
+    return list(torch.split(least_norm(matrix, gradient), sizes))
 
 
 def dense_step(
@@ -312,11 +306,13 @@ class _Products:
 
     def __init__(self, model: nn.Module | Sequence[nn.Module], inputs: Inputs, *problem: Any) -> None:
         whole = _as_module(model)
-        check_inputs(inputs, whole)
         check_model(whole, inputs)
         streams = Streams(whole)
         with torch.no_grad(), streams.again():
-            call(whole, {**constants(whole), **{name: p.clone() for name, p in whole.named_parameters()}}, inputs)
+            try:
+                call(whole, {**constants(whole), **{name: p.clone() for name, p in whole.named_parameters()}}, inputs)
+            except RuntimeError as error:
+                raise ChainError(f"the model can't take the inputs: {error}") from error
             if streams.drawn():
                 raise ChainError("the model draws random numbers (dropout?): call .eval() on it first")
         self._q = QuadraticModel.build(whole, inputs, *problem)
@@ -329,21 +325,8 @@ class _Products:
         return unflat(vector, {name: g.shape for name, g in self._q.gradient.items()})
 
 
-class _Row(nn.Sequential):
-    """A Sequential whose first stage takes what a model takes."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        first, *rest = self._modules.values()
-        assert first is not None
-        state = first(*args, **kwargs)
-        for stage in rest:
-            assert stage is not None
-            state = stage(state)
-        return state
-
-
 def _as_module(model: nn.Module | Sequence[nn.Module]) -> nn.Module:
     own_forward = isinstance(model, nn.Module) and type(model).forward is not nn.Sequential.forward
     if isinstance(model, nn.Module) and own_forward and not isinstance(model, nn.ModuleList):
         return model
-    return _Row(OrderedDict(named_stages(model)))  # type: ignore[arg-type]
+    return Row(model)  # type: ignore[arg-type]

@@ -44,10 +44,6 @@ class System(ABC):
         """H δ."""
         return self.point.product(step)
 
-    def push(self, step: Tensor) -> Tensor:
-        """J δ."""
-        return self.point.push(step)
-
     @abstractmethod
     def solve(self, slope: Tensor, carried: Tensor, damping: float) -> Tensor:
         """The step; a DegenerateProblemError where H + μ isn't positive definite."""
@@ -72,19 +68,16 @@ class Dual(System):
             raise IndefiniteProblemError(
                 "method='dual' needs a loss that is convex in the output: write method='primal'"
             )
-        scales = torch.stack([w.blocks[0, 0, 0] for w in self._W])
-        same = bool((scales == scales[0]).all()) and all(w.blocks.shape[1:] == (1, 1) for w in self._W)
-        self._multiple = same and all(bool((w.blocks == scales[0]).all()) for w in self._W)
+        numbers = torch.cat([w.blocks.reshape(-1) for w in self._W])
+        self._multiple = len(numbers) == len(self._J) and bool((numbers == numbers[0]).all())
+        """W is a multiple of the identity."""
         gram = self._J.new_zeros(len(self._J), len(self._J))
         add_symmetric(gram, self._J.T, self._J.T)
         self._system = self._weigh(gram)
         check_finite(self._system, "W J Jᵀ")
 
     def product(self, step: Tensor) -> Tensor:
-        return self._J.T @ self._weigh(self.push(step)) + self.point.diagonal * step
-
-    def push(self, step: Tensor) -> Tensor:
-        return self._J @ step
+        return self._J.T @ self._weigh(self._J @ step) + self.point.diagonal * step
 
     def solve(self, slope: Tensor, carried: Tensor, damping: float) -> Tensor:
         assert self.point.uniform is not None
@@ -149,9 +142,6 @@ class Primal(System):
 
     def product(self, step: Tensor) -> Tensor:
         return self._H @ step
-
-    def push(self, step: Tensor) -> Tensor:
-        return super().push(step) if self._J is None else self._J @ step
 
     def solve(self, slope: Tensor, carried: Tensor, damping: float) -> Tensor:
         known = slope is self.point.slope
@@ -221,8 +211,7 @@ class Stages(System):
         self._lqr.terminal_gradient = slope[: len(self._lqr.terminal_gradient)]  # there are none at the other places
         for stage in self._lqr.stages:
             stage.param_gradient = stage.stack(pulled)
-        pairs = zip(self._lqr.stages, riccati.solve().controls, strict=True)
-        return self.point.flat({n: part for stage, c in pairs for n, part in stage.unstack(c).items()})
+        return self.point.flat(self._lqr.named(riccati.solve().controls))
 
     def _factorise(self, damping: float) -> Riccati:
         for stage, diagonal in zip(self._lqr.stages, self._diagonals, strict=True):
@@ -266,12 +255,11 @@ def along_stages(
         return Way(math.inf, 0, "it is for an nn.Sequential and a closure that returns model(inputs), targets", _no)
     try:
         chain = Chain(model)
-        states = [state.numel() for state in chain.run(inputs)]
-    except ChainError as error:
+        sizes = chain.sizes(inputs)
+    except LLQRError as error:
         return Way(math.inf, 0, str(error), _no)
-    sizes = [(n, sum(p.numel() for p in own.values())) for n, own in zip(states, chain.parameters, strict=True)]
     work = sum(10.0 * n * n * (n + p) for n, p in sizes)
-    held = point.gradient_vector.element_size() * (sum(n * (n + p) for n, p in sizes) + 4 * max(states) ** 2)
+    held = point.gradient_vector.element_size() * (sum(n * (n + p) for n, p in sizes) + 4 * max(sizes)[0] ** 2)
     return Way(work, held, "", lambda: Stages(point, build(chain, inputs, targets, loss_fn, divergence)))
 
 
