@@ -13,13 +13,11 @@ a layer; push and pull are two each. Operations whose second derivatives torch c
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -31,7 +29,7 @@ from llqr.curvature.recorder import Parameters, Recorder
 from llqr.curvature.replacements import hessian_rules, linear_rules, plain_rules
 from llqr.curvature.rules import BeyondRulesError, ChangedError
 from llqr.curvature.segments import in_segments, refuse_leaks
-from llqr.errors import LLQRError, NotTwiceDifferentiableError, callers_level
+from llqr.errors import LLQRError, NotTwiceDifferentiableError
 
 
 class Recording:
@@ -84,17 +82,12 @@ class JacobianProducts(Recording):
     """F at one θ, for products with its Jacobian."""
 
     def __init__(
-        self,
-        recorder: Recorder,
-        parameters: Parameters,
-        inputs: Inputs,
-        forward_mode: bool = False,
-        rules: TorchFunctionMode | None = None,
+        self, recorder: Recorder, parameters: Parameters, inputs: Inputs, rules: TorchFunctionMode | None = None
     ) -> None:
         super().__init__(recorder, parameters, inputs, rules or linear_rules())
         self._cotangents: list[Tensor] | None = None
         self._transposed: list[GradientEdge | None] = []
-        self.forward_mode, self._plain = forward_mode, False
+        self._plain = False
 
     def pull_first(self, cotangents: Sequence[Tensor]) -> list[Tensor]:
         """Jᵀc, recorded on the way: u ↦ Jᵀu is linear, so its graph at u = c serves every later push."""
@@ -112,14 +105,9 @@ class JacobianProducts(Recording):
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            try:
-                pulled = self.pull(cotangents)
-            except LLQRError:  # not even once differentiable: a formula for the model's own precision
-                if not self._recorder.lower(error):
-                    raise
-            else:
-                self.use_forward_mode(str(error))
-                return pulled
+            if not self._recorder.lower(error):
+                self.pull(cotangents)  # says where there isn't even a first derivative
+                raise _no_jacobian(str(error)) from error
         else:
             self._cotangents, self._transposed = variables, _edges(rows)
             return [row.detach() for row in rows]
@@ -127,82 +115,32 @@ class JacobianProducts(Recording):
         return self.pull_first(cotangents)
 
     def examine(self) -> None:
-        """Go over to forward mode where push isn't the transpose of pull: a backward formula in the model hides a part of
-        itself from the next derivative.
+        """Raise where push isn't the transpose of pull: a backward formula in the model hides a part of itself from the next
+        derivative.
 
-        Whatever products are asked for, ⟨c, Jv⟩ is held against ⟨Jᵀc, v⟩ for v along Jᵀc, scaled so that every parameter has
+        Whatever products are asked for, ⟨c, Jv⟩ is compared with ⟨Jᵀc, v⟩ for v along Jᵀc, scaled so that every parameter has
         the same part in it, 1, but for those whose part may be nothing but rounding.
         """
         generator = torch.Generator().manual_seed(0)
         drawn = [torch.randn(value.shape, generator=generator).to(value) for value in self.values]
-        rows = self.pull_first(drawn) if self._cotangents is None and not self.forward_mode else self.pull(drawn)
+        rows = self.pull_first(drawn) if self._cotangents is None else self.pull(drawn)
         sizes = [float(torch.linalg.vector_norm(row, dtype=torch.float64)) for row in rows]
         rounding = max(map(self._recorder.rounding, self.values))
         floor = rounding**0.5 * max(sizes) or 1.0
         scales = [max(size, floor) for size in sizes]
         tangents = [row / scale / scale for row, scale in zip(rows, scales, strict=True)]
         expected = sum((size / scale) ** 2 for size, scale in zip(sizes, scales, strict=True))
-
-        def transposed() -> bool:
-            pairs = zip(drawn, self.push(tangents), strict=True)
-            found = sum(float((c * v).sum()) for c, v in pairs)
-            return not abs(found - expected) > rounding**0.4 * expected**0.5  # also where it isn't finite
-
-        right = transposed()
-        if not right and not self.forward_mode:
-            self.use_forward_mode("a backward formula in it can't be differentiated, though nothing says so")
-            right = transposed()
-        if not right:
-            raise LLQRError(
-                "the gradients of the model aren't its derivatives, as found by running it forward (does a hook change them, "
-                "or does it take gradients itself?), and an operation in it can't be differentiated twice: replace one of them"
-            )
-
-    def use_forward_mode(self, reason: str) -> None:
-        """Push by running the model forward from now on, and say why."""
-        self.forward_mode = True
-        warnings.warn(
-            f"products with the Jacobian will run the model forward each time: {reason}", stacklevel=callers_level()
-        )
+        found = sum(float((c * v).sum()) for c, v in zip(drawn, self.push(tangents), strict=True))
+        if abs(found - expected) > rounding**0.4 * expected**0.5:  # not where it isn't finite
+            raise _no_jacobian("a backward formula in it hides a part of itself, though nothing says so")
 
     def push(self, tangents: Sequence[Tensor]) -> list[Tensor]:
         """Jv: the tangents of the outputs, from one tangent a parameter."""
-        if self._cotangents is None and not self.forward_mode:
+        if self._cotangents is None:
             self.pull_first([torch.zeros_like(value) for value in self.values])
-        if self.forward_mode:
-            return self._push_forward(tangents)
         assert self._cotangents is not None
-        try:
+        with _telling(_no_jacobian):
             return _gradients(self._transposed, self._cotangents, tangents)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:  # a backward of torch's that has no derivative
-            self.use_forward_mode(str(error))
-            return self._push_forward(tangents)
-
-    def _push_forward(self, tangents: Sequence[Tensor]) -> list[Tensor]:
-        with sdpa_kernel(SDPBackend.MATH), plain_rules(), dual_level():  # torch.func.jvp draws other dropout masks
-            points = [make_dual(p.detach(), v) for p, v in zip(self._leaves, tangents, strict=True)]  # type: ignore[no-untyped-call]
-            try:
-                outputs = self._run(points)
-            except RuntimeError as error:
-                raise NotTwiceDifferentiableError(
-                    "the model has an operation that can be differentiated neither twice nor in forward mode, so there are no "
-                    f"products with its Jacobian: replace the operation ({error})"
-                ) from error
-            pairs = [unpack_dual(output) for output in outputs]  # type: ignore[no-untyped-call]
-        self._check_again([primal for primal, _ in pairs])
-        return [torch.zeros_like(primal) if tangent is None else tangent for primal, tangent in pairs]
-
-    def _check_again(self, values: Sequence[Tensor]) -> None:
-        """Raise where the model, run forward, isn't the one that was recorded."""
-        for value, before in zip(values, self.values, strict=True):
-            if (value - before).norm() > self._recorder.rounding(value) ** 0.5 * before.norm():
-                raise LLQRError(
-                    "products with the model's Jacobian run it forward each time, and its output is another one then: does it "
-                    "draw from a random generator of its own? Give training=False, or replace the operation that can't be "
-                    "differentiated twice"
-                )
 
 
 class HessianProducts(Recording):
@@ -275,6 +213,13 @@ def _edges(tensors: Sequence[Tensor]) -> list[GradientEdge | None]:
 def _not_once(error: Exception) -> LLQRError:
     return LLQRError(
         f"the model can't be differentiated ({error}): loss.backward() has to work with it, also without checkpointed blocks"
+    )
+
+
+def _no_jacobian(why: object) -> NotTwiceDifferentiableError:
+    return NotTwiceDifferentiableError(
+        f"the model has an operation that can't be differentiated twice, and products with its Jacobian need that ({why}): "
+        "replace the operation, or use LLQR(base, model) without a divergence, which asks for no second derivative"
     )
 
 

@@ -170,7 +170,7 @@ class RecordedChunk:
             for weight, term in context.terms
         ]
         self._recorded: _Recorded | None = None
-        self._trusted = self._forward = False
+        self._trusted = False
         self._length: float | None = None
 
     def gradient(self) -> Parameters:
@@ -214,13 +214,11 @@ class RecordedChunk:
         return _dot(pushed, self._curve(recorded, pushed))
 
     def _push(self, linear: JacobianProducts, tangents: list[Tensor]) -> list[Tensor]:
-        """Jv, of a J that was looked at; a chunk that has to be run forward is so when it is recorded again, too."""
+        """Jv, of a J that was looked at."""
         if not self._trusted:
-            self._trusted = True
             linear.examine()
-        pushed = linear.push(tangents)
-        self._forward = linear.forward_mode
-        return pushed
+            self._trusted = True
+        return linear.push(tangents)
 
     def _curve(self, recorded: _Recorded, tangents: list[Tensor]) -> list[Tensor]:
         """W J v: the output-space products of the flat terms."""
@@ -290,7 +288,7 @@ class RecordedChunk:
         return recorded
 
     def _linearized(self, recorder: Recorder, parameters: Parameters, inputs: Inputs) -> JacobianProducts:
-        return JacobianProducts(recorder, parameters, inputs, self._forward)
+        return JacobianProducts(recorder, parameters, inputs)
 
     def _examine(self, base: BasePoint, slope: Tensor | None, second: HessianProducts | None) -> None:
         """Once a batch: raise for formulas written by hand that aren't what they say, or give wrong second derivatives."""

@@ -1,6 +1,6 @@
 """While a forward pass is recorded, operations that have a rule, or a plain form, are replaced by it.
 
-Torch's `embedding_bag` has no second derivative and no forward mode, and sparse gradients can't be differentiated: both are
+Torch's `embedding_bag` has no second derivative, and sparse gradients can't be differentiated: both are
 plain operations here. `max_norm` renormalises the weights that are looked up, in place, so those are handed over as copies.
 """
 
@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.forward_ad import unpack_dual
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -59,10 +58,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Maybe:
-    """With a dense gradient, where it would be sparse; and with a padding that has no derivative, forward neither."""
-    if padding_idx is not None and isinstance(unpack_dual(weight).tangent, Tensor):  # type: ignore[no-untyped-call]
-        rows = functional.embedding(input, weight, padding_idx, max_norm, norm_type)
-        return torch.where((input == padding_idx % len(weight))[..., None], rows.detach(), rows)
+    """With a dense gradient, where it would be sparse."""
     if not sparse:
         return None
     return functional.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq)
@@ -257,7 +253,7 @@ def _watched(tensor: Tensor, *hook: Any) -> None:
 
 
 class plain_rules(TorchFunctionMode):  # noqa: N801  (used as `with plain_rules():`)
-    """What torch can't differentiate twice, or slowly, by plain operations: right to every order, and in forward mode."""
+    """What torch can't differentiate twice, or slowly, by plain operations: right to every order."""
 
     replacements: dict[Callable[..., Any], Replacement] = {  # noqa: RUF012
         functional.embedding: _embedding,

@@ -302,8 +302,8 @@ Groups = Sequence[tuple[int, int]]
 class _Plain(JacobianProducts):
     """A forward pass recorded by plain operations, whose nodes tell where parameters act."""
 
-    def __init__(self, recorder: Recorder, parameters: Parameters, inputs: Inputs, forward_mode: bool) -> None:
-        super().__init__(recorder, parameters, inputs, forward_mode, plain_rules())
+    def __init__(self, recorder: Recorder, parameters: Parameters, inputs: Inputs) -> None:
+        super().__init__(recorder, parameters, inputs, plain_rules())
 
     def rows(self, groups: Sequence[Group], push: Callable[[Tensor], Tensor], room: int) -> Rows:
         return Rows(self._outputs, self._leaves, groups, push, room)
@@ -416,12 +416,12 @@ class Point(RecordedChunk):
         return self._plain().second_moments(total, room)
 
     def _linearized(self, recorder: Recorder, parameters: Parameters, inputs: Inputs) -> JacobianProducts:
-        return (JacobianProducts if self._by_products else _Plain)(recorder, parameters, inputs, self._forward)
+        return (JacobianProducts if self._by_products else _Plain)(recorder, parameters, inputs)
 
     def _plain(self) -> _Plain:
         if isinstance(self._linear, _Plain):
             return self._linear
-        return _Plain(self._context.recorder, self._context.parameters, self._piece.inputs, False)
+        return _Plain(self._context.recorder, self._context.parameters, self._piece.inputs)
 
     def _slopes(self, slope: Tensor | None) -> list[Tensor]:
         assert slope is not None
