@@ -217,10 +217,14 @@ def test_operations_that_can_be_differentiated_once_are_refused(function: Any) -
     """Jv is the derivative of Jᵀu by u, which they don't have; ⟨c, Jv⟩ isn't ⟨Jᵀc, v⟩ where nothing says so."""
     inputs, targets = torch.randn(5, 3).double(), torch.randint(2, (5,))
     model = nn.Sequential(nn.Linear(3, 4), By(function), nn.Linear(4, 2)).double()
+    direction = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+
+    def built() -> QuadraticModel:
+        return QuadraticModel.build(model, inputs, targets, nn.CrossEntropyLoss(), KL(), 0.1)
+
     for product in (QuadraticModel.curvature, QuadraticModel.curvature_along):
         with pytest.raises(NotTwiceDifferentiableError, match="replace the operation"):
-            q = QuadraticModel.build(model, inputs, targets, nn.CrossEntropyLoss(), KL(), 0.1)
-            product(q, q.gradient)
+            product(built(), direction)
 
 
 @pytest.mark.parametrize("name", NAMES)

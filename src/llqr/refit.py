@@ -22,8 +22,8 @@ from llqr.curvature.quadratic import QuadraticModel
 from llqr.curvature.recorded_chunk import Portion
 from llqr.curvature.recorder import Selector, Streams, in_modes
 from llqr.distributed.processes import Process
-from llqr.divergences import L2, Divergence, Newton, OutputTerm
-from llqr.divergences.family_of_loss import check_families, summed
+from llqr.divergences import L2, Divergence, Newton
+from llqr.divergences.families import check_families, summed
 from llqr.errors import LLQRError, NonFiniteError, unknown
 from llqr.preconditioner import Preconditioner
 from llqr.relaxation import checked_solver, fit
@@ -89,7 +89,7 @@ class Refit:
         for name in ("loss_fn", "output", "weights"):
             check_callable(name, getattr(self, name))
         terms = [term for _, term in self.divergence.terms()]
-        self._needs_loss = any(isinstance(term, OutputTerm) and term.needs_loss for term in terms)
+        self._needs_loss = any(term.needs_loss for term in terms)
         self._loss_alone = all(isinstance(term, (Newton, L2)) for term in terms)
 
     def check(self, parameters: Mapping[str, Tensor]) -> None:
@@ -108,10 +108,10 @@ class Refit:
         """
         if len(slopes) != 1:  # which of them is the divergence about?
             return 0
-        terms = [term for _, term in self.divergence.terms() if isinstance(term, OutputTerm)]
-        for output, slope in slopes:
-            check_families(terms, slope, output)
-        return max((summed(term, slope, output) for output, slope in slopes for term in terms), default=0)
+        ((output, slope),) = slopes
+        terms = [term for _, term in self.divergence.terms()]
+        check_families(terms, slope, output)
+        return max((summed(term, slope, output) for term in terms), default=0)
 
     def settings(self) -> tuple[object, ...]:
         """What decides what a refit does, in words; ranks that fit together have to have the same."""

@@ -20,8 +20,6 @@ from llqr.checks import (
 from llqr.curvature.recorder import EVALUATED
 from llqr.errors import LLQRError, unknown
 
-Rows = slice | list[int]
-
 
 @dataclass(frozen=True)
 class Piece:
@@ -63,7 +61,7 @@ class Examples:
             raise LLQRError("all the inputs are shared, and nothing is left that has examples")
         self.count = batch_size_of(cut) if named else 1  # none: a closure has them
 
-    def rows(self, rows: Rows) -> Inputs:
+    def rows(self, rows: slice) -> Inputs:
         """The examples of these rows."""
         chosen = {
             name: value if name in self._shared else _rows(value, rows, self.count)
@@ -116,7 +114,7 @@ def check_chunk_size(size: int | None) -> None:
 
 
 def check_part(
-    run: Callable[[Inputs], Tensor], batch: Examples, whole: Tensor, rows: Rows, rounding: Callable[[Tensor], float]
+    run: Callable[[Inputs], Tensor], batch: Examples, whole: Tensor, rows: slice, rounding: Callable[[Tensor], float]
 ) -> None:
     """Raise unless these examples have the outputs by themselves that they have in the `whole` batch's output.
 
@@ -143,7 +141,7 @@ def _remedy(batch: Examples) -> str:
     )
 
 
-def of_rows(output: Tensor, rows: Rows, count: int) -> Tensor:
+def of_rows(output: Tensor, rows: slice, count: int) -> Tensor:
     """What an output has for these of the `count` examples."""
     if output.dim() == 0 or len(output) % count:
         raise LLQRError(
@@ -163,7 +161,7 @@ def _is_cut(tensor: Tensor, count: int) -> bool:
     return tensor.dim() > 0 and len(tensor) == count
 
 
-def _rows(value: Any, rows: Rows, count: int) -> Any:
+def _rows(value: Any, rows: slice, count: int) -> Any:
     return mapped(value, lambda tensor: tensor[rows] if _is_cut(tensor, count) else tensor)
 
 

@@ -86,7 +86,7 @@ def _varies(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
-Terms = Sequence[tuple[float, Term]]
+Terms = Sequence[tuple[float, Term | L2]]
 
 
 def trainable(model: nn.Module, only: Collection[str] | None = None) -> dict[str, Tensor]:
@@ -149,7 +149,7 @@ def locations_of(model: nn.Module, terms: Terms) -> Locations:
             name = children[location] if isinstance(location, int) and 0 <= location < len(children) else str(location)
             if name not in known:
                 raise unknown(f"module in {'Layerwise' if term.joint else 'Intermediate'}", location, known)
-            locations[term.key] = Location(name, term.joint)
+            locations[term.module, term.joint] = Location(name, term.joint)
     return locations
 
 

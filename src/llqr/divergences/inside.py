@@ -5,59 +5,63 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from llqr.checks import Loss, check_callable, check_finite, check_flag
-from llqr.divergences.base import BasePoint, Divergence, Psi, QuadraticPsi, Reduction, check_reduction, hessian_product
+from llqr.divergences.base import (
+    BasePoint,
+    Divergence,
+    QuadraticTerm,
+    Reduction,
+    Term,
+    check_reduction,
+    hessian_product,
+)
 from llqr.divergences.families import standard_normal
 from llqr.errors import LLQRError
-
-if TYPE_CHECKING:
-    from llqr.divergences import Term
 
 Metric = float | Tensor | Callable[[Tensor], Tensor] | Divergence
 LayerPsi = Callable[[Any, dict[str, Tensor], Any, dict[str, Tensor]], Tensor]
 LayerLoss = Callable[[Any, dict[str, Tensor]], Tensor]
 
 
-class ActivationTerm(Divergence):
+class ActivationTerm(Term):
     """ψ_i at one module, by its name or a stage's index; built by `Intermediate` and `Layerwise`.
 
     ψ is of what the module returns or, where it is `joint`, of what it is called with and its parameters, in one tensor that
     `base.unpack` makes two of.
     """
 
-    def __init__(self, module: str | int, inner: Psi, joint: bool = False) -> None:
+    needs_loss = False
+
+    def __init__(self, module: str | int, inner: Term, joint: bool = False) -> None:
         self.module, self.inner, self.joint = module, inner, joint
-        self.flat, self.additive = inner.flat, inner.additive
+        self.key = module, joint
+        self.flat, self.additive, self.by_variable = inner.flat, inner.additive, inner.by_variable
 
-    @property
-    def key(self) -> tuple[str | int, bool]:
-        """Terms with the same key sit on the same tensor."""
-        return self.module, self.joint
-
-    def terms(self) -> Iterator[tuple[float, Term]]:
-        yield 1.0, self
-
-    def psi(self, activation: Tensor, base: BasePoint) -> Tensor:
-        return self.inner.psi(activation, base)
+    def psi(self, output: Tensor, base: BasePoint) -> Tensor:
+        return self.inner.psi(output, base)
 
     def hessian_product(self, tangent: Tensor, base: BasePoint) -> Tensor:
         return self.inner.hessian_product(tangent, base)
 
-    def check(self, base: BasePoint) -> None:
-        """Raise where ψ can't be taken of what the network has here."""
-        self.inner.check(base.output)
+    def draw(self, base: BasePoint, generator: torch.Generator) -> Tensor:
+        return self.inner.draw(base, generator)
+
+    def check(self, output: Tensor, weights: Tensor | None = None) -> None:
+        self.inner.check(output, weights)
+
+    def check_psi(self, base: BasePoint) -> None:
         self.inner.check_psi(base)
 
     def __repr__(self) -> str:
         return f"{'Layerwise' if self.joint else 'Intermediate'}({{{self.module!r}: {self.inner!r}}})"
 
 
-class _Metric(QuadraticPsi):
+class _Metric(QuadraticTerm):
     """½ (x - x_k)ᵀ W (x - x_k), W a metric that is given or a function of x_k."""
 
     needs_loss = False
@@ -166,13 +170,11 @@ class Intermediate(Divergence):
         self.metrics, self.reduction = dict(metrics), reduction
         self.flat = all(metric.flat for metric in metrics.values() if isinstance(metric, Divergence))
 
-    def terms(self) -> Iterator[tuple[float, Term]]:
+    def terms(self) -> Iterator[tuple[float, Term | L2]]:
         for module, metric in self.metrics.items():
-            if not isinstance(metric, Divergence):
-                yield 1.0, ActivationTerm(module, _Metric(module, metric, self.reduction))
-                continue
-            for weight, term in metric.terms():
-                assert isinstance(term, Psi)
+            of_it = metric if isinstance(metric, Divergence) else _Metric(module, metric, self.reduction)
+            for weight, term in of_it.terms():
+                assert isinstance(term, Term)
                 yield weight, ActivationTerm(module, term)
 
     def __repr__(self) -> str:
@@ -194,7 +196,7 @@ class Layerwise(Divergence):
         check_flag("flat", flat)
         self.psis, self.flat = dict(psis), flat
 
-    def terms(self) -> Iterator[tuple[float, Term]]:
+    def terms(self) -> Iterator[tuple[float, Term | L2]]:
         for module, psi in self.psis.items():
             yield 1.0, ActivationTerm(module, _Joint(psi, self.flat, f"psi at {module!r}"), joint=True)
 
@@ -203,7 +205,7 @@ class Layerwise(Divergence):
         return f"Layerwise({{{inside}}}{'' if self.flat else ', flat=False'})"
 
 
-class _Joint(Psi):
+class _Joint(Term):
     """ψ(x, θ) as a function of both in one tensor."""
 
     needs_loss = False
@@ -224,7 +226,7 @@ class _Joint(Psi):
         return _brief(self.function)
 
 
-class _JointCurvature(QuadraticPsi, _Joint):
+class _JointCurvature(QuadraticTerm, _Joint):
     """½ (z - z_k)ᵀ ∇²ψ(z_k) (z - z_k), z = (x, θ): what Gauss–Newton keeps of a term of the loss."""
 
     def hessian_product(self, tangent: Tensor, base: BasePoint) -> Tensor:
@@ -274,13 +276,15 @@ class L2(Divergence):
     gets none.
     """
 
+    needs_loss = False
+
     def __init__(self, weight: float | Mapping[str | int, float] = 1.0) -> None:
         for module, value in weight.items() if isinstance(weight, Mapping) else [("weight", weight)]:
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
                 raise LLQRError(f"L2 weights are non-negative numbers; {module!r} is {value!r}")
         self.weight = weight
 
-    def terms(self) -> Iterator[tuple[float, Term]]:
+    def terms(self) -> Iterator[tuple[float, Term | L2]]:
         yield 1.0, self
 
     def __repr__(self) -> str:
@@ -290,7 +294,7 @@ class L2(Divergence):
 def _check_metric(module: str | int, metric: Metric) -> None:
     if isinstance(metric, Divergence):
         for _, term in metric.terms():
-            if not isinstance(term, Psi) or term.needs_loss:
+            if not isinstance(term, Term) or term.needs_loss:
                 raise LLQRError(
                     f"{term!r} can't be taken of what {module!r} returns: give a metric, or a divergence of outputs that needs "
                     "no loss, such as KL()"
