@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from formulas import FORMULAS, Layer, written
 from llqr import QuadraticModel
-from llqr.curvature.handwritten import check_handwritten
+from llqr.curvature.graph import check_handwritten
 from llqr.divergences import KL, Divergence, GaussNewton, Newton
 from llqr.errors import LLQRWarning, NotTwiceDifferentiableError
 

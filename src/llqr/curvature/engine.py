@@ -23,8 +23,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from llqr.checks import Inputs
-from llqr.curvature.graph import graph_numbers, refuse_once_differentiable, refuse_wrong_formulas
-from llqr.curvature.handwritten import check_handwritten, handwritten
+from llqr.curvature.graph import (
+    check_handwritten,
+    graph_numbers,
+    handwritten,
+    refuse_once_differentiable,
+    refuse_wrong_formulas,
+)
 from llqr.curvature.recorder import Parameters, Recorder
 from llqr.curvature.replacements import hessian_rules, linear_rules, plain_rules
 from llqr.curvature.rules import BeyondRulesError, ChangedError

@@ -12,7 +12,7 @@ from torch import Tensor
 from llqr.checks import Inputs, Loss, bound, check_finite, check_mean, check_weights_fit, frozen_rng, loss_gradient
 from llqr.curvature.chunks import Examples, Piece, check_part, of_rows
 from llqr.curvature.engine import HessianProducts, JacobianProducts, Recording
-from llqr.curvature.handwritten import check_handwritten, handwritten
+from llqr.curvature.graph import check_handwritten, handwritten
 from llqr.curvature.locations import Locations
 from llqr.curvature.recorder import Parameters, Recorder
 from llqr.divergences import BasePoint, Term

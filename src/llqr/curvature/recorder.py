@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
-from llqr.checks import Inputs, call, tensors_in
+from llqr.checks import Inputs, call, replaced, tensors_in
 from llqr.curvature.locations import Location, catching
 from llqr.curvature.precision import LOWEST, AutocastOff, at_least_single, is_low, raised
 from llqr.curvature.replacements import constants, renormalised
@@ -104,26 +104,6 @@ def _same(left: Any, right: Any) -> bool:
         return len(left) == len(right) and all(map(_same, left, right))
     equal = left == right
     return equal if isinstance(equal, bool) else bool(equal.all())  # an array's
-
-
-@contextmanager
-def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Other attributes of an object for a while."""
-    before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
-    try:
-        for name, value in attributes.items():
-            setattr(owner, name, value)
-        yield
-    finally:
-        for name in attributes:
-            delattr(owner, name)
-        for name, value in before.items():
-            setattr(owner, name, value)
-
-
-def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Another function that a call of a module runs, between its hooks."""
-    return replaced(module, forward=forward)
 
 
 class _Plainly:

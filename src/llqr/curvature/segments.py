@@ -19,10 +19,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from llqr.checks import call
-from llqr.curvature.graph import graph_nodes, refuse_once_differentiable, refuse_wrong_formulas
-from llqr.curvature.handwritten import handwritten
-from llqr.curvature.recorder import forward_replaced
+from llqr.checks import call, replaced
+from llqr.curvature.graph import graph_nodes, handwritten, refuse_once_differentiable, refuse_wrong_formulas
 from llqr.curvature.rules import Maybe, Rule, record, record_twice
 from llqr.errors import LLQRError
 
@@ -142,7 +140,7 @@ def in_segments(
 
     with ExitStack() as stack:
         for name, module in modules.items():
-            stack.enter_context(forward_replaced(module, partial(called, name, module, module.forward)))
+            stack.enter_context(replaced(module, forward=partial(called, name, module, module.forward)))
         yield noted
 
 

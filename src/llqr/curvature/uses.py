@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from llqr.curvature.graph import graph_nodes
 from llqr.curvature.linear_maps import LinearMap
 from llqr.curvature.statistics import Sides, matching_rows, patches
 
@@ -93,7 +94,7 @@ def find_uses(outputs: Iterable[Tensor], names: Mapping[int, str], mark: object 
     uses: list[Use] = []
     others: dict[str, str] = {}
     hidden, has_parameters = False, False
-    nodes = list(_nodes(outputs, mark))
+    nodes = list(graph_nodes(outputs, mark))
     with_bias = _with_added_bias(nodes, names)
     for node in nodes:
         kind = node.name()
@@ -149,26 +150,6 @@ def _with_added_bias(nodes: Sequence[Node], names: Mapping[int, str]) -> dict[No
             if map_.bias is not None and size == map_.joined[2 if map_.inputs_on_rows else 1]:
                 found[node] = found[product] = replace(use, map=map_)
     return found
-
-
-MARK = "llqr"
-
-
-def _nodes(outputs: Iterable[Tensor], mark: object) -> Iterator[Node]:
-    waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        if mark is not None:
-            notes: dict[str, object] = cast(Any, node).metadata
-            if notes.get(MARK) is mark:
-                continue
-            notes[MARK] = mark
-        yield node
-        for inner, _ in node.next_functions:
-            if inner is not None and inner not in seen:
-                seen.add(inner)
-                waiting.append(inner)
 
 
 # --- products of matrices ---

@@ -22,7 +22,7 @@ from llqr.diagnostics.comparison import dot
 from llqr.errors import LLQRError
 from llqr.paper import PaperLLQR
 from llqr.preconditioner import Preconditioner
-from llqr.relaxation import fit
+from llqr.refit import fit
 from llqr.solvers import Quadratic, Solver
 from llqr.structures import Kronecker
 from llqr.structures.stacks import Group, StructureSpec

@@ -22,8 +22,6 @@ from llqr.preconditioner import Change, Preconditioner
 Stacks = list[Tensor]
 StacksOrChange = TypeVar("StacksOrChange", Stacks, Change)
 
-NOTHING_TO_GAIN = 1e-6
-"""A line search that lowers J by less than this, relative to J, is the last."""
 ROUNDING = 64
 """A block whose gradient is within so many units in the last place of the whole has none but rounding, as the bias before a
 BatchNorm or that of attention's keys. A solver that weighs all blocks alike leaves it out, or it would follow it."""
@@ -187,33 +185,6 @@ class Solver(ShownWithOptions, ABC):
 
         Where U would no longer be finite, the last one that is comes back.
         """
-
-
-class ConjugateDirections:
-    """Polak–Ribière: d ← -M∇J + β⁺ d, with β⁺ = max(0, ⟨M∇J, ∇J - ∇J_before⟩ / ⟨M∇J_before, ∇J_before⟩); M = I by default."""
-
-    def __init__(self, problem: Problem, metric: list[Tensor] | None = None) -> None:
-        self._problem, self._metric = problem, metric
-        self._last: tuple[Change, float, Change] | None = None
-
-    def next(self, gradient: Change, free: list[Tensor] | None = None) -> Change | None:
-        """The direction, of the blocks that are free to move (a factor for each); None where there is no descent left."""
-        descent: Change = mapped(torch.neg, gradient)
-        for factors in (self._metric, free):
-            descent = descent if factors is None else weighted(factors, descent)
-        before = gradient if self._last is None else self._last[0]
-        squared, overlap = (-number for number in self._problem.dots((descent, gradient), (descent, before)))
-        if not 0 < squared < math.inf:
-            return None
-        direction = descent
-        if self._last is not None:
-            _, squared_before, direction_before = self._last
-            kept = direction_before if free is None else weighted(free, direction_before)
-            direction = add(descent, kept, max((squared - overlap) / squared_before, 0.0))
-            if self._problem.dots((direction, gradient))[0] >= 0:
-                direction = descent
-        self._last = (gradient, squared, direction)
-        return direction
 
 
 def positive(name: str, value: object) -> float:

@@ -20,6 +20,7 @@ from llqr.errors import unknown
 from llqr.structures.base import (
     LONG_SIDE,
     Damping,
+    Diagonal,
     Linearization,
     Modes,
     Structure,
@@ -30,7 +31,6 @@ from llqr.structures.base import (
     ones,
     thin_inverse,
 )
-from llqr.structures.linear import Diagonal
 
 VECTOR = Diagonal()
 

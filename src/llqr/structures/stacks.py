@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from llqr.errors import LLQRError, unknown
-from llqr.structures.base import Linearization, Structure
+from llqr.structures.base import Dense, Diagonal, Linearization, Scalar, Structure
 from llqr.structures.kronecker import EigenKronecker, Kronecker
-from llqr.structures.linear import Dense, Diagonal, Scalar
 
 NAMES: dict[str, Callable[[], Structure]] = {
     "scalar": Scalar,
