@@ -161,7 +161,7 @@ class Point:
 
     def __init__(self, problem: Problem, u: Preconditioner) -> None:
         self.u = u
-        self._linear = [group.linearize(x) for group, x in zip(u.groups, problem.descent, strict=True)]
+        self._linear = [g.structure.linearize(g.tensors, x) for g, x in zip(u.groups, problem.descent, strict=True)]
 
     @cached_property
     def step(self) -> Stacks:

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,25 +27,15 @@ Damping = float | Tensor
 """λ as a share of the mean curvature: one for all of a stack, or one for each, (k,)."""
 
 
-class Linearization(Protocol):
+class Linearization(NamedTuple):
     """The action of a block on x at one value of its tensors, with what its derivatives share computed once."""
 
-    def value(self) -> Tensor:
-        """U x."""
-
-    def derivative(self, change: Tensors) -> Tensor:
-        """d(U x) along a change of the tensors."""
-
-    def pullback(self, cotangent: Tensor) -> dict[str, Tensor]:
-        """The gradient of ⟨cotangent, U x⟩ with respect to the tensors: the adjoint of `derivative`."""
-
-
-class _Linearization(NamedTuple):
-    """One by three functions."""
-
     value: Callable[[], Tensor]
+    """U x."""
     derivative: Callable[[Tensors], Tensor]
+    """d(U x) along a change of the tensors."""
     pullback: Callable[[Tensor], dict[str, Tensor]]
+    """The gradient of ⟨cotangent, U x⟩ with respect to the tensors: the adjoint of `derivative`."""
 
 
 class Structure(ShownWithOptions, ABC):
@@ -81,7 +71,7 @@ class Structure(ShownWithOptions, ABC):
         def act(tensors: dict[str, Tensor]) -> Tensor:
             return self.apply(tensors, x)
 
-        return _Linearization(
+        return Linearization(
             lambda: act(point),
             lambda change: torch.func.jvp(act, (point,), (dict(change),))[1],
             lambda cotangent: torch.func.vjp(act, point)[1](cotangent)[0],
@@ -158,7 +148,7 @@ class LinearStructure(Structure):
 
     def linearize(self, tensors: Tensors, x: Tensor) -> Linearization:
         """U x; its derivative is the action of the change."""
-        return _Linearization(
+        return Linearization(
             lambda: self.apply(tensors, x), lambda change: self.apply(change, x), partial(self.pullback, x)
         )
 
@@ -202,8 +192,6 @@ def damped_inverse(moment: Tensor, damping: Damping) -> Tensor:
 
 LONG_SIDE = 192
 """Sides longer than this are inverted by their leading eigenvectors: their matrix would cost more than a training step."""
-
-
 POWERS = 2
 """Products with M before the one that gives its leading eigenvalues."""
 

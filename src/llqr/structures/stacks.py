@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from llqr.errors import LLQRError, unknown
-from llqr.structures.base import Dense, Diagonal, Linearization, Scalar, Structure
+from llqr.structures.base import Dense, Diagonal, Scalar, Structure
 from llqr.structures.kronecker import EigenKronecker, Kronecker
 
 NAMES: dict[str, Callable[[], Structure]] = {
@@ -145,12 +145,9 @@ class Group:
     def _subset(self, chosen: list[int]) -> Group:
         if len(chosen) == len(self.keys):
             return self
-        rest = replace(self, keys=tuple(self.keys[i] for i in chosen), members=tuple(self.members[i] for i in chosen))
-        return rest.holding({name: tensor[chosen] for name, tensor in self.tensors.items()})
-
-    def holding(self, tensors: dict[str, Tensor]) -> Group:
-        """The same blocks with other tensors."""
-        return replace(self, tensors=tensors)
+        keys, members = (tuple(each[i] for i in chosen) for each in (self.keys, self.members))
+        tensors = {name: tensor[chosen] for name, tensor in self.tensors.items()}
+        return replace(self, keys=keys, members=members, tensors=tensors)
 
     def zeros_beside(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Zeros for the members that have no value in blocks where others have one."""
@@ -163,12 +160,9 @@ class Group:
             if name not in values
         }
 
-    def has_dtype_of(self, values: Mapping[str, Tensor]) -> bool:
-        return all(values[name].dtype == self.dtype for names in self.members for name in names)
-
     def layout(self) -> Group:
         """The group without its numbers: enough to gather and scatter."""
-        return self.holding({name: tensor.new_empty(0) for name, tensor in self.tensors.items()})
+        return replace(self, tensors={name: tensor.new_empty(0) for name, tensor in self.tensors.items()})
 
     def check(self, values: Mapping[str, Tensor]) -> None:
         """Raise for a member's value that isn't a dense tensor of real numbers of its shape, on the device of the block."""
@@ -177,9 +171,6 @@ class Group:
             for name, shape in zip(members, self.shapes, strict=True):
                 if name in values:
                     _check_value(name, values[name], shape, device)
-
-    def linearize(self, stack: Tensor) -> Linearization:
-        return self.structure.linearize(self.tensors, stack)
 
     def _block(self, values: Sequence[Tensor]) -> Tensor:
         if self.structure.per == "parameter":
