@@ -204,9 +204,9 @@ class Refit:
         if not isinstance(blocks, Mapping):
             raise LLQRError("the 'preconditioner' in the state, under 'llqr', has no 'blocks'")
         u = self.identity(parameters, [name for name, p in parameters.items() if p.requires_grad or name in blocks])
-        unexpected = next((key for key in blocks if key not in u.structures), None)
-        if unexpected is not None:
-            raise unknown("block in the state", unexpected, u.structures)
+        for key in blocks:
+            if key not in u.structures:
+                raise unknown("block in the state", key, u.structures)
         u = u.restricted(blocks)
         u.load_state_dict(state)
         return u

@@ -9,14 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llqr.checks import (
-    Inputs,
-    batch_size_of,
-    check_weights,
-    checked_integer,
-    mapped,
-    tensors_in,
-)
+from llqr.checks import Inputs, batch_size_of, check_weights, checked_integer, mapped, tensors_in
 from llqr.curvature.recorder import EVALUATED
 from llqr.errors import LLQRError, unknown
 
@@ -99,8 +92,8 @@ def pieces(
         own = None if weights is None else weights[rows]
         examples = (rows.stop - rows.start) / count
         variables = examples if weights is None or own is None else total(own) / total(weights)
-        size_of_rows, own_targets = rows.stop - rows.start, _rows(targets, rows, count)
-        yield Piece(batch.rows(rows), targets, own, rows, variables, examples, size_of_rows, own_targets)
+        own_targets = _rows(targets, rows, count)
+        yield Piece(batch.rows(rows), targets, own, rows, variables, examples, rows.stop - rows.start, own_targets)
 
 
 def total(weights: Tensor) -> float:
@@ -167,10 +160,9 @@ def _rows(value: Any, rows: slice, count: int) -> Any:
 
 def refuse_coupled(model: nn.Module, training: bool | None) -> None:
     for name, module in model.named_modules():
-        batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
-        if not (module.training if training is None else training) and not (batch_norm and module.running_mean is None):
+        if not isinstance(module, nn.modules.batchnorm._BatchNorm):
             continue
-        if batch_norm:
+        if module.running_mean is None or (module.training if training is None else training):
             raise LLQRError(
                 f"{name!r} normalises with the statistics of the batch, which a part of it doesn't know: give the batch whole, "
                 f"or {EVALUATED}"

@@ -142,7 +142,8 @@ def _confirmed(function: Any, args: Sequence[Any]) -> bool | None:
     positions = [i for i, value in enumerate(args) if _leads_back(value)]
 
     def called(dtype: torch.dtype | None) -> tuple[Run, list[Tensor]]:
-        given = [v.detach().to(dtype or v.dtype) if _is_real(v) else v for v in args]
+        reals = [isinstance(v, Tensor) and v.is_floating_point() for v in args]
+        given = [v.detach().to(dtype or v.dtype) if real else v for v, real in zip(args, reals, strict=True)]
 
         def run(leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
             own = dict(zip(positions, leaves, strict=True))
@@ -210,10 +211,6 @@ def _right(run: Run, point: Sequence[Tensor]) -> bool:
                 if truths and all(abs(_dot([of_x], [v]) - t) > CLOSE * abs(t) + size for t in truths):
                     return False
     return True
-
-
-def _is_real(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _dot(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:

@@ -250,9 +250,6 @@ class RecordedChunk:
         count = 1.0 if self._is_of_all(term) else self._count(term)
         return Portion(self._piece.variables, self._piece.examples).of(term) if count is None else count
 
-    def _counted(self) -> list[tuple[float, Term]]:
-        return self._terms
-
     def _record(self) -> _Recorded:
         """Run the chunk and record what its products need; kept if the whole batch is one chunk."""
         if self._recorded is not None:

@@ -57,7 +57,8 @@ def _streams(model: nn.Module) -> Iterator[Stream]:
     yield torch.get_rng_state, torch.set_rng_state
     yield random.getstate, random.setstate
     for device in accelerators(model):
-        yield _of_device(device)
+        of, where = torch.get_device_module(device), () if device.type == "mps" else (device,)
+        yield partial(of.get_rng_state, *where), lambda state, of=of, where=where: of.set_rng_state(state, *where)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         yield numpy.random.get_state, numpy.random.set_state
@@ -82,11 +83,6 @@ def _within(value: Any) -> Collection[Any]:
     if not isinstance(value, (dict, list, tuple)) or len(value) > SHORT:
         return (value,)
     return value.values() if isinstance(value, dict) else value
-
-
-def _of_device(device: torch.device) -> Stream:
-    module, where = torch.get_device_module(device), () if device.type == "mps" else (device,)
-    return lambda: module.get_rng_state(*where), lambda state: module.set_rng_state(state, *where)
 
 
 def accelerators(model: nn.Module) -> set[torch.device]:
@@ -164,10 +160,7 @@ def in_modes(modes: list[tuple[nn.Module, bool]]) -> Iterator[None]:
 
 def _eager() -> AbstractContextManager[Any]:
     """Compiled models run uncompiled: their graphs can't be differentiated twice, and don't know our rules."""
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 Parameters = dict[str, Tensor]
@@ -184,6 +177,7 @@ class Recorder:
     run (None: as they are now). Modes and buffers are those of now in every run, and so are random streams, unless others are
     given. `whole=False` refuses random models, which would draw otherwise for a part of the batch. `call` is run in place of
     the model itself. `segments` are modules of which a recording keeps the inputs alone; they run again for every product.
+    `choose` says which tensors of what the model returns are recorded, in place of the output that `select` picks.
 
     Checkpointed blocks and fused recurrent layers are run plainly, unless the model is run as it is, in its `own_precision`.
 
@@ -203,8 +197,9 @@ class Recorder:
         own_precision: bool = False,
         streams: Streams | None = None,
         segments: Mapping[str, nn.Module] | None = None,
+        choose: Callable[[Any], list[Tensor]] | None = None,
     ) -> None:
-        self._call, self.segments = call, segments or {}
+        self._call, self.segments, self._choose = call, segments or {}, choose
         self.model, self.locations, self.select, self._whole = model, list(locations), select, whole
         self._modes = [(module, module.training if training is None else training) for module in model.modules()]
         self._constants, self._renormalised = constants(model), renormalised(model)
@@ -270,7 +265,8 @@ class Recorder:
                     "the model draws random numbers (dropout?), other ones in chunks than in the whole batch: give the batch "
                     f"whole, or {EVALUATED}"
                 )
-        return [*map(raised, self.chosen(output)), *(raised(caught[location]) for location in self.locations)]
+        chosen = [self.selected(output)] if self._choose is None else self._choose(output)
+        return [*map(raised, chosen), *(raised(caught[location]) for location in self.locations)]
 
     def rerun(self) -> Callable[[], AbstractContextManager[Any]]:
         """How to run a part of the model later as it runs now."""
@@ -283,10 +279,6 @@ class Recorder:
             for context in (in_modes(self._modes), streams.again(), _eager(), *plain, *more):
                 stack.enter_context(context)
             return stack.pop_all()
-
-    def chosen(self, output: Any) -> list[Tensor]:
-        """What is recorded of what the model returns."""
-        return [self.selected(output)]
 
     def selected(self, output: Any) -> Tensor:
         if self.select is not None:

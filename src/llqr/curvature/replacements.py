@@ -172,15 +172,12 @@ def _batch_norm(recorded: Callable[[Rule], Tensor] | None = None) -> Replacement
         inverse_std = (running_var + eps).rsqrt()
         scale = inverse_std if weight is None else weight * inverse_std
         shift = -running_mean * scale if bias is None else bias - running_mean * scale
-        return torch.addcmul(shift.view(shape), _as_normalised(input), scale.view(shape))
+        last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(input.dim())
+        if last is None or not input.is_contiguous(memory_format=last):
+            input = input.contiguous()  # as torch's own returns it: the dropout behind it draws its mask in that order
+        return torch.addcmul(shift.view(shape), input, scale.view(shape))
 
     return normalise
-
-
-def _as_normalised(input: Tensor) -> Tensor:
-    """In memory as torch's batch norm returns it: the dropout behind it draws its mask in that order."""
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(input.dim())
-    return input if last is not None and input.is_contiguous(memory_format=last) else input.contiguous()
 
 
 def _pointwise(function: Callable[..., Tensor], second: bool) -> Replacement:
@@ -267,19 +264,12 @@ class plain_rules(TorchFunctionMode):  # noqa: N801  (used as `with plain_rules(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         replacement = self.replacements.get(func)
-        if replacement is not None and not _saved_elsewhere():
+        # checkpointed blocks, which keep what autograd saves, run again where these rules aren't in force
+        if replacement is not None and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
             result = replacement(*args, **(kwargs or {}))
             if result is not None:
                 return result
         return func(*args, **(kwargs or {}))
-
-
-def _saved_elsewhere() -> bool:
-    """Whether somebody else keeps what autograd saves, as checkpointed blocks do.
-
-    They run again in the backward pass, where these rules aren't in force, and take what that saves for what this did.
-    """
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 class _Rules(plain_rules):

@@ -7,15 +7,14 @@ no gradient of a parameter is formed. Without a divergence the slopes are those 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from llqr.checks import batch_size_of, check_finite
+from llqr.checks import batch_size_of, bound, check_finite
 from llqr.closures import Closure, loss_of_output
 from llqr.curvature import locations
 from llqr.curvature.collector import Call, as_inputs, returned
@@ -68,7 +67,7 @@ class SecondRun:
         leaves = {name: raised(p.detach()).requires_grad_() for name, p in parameters.items()}
         inputs = as_inputs(self._model, call.args, call.kwargs)
         recorder = (
-            AllOutputs(self._model, streams=call.streams)
+            Recorder(self._model, streams=call.streams, choose=returned)
             if self.divergence is None
             else Recorder(self._model, list(self._places.values()), self._output, streams=call.streams)
         )
@@ -92,13 +91,7 @@ class SecondRun:
                     yield use.map, use.sides(gradient)
 
     def _drawn(
-        self,
-        outputs: list[Tensor],
-        call: Call,
-        closure: Closure | None,
-        examples: int,
-        step: int,
-        processes: Process,
+        self, outputs: list[Tensor], call: Call, closure: Closure | None, examples: int, step: int, processes: Process
     ) -> list[Tensor | None]:
         """Gradients at the outputs, drawn from the divergence: by each rank for itself, as many as it has examples."""
         values = [output.detach() for output in outputs]
@@ -107,10 +100,9 @@ class SecondRun:
         if values[0].numel() == 0:
             raise NonFiniteError("the batch is empty")
         check_finite(values[0], "the output")
-        loss: Callable[[Tensor], Tensor] = _no_loss
+        loss = bound(None, None)
         if self._needs_loss and closure is not None:
-            of_output = loss_of_output(self._called, closure)
-            loss = lambda output: of_output(output, None)  # noqa: E731
+            loss = bound(loss_of_output(self._called, closure), None)
         base = BasePoint(values[0], loss)
         slopes: list[Tensor | None] = [None] * len(values)
         keys = list(self._places)
@@ -139,13 +131,6 @@ class SecondRun:
         )
 
 
-class AllOutputs(Recorder):
-    """A recorder of all that the model returns."""
-
-    def chosen(self, output: Any) -> list[Tensor]:
-        return returned(output)
-
-
 def _counted(term: Term, slope: Tensor | None, base: BasePoint) -> Tensor | None:
     """A weight for each variable: 0 for those that the loss doesn't look at, as padding, whose slope is exactly 0."""
     family = getattr(term, "family", None)
@@ -161,7 +146,3 @@ def _counted(term: Term, slope: Tensor | None, base: BasePoint) -> Tensor | None
 def _loss_slope(call: Call, output: Tensor) -> Tensor | None:
     """What the loss has sent back to the output."""
     return next((g for g in call.gradients.values() if g.shape == output.shape), None)
-
-
-def _no_loss(output: Tensor) -> Tensor:
-    raise LLQRError("this divergence needs the loss: call optimizer.step(closure)")

@@ -53,9 +53,8 @@ class Segment(Rule):
             )
         self.keep(*(x.detach() for x in inputs))
 
-    def check(self) -> None:
-        if self.is_changed():
-            raise LLQRError(f"what segment {self.name!r} was called with is changed in place later on: {OTHERS}")
+    def changed(self) -> Exception:
+        return LLQRError(f"what segment {self.name!r} was called with is changed in place later on: {OTHERS}")
 
     def forward(self) -> Tensor:
         y = self._value.detach()

@@ -69,9 +69,6 @@ class Use:
     sparse: bool = False
     """The matrix meets data that are zeros for the most part."""
 
-    def without_bias(self) -> Use:
-        return replace(self, map=replace(self.map, bias=None))
-
 
 @dataclass(frozen=True)
 class Found:
@@ -117,7 +114,11 @@ def find_uses(outputs: Iterable[Tensor], names: Mapping[int, str], mark: object 
     for use in uses:
         if use.map.weight in others and use.map.bias is not None:
             others.setdefault(use.map.bias, others[use.map.weight])
-    kept = [use.without_bias() if use.map.bias in others else use for use in uses if use.map.weight not in others]
+    kept = [
+        replace(use, map=replace(use.map, bias=None)) if use.map.bias in others else use
+        for use in uses
+        if use.map.weight not in others
+    ]
     return Found(kept, others, hidden, has_parameters)
 
 
@@ -196,7 +197,7 @@ def _linear(node: Any, names: Mapping[int, str]) -> Use | None:
     """`aten::linear` as one node, which some back ends have."""
     inputs, weight, bias = node.next_functions
     origin = _origin(weight, names)
-    if origin is None or not origin.in_place:
+    if origin is None or origin.moved:
         return None
     map_ = LinearMap(origin.name, (1, *origin.shape), reads_data=_is_data(inputs, names))
     map_, x = _with_bias(map_, bias, names), node._saved_input
@@ -211,7 +212,7 @@ def _with_bias(map_: LinearMap, edge: Edge, names: Mapping[int, str]) -> LinearM
     """With the parameter that is added as a bias, as it is, to all of the map's outputs; without one where there is none."""
     origin, (groups, r, c) = _origin(edge, names), map_.shape
     outputs = groups * (c if map_.inputs_on_rows else r)
-    if origin is None or map_.places is not None or not origin.in_place or origin.shape != (outputs,):
+    if origin is None or map_.places is not None or origin.moved or origin.shape != (outputs,):
         return map_
     return replace(map_, bias=origin.name)
 
@@ -236,10 +237,6 @@ class _Origin:
     def moved(self) -> list[Any]:
         """The nodes that put numbers elsewhere."""
         return [node for node, _ in self.chain if node.name() not in SAME_PLACES]
-
-    @property
-    def in_place(self) -> bool:
-        return not self.moved
 
     def matrix(self, operand: tuple[int, ...], is_second: bool) -> LinearMap | None:
         """The map of a product whose first (y = W x) or second (y = x W) operand this is."""
@@ -338,7 +335,7 @@ def _is_data(edge: Edge, names: Mapping[int, str]) -> bool:
 def _convolution(node: Any, names: Mapping[int, str]) -> Use | None:
     inputs, weight, bias = node.next_functions
     origin = _origin(weight, names)
-    if origin is None or not origin.in_place:
+    if origin is None or origin.moved:
         return None
     rows, columns, *kernel = origin.shape
     groups, places = node._saved_groups, math.prod(kernel)

@@ -102,10 +102,12 @@ class Term(Divergence):
     variable = "the output"
     """What it is a function of, in words."""
 
+    _title = ""
+
     @property
     def title(self) -> str:
         """What errors call it."""
-        return f"psi() of {self!r}"
+        return self._title or f"psi() of {self!r}"
 
     def terms(self) -> Iterator[tuple[float, Term | L2]]:
         yield 1.0, self

@@ -211,16 +211,12 @@ class _Joint(Term):
     needs_loss = False
     variable = "x and the parameters"
 
-    def __init__(self, function: LayerPsi, flat: bool, title: str) -> None:
-        self.function, self.flat, self._title = function, flat, title
-
-    @property
-    def title(self) -> str:
-        return self._title
+    def __init__(self, function: LayerPsi | LayerLoss, flat: bool, title: str, of_change: bool = True) -> None:
+        self.function, self.flat, self._title, self.of_change = function, flat, title, of_change
 
     def psi(self, output: Tensor, base: BasePoint) -> Tensor:
         assert base.unpack is not None
-        return self.function(*base.unpack(output), *base.unpack(base.output))
+        return self.function(*base.unpack(output), *(base.unpack(base.output) if self.of_change else ()))
 
     def __repr__(self) -> str:
         return _brief(self.function)
@@ -256,17 +252,9 @@ class LayerwiseLoss:
         """Its terms inside the network; with `flat`, their curvature alone."""
         kind = _JointCurvature if flat else _Joint
         return [
-            ActivationTerm(module, kind(_of_now(term), flat, f"the loss term at {module!r}"), joint=True)
+            ActivationTerm(module, kind(term, flat, f"the loss term at {module!r}", of_change=False), joint=True)
             for module, term in self._terms.items()
         ]
-
-
-def _of_now(term: LayerLoss) -> LayerPsi:
-    def psi(x: Any, parameters: dict[str, Tensor], x_k: Any, parameters_k: dict[str, Tensor]) -> Tensor:
-        return term(x, parameters)
-
-    psi.__qualname__ = _brief(term)
-    return psi
 
 
 class L2(Divergence):

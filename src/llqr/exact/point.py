@@ -25,7 +25,7 @@ from llqr.curvature.graph import graph_nodes, graph_numbers
 from llqr.curvature.recorded_chunk import ChunkContext, RecordedChunk
 from llqr.curvature.recorder import Parameters, Recorder
 from llqr.curvature.replacements import plain_rules
-from llqr.divergences import L2, GaussNewton, OutputTerm
+from llqr.divergences import GaussNewton, OutputTerm
 from llqr.errors import LLQRError
 from llqr.exact.matrices import BlockDiagonal, apply_to_units, materialise_transposed, unflat
 
@@ -398,8 +398,8 @@ class Point(RecordedChunk):
 
             def weigh(tangent: Tensor, index: int = index) -> Tensor:
                 total = torch.zeros_like(tangent)
-                for factor, term in self._counted():
-                    if not isinstance(term, L2) and self._context.index(term) == index:
+                for factor, term in self._terms:
+                    if self._context.index(term) == index:
                         total = total + factor * term.hessian_product(tangent, self._expanded[index])
                 return total
 
@@ -410,7 +410,7 @@ class Point(RecordedChunk):
         """Second moments of both sides of each linear map, and the gradient, of a random slope whose second moment is W."""
         generator = torch.Generator(self.gradient_vector.device).manual_seed(0)
         total = [torch.zeros_like(value) for value in self.values]
-        for factor, term in self._counted():
+        for factor, term in self._terms:
             if isinstance(term, OutputTerm):
                 total[0] = total[0] + factor**0.5 * term.draw(self._expanded[0], generator)
         return self._plain().second_moments(total, room)

@@ -78,20 +78,15 @@ class Quadratic(Protocol):
 
 
 def curvature_along(model: Quadratic, direction: dict[str, Tensor]) -> float:
-    """v·Hv, the part of it that is here: half a product for a model that knows it without Hv."""
-    known: Callable[[dict[str, Tensor]], float] | None = getattr(model, "curvature_along", None)
-    if known is not None:
-        return known(direction)
+    """v·Hv: half a product for a model that knows it without Hv."""
+    if hasattr(model, "curvature_along"):
+        return float(model.curvature_along(direction))
     product = model.curvature(direction)
     return _dot(list(direction.values()), [product[name] for name in direction])
 
 
 class Problem:
-    """J for a quadratic model and preconditioners with the blocks of `u`.
-
-    Where the model holds a part of the parameters and others hold the rest, stacks and changes are of that part, and every
-    number that comes from one of the methods here is of the whole.
-    """
+    """J for a quadratic model and preconditioners with the blocks of `u`."""
 
     def __init__(self, model: Quadratic, u: Preconditioner) -> None:
         self.model, self.groups = model, [group.layout() for group in u.groups]

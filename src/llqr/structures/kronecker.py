@@ -115,12 +115,7 @@ def _longest(stack: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class SideStructure(Structure):
-    """A structure with a factor for each side of a parameter (m, ...), seen as m × n; a vector is diagonal.
-
-    `max_dim`: a side longer than that has a diagonal factor (a vector), so that an embedding of 50,000 words doesn't ask for
-    a 50,000 × 50,000 matrix. `modes="all"`: a convolution (C_out, C_in, k, k) has three sides, C_out, C_in and k², in place of
-    two.
-    """
+    """A structure with a factor for each side of a parameter (m, ...), seen as m × n; a vector is diagonal."""
 
     max_dim: int = 8192
     modes: Modes = "matrix"

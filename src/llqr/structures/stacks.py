@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import reduce
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ def assign(structure: StructureSpec, names: Collection[str]) -> dict[str, Struct
     """
     if not isinstance(structure, Mapping):
         return dict.fromkeys(names, resolve(structure))
-    answering = {name: [name, *_holders(name)] for name in names}
+    answering = {name: list(accumulate(name.split("."), "{}.{}".format))[::-1] for name in names}
     known = dict.fromkeys(answer for answers in answering.values() for answer in answers)
     resolved = {pattern: resolve(entry) for pattern, entry in structure.items()}
     wild = [pattern for pattern in structure if isinstance(pattern, str) and not WILD.isdisjoint(pattern)]
@@ -74,11 +75,6 @@ def assign(structure: StructureSpec, names: Collection[str]) -> dict[str, Struct
 def owner(name: str) -> str:
     """The module that owns a parameter: the name up to the last dot."""
     return name.rpartition(".")[0]
-
-
-def _holders(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:depth]) for depth in range(1, len(parts))]
 
 
 STACK_LIMIT = 2**16
@@ -109,7 +105,10 @@ class Group:
 
     def gather(self, values: Mapping[str, Tensor]) -> Tensor:
         """The stack (k, *shape) of the members' values; the parameters of a layer are joined to one vector."""
-        blocks = [self._block([values[name] for name in names]) for names in self.members]
+        if self.structure.per == "parameter":
+            blocks = [values[name].to(self.dtype) for (name,) in self.members]
+        else:
+            blocks = [torch.cat([values[n].reshape(-1).to(self.dtype) for n in names]) for names in self.members]
         return blocks[0].unsqueeze(0) if len(blocks) == 1 else torch.stack(blocks)
 
     def scatter(self, stack: Tensor, dtypes: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -145,8 +144,8 @@ class Group:
     def _subset(self, chosen: list[int]) -> Group:
         if len(chosen) == len(self.keys):
             return self
-        keys, members = (tuple(each[i] for i in chosen) for each in (self.keys, self.members))
         tensors = {name: tensor[chosen] for name, tensor in self.tensors.items()}
+        keys, members = tuple(self.keys[i] for i in chosen), tuple(self.members[i] for i in chosen)
         return replace(self, keys=keys, members=members, tensors=tensors)
 
     def zeros_beside(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -171,11 +170,6 @@ class Group:
             for name, shape in zip(members, self.shapes, strict=True):
                 if name in values:
                     _check_value(name, values[name], shape, device)
-
-    def _block(self, values: Sequence[Tensor]) -> Tensor:
-        if self.structure.per == "parameter":
-            return values[0].to(self.dtype)
-        return torch.cat([value.reshape(-1).to(self.dtype) for value in values])
 
 
 def _check_value(name: str, value: object, shape: torch.Size, device: torch.device) -> None:
