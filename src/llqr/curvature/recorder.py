@@ -57,8 +57,8 @@ def _streams(model: nn.Module) -> Iterator[Stream]:
     yield torch.get_rng_state, torch.set_rng_state
     yield random.getstate, random.setstate
     for device in accelerators(model):
-        of, where = torch.get_device_module(device), () if device.type == "mps" else (device,)
-        yield partial(of.get_rng_state, *where), lambda state, of=of, where=where: of.set_rng_state(state, *where)
+        of, where = torch.get_device_module(device), {} if device.type == "mps" else {"device": device}
+        yield partial(of.get_rng_state, **where), partial(of.set_rng_state, **where)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         yield numpy.random.get_state, numpy.random.set_state
@@ -221,37 +221,32 @@ class Recorder:
 
     def run(self, parameters: Parameters, inputs: Inputs) -> list[Tensor]:
         """[x_N, activations at the locations …], in float32 at least."""
-        if self._full:
-            self._low |= any(map(is_low, tensors_in(inputs)))
-            try:
-                with self._autocast:
-                    held = {
-                        n: p.detach() for n, p in self.model.named_parameters() if n not in parameters and is_low(p)
-                    }
-                    return self._run(parameters, raised(inputs), raised({**held, **self._constants}))
-            except RuntimeError as error:
-                if not self.lower(error):
-                    raise
-        own = {name: tensor.to(self._own[name]) for name, tensor in parameters.items()}
         try:
-            return self._run(own, inputs, self._constants)
+            if not self._full:
+                own = {name: tensor.to(self._own[name]) for name, tensor in parameters.items()}
+                return self._run(own, inputs, self._constants)
+            self._low |= any(map(is_low, tensors_in(inputs)))
+            with self._autocast:
+                others = [(n, p) for n, p in self.model.named_parameters() if n not in parameters and is_low(p)]
+                held = {name: p.detach() for name, p in others}
+                return self._run(parameters, raised(inputs), raised({**held, **self._constants}))
         except RuntimeError as error:
-            if self._settled:
+            if not (self.lower(error) if self._full else self._settle(error)):
                 raise
-            what = (
-                "the model doesn't run in its own precision without autocast, and frozen layers are copied to float32"
-            )
-            self._settle(True, what, error)  # layers of several precisions fit together under the loop's autocast alone
         return self.run(parameters, inputs)
 
     def lower(self, why: Exception) -> bool:
         """Go over to the model's own precision, if that is another one."""
-        possible = self._full and not self._settled and (self._low or self._autocast.met)
-        what = "the model can't be linearised in float32, and U is fitted to it in its own precision"
-        return possible and self._settle(False, what, why)
+        return self._full and (self._low or self._autocast.met) and self._settle(why)
 
-    def _settle(self, full: bool, what: str, why: Exception) -> bool:
-        self._full, self._settled = full, True
+    def _settle(self, why: Exception) -> bool:
+        """Go over to the other precision, once, and say so."""
+        if self._settled:
+            return False
+        what = "the model doesn't run in its own precision without autocast, and frozen layers are copied to float32"
+        if self._full:
+            what = "the model can't be linearised in float32, and U is fitted to it in its own precision"
+        self._full, self._settled = not self._full, True
         warnings.warn(f"{what}: {why}", LLQRWarning, stacklevel=callers_level())
         return True
 

@@ -124,7 +124,7 @@ def merged(found: Iterable[Sums]) -> dict[str, Sums]:
         by_key: dict[str, list[Sums]] = {}
         for sums in all_of_it:
             by_key.setdefault(sums.map.key, []).append(sums)
-        joined = [sums for group in by_key.values() if (sums := _joined(group)) is not None]
+        joined = [whole for group in by_key.values() if (whole := _joined(group)) is not None]
         if len(joined) == len(by_key) and _are_apart([sums.map for sums in joined]):
             result |= {sums.map.key: sums for sums in joined}
     return result

@@ -81,11 +81,9 @@ class SGDM(FirstOrder):
         buffer: Change = []
 
         def update(gradient: Change) -> tuple[Change, float]:
-            if not buffer:
-                buffer.extend(mapped(torch.clone, gradient))
-            else:
-                for b, g in zip(tensors_of(buffer), tensors_of(gradient), strict=True):
-                    b.mul_(self.momentum).add_(g)
+            buffer.extend(() if buffer else mapped(torch.zeros_like, gradient))
+            for b, g in zip(tensors_of(buffer), tensors_of(gradient), strict=True):
+                b.mul_(self.momentum).add_(g)
             return buffer, -self.lr
 
         return update
@@ -115,9 +113,7 @@ class Adam(FirstOrder):
 
     def update(self) -> Update:
         first, second = self.betas
-        mean: Change = []
-        square: Change = []
-        count = 0
+        mean, square, count = Change(), Change(), 0
 
         def update(gradient: Change) -> tuple[Change, float]:
             nonlocal count
