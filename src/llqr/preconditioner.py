@@ -48,9 +48,7 @@ class Preconditioner:
     def apply(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """U g for the parameters that are given."""
         if not isinstance(gradients, Mapping):
-            raise LLQRError(
-                f"the gradients are a mapping from parameter names to tensors, not a {type(gradients).__name__}"
-            )
+            raise LLQRError(f"the gradients are a mapping from names to tensors, not a {type(gradients).__name__}")
         known = {name for group in self.groups for members in group.members for name in members}
         for name in gradients:
             if name not in known:
@@ -70,9 +68,7 @@ class Preconditioner:
         Parameters that U doesn't know, or knows by another shape, are left out; those of a layer's block that have no gradient
         count as zero. Every step pays for this: whether all is finite is asked once.
         """
-        shapes = {
-            n: shape for g in self.groups for names in g.members for n, shape in zip(names, g.shapes, strict=True)
-        }
+        shapes = {n: s for g in self.groups for names in g.members for n, s in zip(names, g.shapes, strict=True)}
         values = {n: gradient for n, gradient in gradients.items() if shapes.get(n, gradient.shape) == gradient.shape}
         for group in self.groups:
             values.update(group.zeros_beside(values))
@@ -171,9 +167,7 @@ class Preconditioner:
         blocks, history = (state.get(key) if isinstance(state, Mapping) else None for key in ("blocks", "history"))
         numbers = isinstance(history, Sequence) and all(isinstance(value, float) for value in history)
         if not isinstance(blocks, Mapping) or not isinstance(history, Sequence) or not numbers:
-            raise LLQRError(
-                "this isn't the state_dict() of a Preconditioner, which has 'blocks' and a list of numbers 'history'"
-            )
+            raise LLQRError("this isn't the state_dict() of a Preconditioner: 'blocks', and a 'history' of numbers")
         mine = self.blocks
         for key, block in blocks.items():
             check_tensors(f"the state's block for {key!r}", block)
@@ -197,9 +191,7 @@ class Preconditioner:
         mine, theirs = self.layout(), other.layout()
         different = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
         if different:
-            raise LLQRError(
-                f"the two preconditioners don't have the same block for {', '.join(map(repr, different[:5]))}"
-            )
+            raise LLQRError(f"the preconditioners don't have the same block for {', '.join(map(repr, different[:5]))}")
 
     def __repr__(self) -> str:
         lines = [f"Preconditioner({sum(len(group.keys) for group in self.groups)} blocks, {self.memory:,} bytes"]

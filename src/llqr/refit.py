@@ -162,9 +162,7 @@ class Refit:
     def settings(self) -> tuple[object, ...]:
         """What decides what a refit does, in words; ranks that fit together have to have the same."""
         solver = self.solver if is_dataclass(self.solver) else type(self.solver).__name__
-        terms = [
-            (weight, term if is_dataclass(term) else type(term).__name__) for weight, term in self.divergence.terms()
-        ]
+        terms = [(w, term if is_dataclass(term) else type(term).__name__) for w, term in self.divergence.terms()]
         return self.steps, solver, self.damping, self.structure, terms
 
     def described(self) -> list[str]:
@@ -357,8 +355,6 @@ def checked_batch(batch: Any) -> Batch:
 def check_fit(u: Preconditioner) -> None:
     """Every fit that is finite is taken, as in Algorithm 1."""
     if not u.history or not math.isfinite(u.history[0]):
-        raise NonFiniteError(
-            "J isn't finite at the start of the fit, or the solver returned a U without a history of J"
-        )
+        raise NonFiniteError("J isn't finite at the start of the fit, or the solver returned U without a history of J")
     if not math.isfinite(u.history[-1]) or not u.is_finite():
         raise NonFiniteError("the fit didn't stay finite: a smaller inner learning rate, or clip, may help")

@@ -42,9 +42,7 @@ class Examples:
     def __init__(self, inputs: Inputs, shared: Collection[str | int] = ()) -> None:
         named = _named(inputs)
         if isinstance(shared, (str, int)) or not isinstance(shared, Collection):
-            raise LLQRError(
-                f"shared is a list of the inputs' names or positions, as in shared=['mask']; not {shared!r}"
-            )
+            raise LLQRError(f"shared is a list of inputs' names or positions, as in shared=['mask']; not {shared!r}")
         for name in shared:
             if name not in named:
                 raise unknown("input in shared", name, named)

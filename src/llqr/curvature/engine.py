@@ -198,9 +198,7 @@ class HessianProducts(Recording):
             return _gradients(self._slopes, self._leaves, tangents)
 
 
-def _gradients(
-    of: Sequence[Tensor | GradientEdge | None], by: Sequence[Tensor], along: Sequence[Tensor]
-) -> list[Tensor]:
+def _gradients(of: Sequence[Tensor | GradientEdge | None], by: list[Tensor], along: Sequence[Tensor]) -> list[Tensor]:
     """Σ alongᵀ ∂of/∂by, where None depends on nothing; the graph stays."""
     pairs = [(each, v) for each, v in zip(of, along, strict=True) if each is not None]
     if not pairs:

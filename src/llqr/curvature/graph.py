@@ -61,9 +61,7 @@ def refuse_wrong_formulas(outputs: Sequence[Tensor]) -> None:
     """Raise for torch's kernel of weight_norm: its second derivative is wrong. Rules replace it, but not in blocks that are
     checkpointed."""
     if any(node.name() == "WeightNormInterfaceBackward0" for node in graph_nodes(outputs)):
-        raise RuntimeError(
-            "torch's second derivative of weight_norm is wrong, and inside of a checkpoint nothing replaces it"
-        )
+        raise RuntimeError("torch's second derivative of weight_norm is wrong, and in a checkpoint nothing replaces it")
 
 
 STEPS = (1e-10, 1e-6, 1e-3)

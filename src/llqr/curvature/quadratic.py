@@ -170,9 +170,7 @@ class QuadraticModel:
         _check_fits("direction", direction, self.gradient)
         missing = [name for name in self.gradient if name not in direction]
         if missing:
-            raise LLQRError(
-                f"the direction lacks {', '.join(map(repr, missing[:5]))}: it has a tensor for every parameter"
-            )
+            raise LLQRError(f"the direction lacks {', '.join(map(repr, missing[:5]))}: give a tensor for each of them")
 
     def value(self, step: Mapping[str, Tensor]) -> Tensor:
         """m(δ) = g·δ + ½ δ·Hδ."""
@@ -193,7 +191,7 @@ def _check_closure(terms: locations.Terms, chunk_size: int | None) -> None:
     for _, term in terms:
         if isinstance(term, OutputTerm) and not isinstance(term, Newton):
             raise LLQRError(
-                f"a closure gives the loss alone, and {term!r} is about the model's output: give inputs and loss_fn"
+                f"a closure gives the loss alone, and {term!r} is about the output: give inputs and loss_fn"
             )
     if chunk_size is not None:
         raise LLQRError(
@@ -206,9 +204,7 @@ def _check_means(terms: locations.Terms) -> None:
     """Raise for terms of which nothing says how a part of the batch counts."""
     for _, term in terms:
         if isinstance(term, ActivationTerm) and not term.by_variable:
-            raise LLQRError(
-                f"{term!r} is a function of the whole batch, which can't be cut: give the batch whole, on one rank"
-            )
+            raise LLQRError(f"{term!r} is of a whole batch, which can't be cut: give the batch whole, on one rank")
 
 
 def _check_fits(what: str, given: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:

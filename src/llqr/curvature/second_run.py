@@ -44,9 +44,7 @@ class SecondRun:
         self._places = locations.locations_of(model, self._terms)
         for _, term in self._terms:
             if isinstance(term, ActivationTerm) and term.joint:
-                raise LLQRError(
-                    f"LLQR draws gradients from a divergence, and {term!r} has none to draw: use LLQR.paper"
-                )
+                raise LLQRError(f"LLQR draws gradients of a divergence, and {term!r} has none: use LLQR.paper")
         self._needs_loss = any(term.needs_loss for _, term in self._terms)
         self.divergence = divergence
         self.other_uses: Mapping[str, str] = {}

@@ -76,7 +76,5 @@ def layerwise(
         if isinstance(term, (Newton, GaussNewton)):
             terms += [(weight, inner) for inner in loss_fn.terms(term.flat)]
         elif term.needs_loss:
-            raise LLQRError(
-                f"{term!r} is about the loss of the output alone, and this one has terms inside the network"
-            )
+            raise LLQRError(f"{term!r} is about the loss of the output alone, and this has terms inside the network")
     return loss_fn.loss_fn, [(1.0, inner) for inner in loss_fn.terms()], terms

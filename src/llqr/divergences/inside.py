@@ -100,9 +100,7 @@ class _Metric(QuadraticTerm):
         elif not torch.allclose(metric, metric.mT):
             raise LLQRError(f"the metric at {self.module!r} isn't symmetric; give (W + W.mT) / 2")
         elif torch.linalg.eigvalsh(metric.double()).min() < -1e-6 * metric.abs().max():
-            raise LLQRError(
-                f"the metric at {self.module!r} has a negative eigenvalue; it must be positive semi-definite"
-            )
+            raise LLQRError(f"the metric at {self.module!r} has a negative eigenvalue: W is positive semi-definite")
 
     def _metric(self, base: BasePoint) -> Tensor:
         """W with its reduction: a number, diagonals (1 or examples) × numbers, or matrices, likewise."""
@@ -112,9 +110,7 @@ class _Metric(QuadraticTerm):
         if isinstance(found, (int, float)) or (isinstance(found, Tensor) and found.dim() == 0):
             return output.new_full((), float(found) * scale)
         if not isinstance(found, Tensor):
-            raise LLQRError(
-                f"the metric at {self.module!r} returned a {type(found).__name__}, not a number or a tensor"
-            )
+            raise LLQRError(f"the metric at {self.module!r} returned a {type(found).__name__}, no number or tensor")
         shape, found = tuple(found.shape), found.detach().to(output) * scale
         if callable(metric):
             if shape in ((count, size, size), tuple(output.shape)):

@@ -78,13 +78,11 @@ class ConjugateGradient(Solver):
             new_product = add(product, first_product, length)
             if degree > 1:
                 trial = problem.at(u.moved(direction, length)).step
-                second = [
-                    (t - s - length * f) / (length * length) for t, s, f in zip(trial, point.step, first, strict=True)
-                ]
+                steps_to = zip(trial, point.step, first, strict=True)
+                second = [(t - s - length * f) / (length * length) for t, s, f in steps_to]
                 second_product = problem.curvature(second)
-                square, cubic, quartic = problem.dots(
-                    (slope, second), (first, second_product), (second, second_product)
-                )
+                pairs = (slope, second), (first, second_product), (second, second_product)
+                square, cubic, quartic = problem.dots(*pairs)
                 coefficients = [decline, curved / 2 + square, cubic, quartic / 2]
                 length = _minimum(coefficients, length, limit)
                 new_product = add(add(product, first_product, length), second_product, length * length)

@@ -115,9 +115,8 @@ class Group:
         """The inverse of `gather`: a value for each member, in the dtype of the tensor of that name in `dtypes`."""
         scattered = {}
         for names, block in zip(self.members, stack.unbind(), strict=True):
-            parts = (
-                [block] if self.structure.per == "parameter" else torch.split(block, [s.numel() for s in self.shapes])
-            )
+            whole = self.structure.per == "parameter"
+            parts = [block] if whole else torch.split(block, [shape.numel() for shape in self.shapes])
             for name, part, shape in zip(names, parts, self.shapes, strict=True):
                 scattered[name] = part.reshape(shape).to(dtypes[name].dtype)
         return scattered
@@ -174,15 +173,11 @@ class Group:
 
 def _check_value(name: str, value: object, shape: torch.Size, device: torch.device) -> None:
     if not isinstance(value, Tensor):
-        raise LLQRError(
-            f"the gradient of {name!r} is a {type(value).__name__}, not a tensor: where there is none, leave it out"
-        )
+        raise LLQRError(f"the gradient of {name!r} is a {type(value).__name__}, not a tensor: leave out what has none")
     if value.shape != shape:
         raise LLQRError(f"the gradient of {name!r} has shape {tuple(value.shape)}, and the parameter {tuple(shape)}")
     if value.layout != torch.strided:
-        raise LLQRError(
-            f"the gradient of {name!r} is sparse: give value.to_dense(), or build the embedding with sparse=False"
-        )
+        raise LLQRError(f"the gradient of {name!r} is sparse: give its to_dense(), or an embedding with sparse=False")
     if not value.is_floating_point():
         raise LLQRError(f"the gradient of {name!r} is {value.dtype}, not of real floating-point numbers")
     if value.device != device:
