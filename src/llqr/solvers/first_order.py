@@ -81,9 +81,11 @@ class SGDM(FirstOrder):
         buffer: Change = []
 
         def update(gradient: Change) -> tuple[Change, float]:
-            buffer.extend(() if buffer else mapped(torch.zeros_like, gradient))
-            for b, g in zip(tensors_of(buffer), tensors_of(gradient), strict=True):
-                b.mul_(self.momentum).add_(g)
+            if not buffer:
+                buffer.extend(mapped(torch.clone, gradient))
+            else:
+                for b, g in zip(tensors_of(buffer), tensors_of(gradient), strict=True):
+                    b.mul_(self.momentum).add_(g)
             return buffer, -self.lr
 
         return update
