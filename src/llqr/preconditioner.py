@@ -48,7 +48,9 @@ class Preconditioner:
     def apply(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """U g for the parameters that are given."""
         if not isinstance(gradients, Mapping):
-            raise LLQRError(f"the gradients are a mapping from names to tensors, not a {type(gradients).__name__}")
+            raise LLQRError(
+                f"gradients are a mapping from parameter names to tensors, not a {type(gradients).__name__}"
+            )
         known = {name for group in self.groups for members in group.members for name in members}
         for name in gradients:
             if name not in known:

@@ -110,7 +110,7 @@ class _Metric(QuadraticTerm):
         if isinstance(found, (int, float)) or (isinstance(found, Tensor) and found.dim() == 0):
             return output.new_full((), float(found) * scale)
         if not isinstance(found, Tensor):
-            raise LLQRError(f"the metric at {self.module!r} returned a {type(found).__name__}, no number or tensor")
+            raise LLQRError(f"the metric at {self.module!r} returned a {type(found).__name__}, not a number or tensor")
         shape, found = tuple(found.shape), found.detach().to(output) * scale
         if callable(metric):
             if shape in ((count, size, size), tuple(output.shape)):
