@@ -40,7 +40,7 @@ def written_out() -> Iterator[None]:
 
 class Draw:
     """The choices of one seed, and marks of what may be refused: random, batch (examples see each other), hiding,
-    once (no second derivative in torch), hooked (forward mode doesn't see all of it), norm; and float32, which rounds."""
+    once (no second derivative in torch), norm; and float32, which rounds."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -280,8 +280,6 @@ def everyday_formula(d: Draw, shape: Shape) -> Made:
 def hooked(d: Draw, shape: Shape) -> Made:
     """Hooks on what a layer returns: on the tensor, on the module, on its node of the graph."""
     layer, smooth, how = lin(d, shape[-1], shape[-1]), d.one(*SMOOTH), d.one("tensor", "module", "node", "full")
-    if how in ("tensor", "node"):
-        d.marks.add("hooked")
     if how == "module":
         layer.register_forward_hook(lambda module, args, y: y * 0.9)
     if how == "full":
@@ -365,7 +363,6 @@ def row_by_row(d: Draw, shape: Shape) -> Made:
 def gradient(d: Draw, shape: Shape) -> Made:
     """A gradient in the forward pass."""
     layer, smooth = lin(d, shape[-1], shape[-1]), d.one(*SMOOTH, torch.tanh)
-    d.marks.add("hooked")
 
     def run(x: Tensor, layer: nn.Module) -> Tensor:
         with torch.enable_grad():

@@ -43,10 +43,9 @@ REFUSALS: dict[str, tuple[set[str], str]] = {
     "refused: examples see each other in chunks": ({"batch"}, "other examples of the batch|can't take a part of the batch"),
     "refused: a sum in place of a mean": ({"sum"}, "adds the examples up"),
     "refused: a formula by hand hides (Newton)": ({"hiding"}, "formula written by hand hides"),
-    "refused: gradients that aren't derivatives, forward": ({"hooked"}, "gradients of the model aren't its derivatives"),
     "torch can't: no second derivative of the model (Newton)": (
         {"once", "hiding", "once loss"}, "model or its loss can't be differentiated twice"),
-    "torch can't: neither twice nor in forward mode": ({"once", "hiding"}, "neither twice nor in forward mode"),
+    "torch can't: no products with J": ({"once", "hiding"}, "products with its Jacobian"),
     "torch can't: no second derivative of the loss": ({"once loss"}, "the loss .*can't be differentiated twice"),
 }  # fmt: skip
 """What an error may say, and the marks of a draw that are a reason for it."""

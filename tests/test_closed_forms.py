@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -243,7 +244,7 @@ def test_kernel_moments_have_trace_one() -> None:
     found = find_uses([output], {id(model.weight): "weight"})
     slope = torch.randn_like(output)
     structure = Kronecker(modes="all")
-    sums = Sums(found.uses[0].without_bias().map, structure)
+    sums = Sums(replace(found.uses[0].map, bias=None), structure)
     rows, columns, repeats = found.uses[0].sides(slope)
     sums.add((rows, columns, repeats))
     moments = sums.moments()

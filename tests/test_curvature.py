@@ -6,7 +6,6 @@ The truth is torch.autograd.functional.hessian of the divergence written out her
 from __future__ import annotations
 
 import gc
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +20,7 @@ from llqr import cg_step, dense_step, exact_step
 from llqr.checks import as_arguments
 from llqr.curvature.quadratic import QuadraticModel
 from llqr.divergences import KL, L2, Divergence, GaussNewton, Intermediate, Newton, Renyi, ReverseKL
-from llqr.errors import LLQRError
+from llqr.errors import LLQRError, NotTwiceDifferentiableError
 from llqr.exact import Chain, build
 from zoo import CLASSES, cases, pick
 
@@ -183,54 +182,49 @@ def test_a_known_gradient_spares_the_loss() -> None:
 
 
 class Square(torch.autograd.Function):
-    """Differentiable once backwards, and forwards."""
+    """Differentiable once."""
 
     @staticmethod
-    def forward(x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
         return x.square()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[0])
-        ctx.save_for_forward(inputs[0])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return 2 * ctx.saved_tensors[0] * gradient
 
+
+class Silent(Square):
+    """The same, and nothing says so."""
+
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
-        return 2 * ctx.saved_tensors[0] * tangent
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return (2 * ctx.saved_tensors[0] * gradient).detach()
 
 
-class Squared(nn.Module):
+class By(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
     def forward(self, x: Tensor) -> Tensor:
-        return Square.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+        return self.function.apply(x)  # type: ignore[no-any-return]
 
 
-class Plain(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.square()
-
-
-def test_forward_mode_where_there_is_no_second_derivative() -> None:
-    """A once-differentiable operation: products by forward mode, announced with the reason; the same numbers."""
+@pytest.mark.parametrize("function", [Square, Silent])
+def test_operations_that_can_be_differentiated_once_are_refused(function: Any) -> None:
+    """Jv is the derivative of Jᵀu by u, which they don't have; ⟨c, Jv⟩ isn't ⟨Jᵀc, v⟩ where nothing says so."""
     inputs, targets = torch.randn(5, 3).double(), torch.randint(2, (5,))
-    odd = nn.Sequential(nn.Linear(3, 4), Squared(), nn.Linear(4, 2)).double()
-    even = nn.Sequential(odd[0], Plain(), odd[2])
-    loss = nn.CrossEntropyLoss()
-    with pytest.warns(UserWarning, match="once differentiable"):
-        q = QuadraticModel.build(odd, inputs, targets, loss, KL(), 0.1)
-    same = QuadraticModel.build(even, inputs, targets, loss, KL(), 0.1)
-    v = {name: torch.randn_like(g) for name, g in q.gradient.items()}
-    product = q.curvature(v)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        again = q.curvature(v)  # announced once
-    for name, expected in same.curvature(v).items():
-        torch.testing.assert_close(product[name], expected, rtol=1e-10, atol=1e-13)
-        torch.testing.assert_close(again[name], expected, rtol=1e-10, atol=1e-13)
+    model = nn.Sequential(nn.Linear(3, 4), By(function), nn.Linear(4, 2)).double()
+    direction = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+
+    def built() -> QuadraticModel:
+        return QuadraticModel.build(model, inputs, targets, nn.CrossEntropyLoss(), KL(), 0.1)
+
+    for product in (QuadraticModel.curvature, QuadraticModel.curvature_along):
+        with pytest.raises(NotTwiceDifferentiableError, match="replace the operation"):
+            product(built(), direction)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -372,46 +366,6 @@ def test_nothing_stays_alive(name: str) -> None:
             assert all(ref() is None for ref in [*held, *outputs])
     finally:
         gc.enable()
-
-
-class Silent(torch.autograd.Function):
-    """A square whose backward formula is cut from the graph, without a mark that says so."""
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.square()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[0])
-        ctx.save_for_forward(inputs[0])
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return (2 * ctx.saved_tensors[0] * gradient).detach()
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
-        return 2 * ctx.saved_tensors[0] * tangent
-
-
-class Cut(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return Silent.apply(x)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def test_a_backward_formula_that_hides_is_noticed() -> None:
-    """⟨v, JᵀWJv⟩ isn't ⟨Jv, WJv⟩ then: products go on in forward mode, with a warning, and right."""
-    inputs, targets = torch.randn(5, 3).double(), torch.randint(2, (5,))
-    odd = nn.Sequential(nn.Linear(3, 4), Cut(), nn.Linear(4, 2)).double()
-    even = nn.Sequential(odd[0], Plain(), odd[2])
-    loss = nn.CrossEntropyLoss()
-    q, same = (QuadraticModel.build(model, inputs, targets, loss, KL(), 0.1) for model in (odd, even))
-    v = {name: torch.randn_like(g) for name, g in q.gradient.items()}
-    with pytest.warns(UserWarning, match="though nothing says so"):
-        product = q.curvature(v)
-    for name, expected in same.curvature(v).items():
-        torch.testing.assert_close(product[name], expected, rtol=1e-10, atol=1e-13)
 
 
 def test_under_autocast() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from llqr.errors import LLQRError, NonFiniteError
 from llqr.preconditioner import Preconditioner
-from llqr.relaxation import fit
+from llqr.refit import fit
 from llqr.solvers import SGDM, Adam, ConjugateGradient, ScaleFree
 from llqr.structures import Dense, Diagonal, EigenKronecker, Kronecker
 from standins import DenseModel, network_model, random_model

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from llqr.curvature.quadratic import QuadraticModel
 from llqr.divergences import KL, Divergence, Newton
-from llqr.relaxation import fit
+from llqr.refit import fit
 from llqr.solvers import SGDM, ScaleFree, Solver
 from test_curvature import Truth, kl, truth_of
 from zoo import pick

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from llqr import LLQR
 from llqr.divergences import KL
-from llqr.divergences.family_of_loss import summed
+from llqr.divergences.families import summed
 from llqr.errors import LLQRError, LLQRWarning
 from loops import backward, batch, blocks_of, network, sgd, train
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from llqr.curvature.quadratic import QuadraticModel
 from llqr.divergences import Newton
 from llqr.exact import dense_step
-from llqr.relaxation import fit
+from llqr.refit import fit
 from llqr.solvers import SGDM
 from llqr.structures import Dense, Scalar
 from llqr_lab import rosenbrock as problem

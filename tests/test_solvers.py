@@ -12,9 +12,9 @@ from torch import Tensor
 
 from llqr.errors import LLQRError
 from llqr.preconditioner import Preconditioner
-from llqr.relaxation import fit
+from llqr.refit import fit
 from llqr.solvers import SGDM, Adam, ConjugateGradient, ScaleFree, Solver
-from llqr.solvers.scale_free import _State
+from llqr.solvers.conjugate import _State
 from llqr.structures import Dense, Diagonal, EigenKronecker, Kronecker, Scalar, Structure
 from standins import DenseModel, network_model, random_model
 

@@ -8,7 +8,7 @@ from llqr.exact.optimizer import Exact
 from llqr.optimizer import LLQR
 from llqr.plan import Plan, plan
 from llqr.preconditioner import Preconditioner
-from llqr.relaxation import fit
+from llqr.refit import fit
 
 __version__ = "0.1.0.dev0"
 __all__ = [

@@ -296,6 +296,21 @@ def frozen_rng() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Other attributes of an object for a while."""
+    before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
+    try:
+        for name, value in attributes.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name in attributes:
+            delattr(owner, name)
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
 def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The same with its tensors changed, however deep in tuples, lists and mappings.
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from llqr.curvature.recorder import Streams, forward_replaced, in_modes, unfused
+from llqr.checks import replaced
+from llqr.curvature.recorder import Streams, in_modes, unfused
 from llqr.errors import LLQRError
 from llqr.wrapper import gradients_of
 
@@ -86,7 +87,7 @@ def loss_of_output(model: nn.Module, closure: Closure) -> Callable[[Tensor, Any]
             calls += 1
             return output
 
-        with forward_replaced(model, forward):
+        with replaced(model, forward=forward):
             value = evaluate()
             _refuse_backward([output])
         if calls != 1:

@@ -107,9 +107,7 @@ class PaperLLQR(Wrapping):
         super().__init__(base, model, every, process_group)
         kind = resolve(divergence, reduction="sum")
         ema = (0.95 if kind.flat else 0.9) if ema is None else ema
-        self.ema = checked_number(
-            "ema", ema, lambda share: 0 <= share < 1, "at least 0 (U is the last fit) and below 1"
-        )
+        self.ema = checked_number("ema", ema, lambda b: 0 <= b < 1, "at least 0 (U is the last fit) and below 1")
         check_callable("refit_batch", refit_batch)
         check_flag("warm_start", warm_start)
         self.warm_start, self.refit_batch = warm_start, refit_batch

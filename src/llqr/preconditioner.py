@@ -5,7 +5,8 @@ Blocks of one structure and one shape are kept as a stack, a `Group`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -48,7 +49,7 @@ class Preconditioner:
         """U g for the parameters that are given."""
         if not isinstance(gradients, Mapping):
             raise LLQRError(
-                f"the gradients are a mapping from parameter names to tensors, not a {type(gradients).__name__}"
+                f"gradients are a mapping from parameter names to tensors, not a {type(gradients).__name__}"
             )
         known = {name for group in self.groups for members in group.members for name in members}
         for name in gradients:
@@ -67,32 +68,19 @@ class Preconditioner:
         """U g, block by block, and g itself where that isn't finite, in the dtype that it goes back to.
 
         Parameters that U doesn't know, or knows by another shape, are left out; those of a layer's block that have no gradient
-        count as zero. Every step pays for this: blocks that multiply number by number are one call, and whether all is finite
-        is asked once.
+        count as zero. Every step pays for this: whether all is finite is asked once.
         """
-        shapes = {
-            n: shape for g in self.groups for names in g.members for n, shape in zip(names, g.shapes, strict=True)
-        }
+        shapes = {n: s for g in self.groups for names in g.members for n, s in zip(names, g.shapes, strict=True)}
         values = {n: gradient for n, gradient in gradients.items() if shapes.get(n, gradient.shape) == gradient.shape}
         for group in self.groups:
             values.update(group.zeros_beside(values))
-        chosen = [each for group in self.groups if (each := group.select(values.keys())) is not None]
-        plain = {id(g): t for g in chosen if (t := g.structure.multiplier(g.shape)) and g.has_dtype_of(values)}
-        keys = [key for g in chosen if id(g) in plain for key in g.keys]
-        factors = [row for g in chosen if id(g) in plain for row in g.tensors[plain[id(g)]].unbind()]
-        products = list(torch._foreach_mul([values[key] for key in keys], factors)) if keys else []
-        stacked = [group for group in chosen if id(group) not in plain]
-        inputs = [group.gather(values) for group in stacked]
-        results = [group.structure.apply(group.tensors, x) for group, x in zip(stacked, inputs, strict=True)]
-        finite = [torch.stack([product.isfinite().all() for product in products])] if products else []
-        finite += [_blocks_finite(group, y, values) for group, y in zip(stacked, results, strict=True)]
+        groups = [each for group in self.groups if (each := group.select(values.keys())) is not None]
+        inputs = [group.gather(values) for group in groups]
+        results = [group.structure.apply(group.tensors, x) for group, x in zip(groups, inputs, strict=True)]
+        finite = [_blocks_finite(group, y, values) for group, y in zip(groups, results, strict=True)]
         good = iter(torch.cat(finite).tolist() if finite else [])
         found, bad = dict[str, Tensor](), list[str]()
-        for key, product in zip(keys, products, strict=True):
-            found[key] = product if next(good) else values[key].clone()
-            if found[key] is not product:
-                bad.append(key)
-        for group, x, y in zip(stacked, inputs, results, strict=True):
+        for group, x, y in zip(groups, inputs, results, strict=True):
             for i, key in enumerate(group.keys):
                 if not next(good):
                     y[i] = x[i]
@@ -127,16 +115,11 @@ class Preconditioner:
         return Preconditioner(self.groups, history)
 
     def clone(self) -> Preconditioner:
-        return self._replaced([{name: t.clone() for name, t in group.tensors.items()} for group in self.groups])
+        return self._with(torch.clone)
 
     def moved(self, change: Change, length: float) -> Preconditioner:
         """U + length · change."""
-        return self._replaced(
-            [
-                {name: tensor.add(part[name], alpha=length) for name, tensor in group.tensors.items()}
-                for group, part in zip(self.groups, change, strict=True)
-            ]
-        )
+        return self._with(lambda tensor, part: tensor.add(part, alpha=length), change)
 
     def move_(self, change: Change, length: float) -> None:
         """U ← U + length · change."""
@@ -146,7 +129,8 @@ class Preconditioner:
 
     def scaled(self, factor: float) -> Preconditioner:
         """factor · U, for a positive factor."""
-        return self._replaced([group.structure.scaled(group.tensors, factor) for group in self.groups])
+        groups = [replace(g, tensors=g.structure.scaled(g.tensors, factor)) for g in self.groups]
+        return Preconditioner(groups, self.history)
 
     @property
     def degree(self) -> int:
@@ -157,12 +141,7 @@ class Preconditioner:
         """ema · U + (1 - ema) · other, tensor by tensor."""
         checked_number("ema", ema, lambda share: 0 <= share <= 1, "a number between 0 and 1")
         self.check_same_blocks(other)
-        return self._replaced(
-            [
-                {name: torch.lerp(theirs.tensors[name], tensor, float(ema)) for name, tensor in mine.tensors.items()}
-                for mine, theirs in zip(self.groups, other.groups, strict=True)
-            ]
-        )
+        return self._with(lambda mine, theirs: torch.lerp(theirs, mine, float(ema)), [g.tensors for g in other.groups])
 
     def take(self, other: Preconditioner) -> None:
         """Take over the blocks that both have; the others stay."""
@@ -188,10 +167,9 @@ class Preconditioner:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the blocks of a preconditioner with the same names and structures; device and dtype stay."""
         blocks, history = (state.get(key) if isinstance(state, Mapping) else None for key in ("blocks", "history"))
-        if not isinstance(blocks, Mapping) or not isinstance(history, Sequence):
-            raise LLQRError("this isn't the state_dict() of a Preconditioner, which has 'blocks' and a 'history'")
-        if not all(isinstance(value, float) for value in history):
-            raise LLQRError("the 'history' of the state isn't a list of numbers")
+        numbers = isinstance(history, Sequence) and all(isinstance(value, float) for value in history)
+        if not isinstance(blocks, Mapping) or not isinstance(history, Sequence) or not numbers:
+            raise LLQRError("this isn't the state_dict() of a Preconditioner: 'blocks', and a 'history' of numbers")
         mine = self.blocks
         for key, block in blocks.items():
             check_tensors(f"the state's block for {key!r}", block)
@@ -215,9 +193,7 @@ class Preconditioner:
         mine, theirs = self.layout(), other.layout()
         different = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
         if different:
-            raise LLQRError(
-                f"the two preconditioners don't have the same block for {', '.join(map(repr, different[:5]))}"
-            )
+            raise LLQRError(f"the preconditioners don't have the same block for {', '.join(map(repr, different[:5]))}")
 
     def __repr__(self) -> str:
         lines = [f"Preconditioner({sum(len(group.keys) for group in self.groups)} blocks, {self.memory:,} bytes"]
@@ -227,8 +203,12 @@ class Preconditioner:
             lines.append(f"  {group.structure!r}: {sizes} for {keys}")
         return "\n".join(lines) + ")"
 
-    def _replaced(self, tensors: Sequence[dict[str, Tensor]]) -> Preconditioner:
-        groups = [group.holding(mapping) for group, mapping in zip(self.groups, tensors, strict=True)]
+    def _with(self, function: Callable[..., Tensor], *changes: Change) -> Preconditioner:
+        """The same with a function of each tensor, and of those in the changes, in its place."""
+        groups = [
+            replace(g, tensors={n: function(t, *(part[n] for part in parts)) for n, t in g.tensors.items()})
+            for g, *parts in zip(self.groups, *changes, strict=True)
+        ]
         return Preconditioner(groups, self.history)
 
 

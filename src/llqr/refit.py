@@ -1,4 +1,5 @@
-"""Refit, of LLQR.paper: from a model, a batch and gradients to a fitted U, block by block."""
+"""fit: the inner loop that learns U from a quadratic model; and Refit, of LLQR.paper: from a model, a batch and gradients to a
+fitted U, block by block."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llqr.checks import Inputs, Loss, as_arguments, check_callable, tensors_in
+from llqr.checks import Inputs, Loss, as_arguments, check_callable, checked_integer, tensors_in
 from llqr.closures import Closure, loss_of_output, tensor_alone, whole_loss
 from llqr.curvature import locations
 from llqr.curvature.chunks import Examples, check_chunk_size, total
@@ -22,12 +23,11 @@ from llqr.curvature.quadratic import QuadraticModel
 from llqr.curvature.recorded_chunk import Portion
 from llqr.curvature.recorder import Selector, Streams, in_modes
 from llqr.distributed.processes import Process
-from llqr.divergences import L2, Divergence, Newton, OutputTerm
-from llqr.divergences.family_of_loss import check_families, summed
+from llqr.divergences import L2, Divergence, Newton
+from llqr.divergences.families import check_families, summed
 from llqr.errors import LLQRError, NonFiniteError, unknown
 from llqr.preconditioner import Preconditioner
-from llqr.relaxation import checked_solver, fit
-from llqr.solvers import Quadratic, Solver
+from llqr.solvers import Problem, Quadratic, ScaleFree, Solver
 from llqr.structures.base import Structure
 from llqr.structures.stacks import StructureSpec, assign
 
@@ -37,6 +37,52 @@ model has seen a part. Without it they return the mean over what they see."""
 
 Batch = tuple[Inputs, Any]
 """Inputs and targets."""
+
+
+def fit(
+    q: Quadratic,
+    structure: StructureSpec,
+    solver: Solver | None = None,
+    steps: int = 25,
+    start: Preconditioner | None = None,
+) -> Preconditioner:
+    """U that makes J(U) = g·δ + ½ δ·Hδ small, with δ = -U g, after so many steps of a solver (`ScaleFree()` unless given).
+
+    It begins at the identity, or at `start`, which has to have this structure and stays as it is.
+    """
+    if not isinstance(getattr(q, "gradient", None), Mapping) or not callable(getattr(q, "curvature", None)):
+        raise LLQRError(
+            f"a quadratic model is wanted, with `gradient` and `curvature`; this is a {type(q).__name__}. Build one with "
+            "QuadraticModel.build(model, inputs, targets, loss_fn, divergence)"
+        )
+    solver = checked_solver(solver, steps)
+    gradient = q.gradient
+    if not gradient:
+        raise LLQRError("the quadratic model has no parameters")
+    for name, value in gradient.items():
+        if not torch.isfinite(value).all():
+            raise NonFiniteError(f"the gradient of {name!r} has values that are not finite")
+    u = Preconditioner.identity(gradient, structure)
+    if start is not None:
+        u.check_same_blocks(start)
+        u = start.clone()
+    fitted = solver.solve(Problem(q, u), u, steps)
+    if not isinstance(fitted, Preconditioner):
+        raise LLQRError(
+            f"solve() of {solver!r} returned {type(fitted).__name__}: it returns a Preconditioner, as in "
+            "u.with_history([J at the start, J after each step])"
+        )
+    return fitted
+
+
+def checked_solver(solver: Solver | None, steps: int) -> Solver:
+    """The solver that is meant, for so many steps."""
+    if solver is None:
+        solver = ScaleFree()
+    if not isinstance(solver, Solver):
+        raise LLQRError(f"the solver is an object such as ScaleFree() or SGDM(lr=0.005), not {solver!r}")
+    checked_integer("steps", steps)
+    return solver
 
 
 def trainable(parameters: Mapping[str, Tensor]) -> list[str]:
@@ -89,7 +135,7 @@ class Refit:
         for name in ("loss_fn", "output", "weights"):
             check_callable(name, getattr(self, name))
         terms = [term for _, term in self.divergence.terms()]
-        self._needs_loss = any(isinstance(term, OutputTerm) and term.needs_loss for term in terms)
+        self._needs_loss = any(term.needs_loss for term in terms)
         self._loss_alone = all(isinstance(term, (Newton, L2)) for term in terms)
 
     def check(self, parameters: Mapping[str, Tensor]) -> None:
@@ -108,17 +154,15 @@ class Refit:
         """
         if len(slopes) != 1:  # which of them is the divergence about?
             return 0
-        terms = [term for _, term in self.divergence.terms() if isinstance(term, OutputTerm)]
-        for output, slope in slopes:
-            check_families(terms, slope, output)
-        return max((summed(term, slope, output) for output, slope in slopes for term in terms), default=0)
+        ((output, slope),) = slopes
+        terms = [term for _, term in self.divergence.terms()]
+        check_families(terms, slope, output)
+        return max((summed(term, slope, output) for term in terms), default=0)
 
     def settings(self) -> tuple[object, ...]:
         """What decides what a refit does, in words; ranks that fit together have to have the same."""
         solver = self.solver if is_dataclass(self.solver) else type(self.solver).__name__
-        terms = [
-            (weight, term if is_dataclass(term) else type(term).__name__) for weight, term in self.divergence.terms()
-        ]
+        terms = [(w, term if is_dataclass(term) else type(term).__name__) for w, term in self.divergence.terms()]
         return self.steps, solver, self.damping, self.structure, terms
 
     def described(self) -> list[str]:
@@ -311,8 +355,6 @@ def checked_batch(batch: Any) -> Batch:
 def check_fit(u: Preconditioner) -> None:
     """Every fit that is finite is taken, as in Algorithm 1."""
     if not u.history or not math.isfinite(u.history[0]):
-        raise NonFiniteError(
-            "J isn't finite at the start of the fit, or the solver returned a U without a history of J"
-        )
+        raise NonFiniteError("J isn't finite at the start of the fit, or the solver returned U without a history of J")
     if not math.isfinite(u.history[-1]) or not u.is_finite():
         raise NonFiniteError("the fit didn't stay finite: a smaller inner learning rate, or clip, may help")

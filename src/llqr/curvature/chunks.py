@@ -9,18 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llqr.checks import (
-    Inputs,
-    batch_size_of,
-    check_weights,
-    checked_integer,
-    mapped,
-    tensors_in,
-)
+from llqr.checks import Inputs, batch_size_of, check_weights, checked_integer, mapped, tensors_in
 from llqr.curvature.recorder import EVALUATED
 from llqr.errors import LLQRError, unknown
-
-Rows = slice | list[int]
 
 
 @dataclass(frozen=True)
@@ -51,9 +42,7 @@ class Examples:
     def __init__(self, inputs: Inputs, shared: Collection[str | int] = ()) -> None:
         named = _named(inputs)
         if isinstance(shared, (str, int)) or not isinstance(shared, Collection):
-            raise LLQRError(
-                f"shared is a list of the inputs' names or positions, as in shared=['mask']; not {shared!r}"
-            )
+            raise LLQRError(f"shared is a list of inputs' names or positions, as in shared=['mask']; not {shared!r}")
         for name in shared:
             if name not in named:
                 raise unknown("input in shared", name, named)
@@ -63,7 +52,7 @@ class Examples:
             raise LLQRError("all the inputs are shared, and nothing is left that has examples")
         self.count = batch_size_of(cut) if named else 1  # none: a closure has them
 
-    def rows(self, rows: Rows) -> Inputs:
+    def rows(self, rows: slice) -> Inputs:
         """The examples of these rows."""
         chosen = {
             name: value if name in self._shared else _rows(value, rows, self.count)
@@ -101,8 +90,8 @@ def pieces(
         own = None if weights is None else weights[rows]
         examples = (rows.stop - rows.start) / count
         variables = examples if weights is None or own is None else total(own) / total(weights)
-        size_of_rows, own_targets = rows.stop - rows.start, _rows(targets, rows, count)
-        yield Piece(batch.rows(rows), targets, own, rows, variables, examples, size_of_rows, own_targets)
+        own_targets = _rows(targets, rows, count)
+        yield Piece(batch.rows(rows), targets, own, rows, variables, examples, rows.stop - rows.start, own_targets)
 
 
 def total(weights: Tensor) -> float:
@@ -116,7 +105,7 @@ def check_chunk_size(size: int | None) -> None:
 
 
 def check_part(
-    run: Callable[[Inputs], Tensor], batch: Examples, whole: Tensor, rows: Rows, rounding: Callable[[Tensor], float]
+    run: Callable[[Inputs], Tensor], batch: Examples, whole: Tensor, rows: slice, rounding: Callable[[Tensor], float]
 ) -> None:
     """Raise unless these examples have the outputs by themselves that they have in the `whole` batch's output.
 
@@ -143,7 +132,7 @@ def _remedy(batch: Examples) -> str:
     )
 
 
-def of_rows(output: Tensor, rows: Rows, count: int) -> Tensor:
+def of_rows(output: Tensor, rows: slice, count: int) -> Tensor:
     """What an output has for these of the `count` examples."""
     if output.dim() == 0 or len(output) % count:
         raise LLQRError(
@@ -163,16 +152,15 @@ def _is_cut(tensor: Tensor, count: int) -> bool:
     return tensor.dim() > 0 and len(tensor) == count
 
 
-def _rows(value: Any, rows: Rows, count: int) -> Any:
+def _rows(value: Any, rows: slice, count: int) -> Any:
     return mapped(value, lambda tensor: tensor[rows] if _is_cut(tensor, count) else tensor)
 
 
 def refuse_coupled(model: nn.Module, training: bool | None) -> None:
     for name, module in model.named_modules():
-        batch_norm = isinstance(module, nn.modules.batchnorm._BatchNorm)
-        if not (module.training if training is None else training) and not (batch_norm and module.running_mean is None):
+        if not isinstance(module, nn.modules.batchnorm._BatchNorm):
             continue
-        if batch_norm:
+        if module.running_mean is None or (module.training if training is None else training):
             raise LLQRError(
                 f"{name!r} normalises with the statistics of the batch, which a part of it doesn't know: give the batch whole, "
                 f"or {EVALUATED}"

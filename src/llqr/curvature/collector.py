@@ -187,10 +187,17 @@ class Collector(Listener):
         if not any(parameter.requires_grad for parameter in self.of.values()):
             return  # a gradient goes through the model, to something else, as in a GAN
         if not self.runs_again:
-            found = self._found(outputs)
+            try:
+                with refusing_checkpoints():  # they would be run again for every tensor that is asked for
+                    found = find_uses(outputs, self.names, self._mark)
+            except CheckpointedError:
+                found = Found([], {}, hidden=True, has_parameters=True)
             self.other_uses, self.runs_again = {**self.other_uses, **found.other_uses}, found.hidden and not self._parts
             if not self.runs_again:
-                self._await(found.uses)
+                for use in found.uses:
+                    awaited = _AwaitedGradient(use)
+                    self._awaited.add(awaited)
+                    use.node.register_prehook(partial(self._come_back, awaited))
                 # a call that goes on from another has no new parameters; else they may have been sharded since
                 if self._parts or found.has_parameters or self._awaited:
                     return
@@ -198,21 +205,6 @@ class Collector(Listener):
         for place, tensor in enumerate(returned(output)):
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._hold, self._step, call, place))  # type: ignore[no-untyped-call]
-
-    def _await(self, uses: list[Use]) -> None:
-        """The gradients that the loop's backward pass will bring to these uses."""
-        for use in uses:
-            awaited = _AwaitedGradient(use)
-            self._awaited.add(awaited)
-            use.node.register_prehook(partial(self._come_back, awaited))
-
-    def _found(self, outputs: list[Tensor]) -> Found:
-        """Nothing is seen of checkpointed blocks: they would be run again for every tensor that is asked for."""
-        try:
-            with refusing_checkpoints():
-                return find_uses(outputs, self.names, self._mark)
-        except CheckpointedError:
-            return Found([], {}, hidden=True, has_parameters=True)
 
     def _hold(self, step: int, call: Call, place: int, gradient: Tensor) -> None:
         if step == self._step:

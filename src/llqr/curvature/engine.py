@@ -9,29 +9,41 @@ After that
 
 and nothing is run forward, traced or compiled again, however many products follow. A training step is three matrix products
 a layer; push and pull are two each. Operations whose second derivatives torch computes slowly are recorded by rules.
+
+Segments are modules of which a recording keeps the inputs alone, and which are run again for every product. The paper's
+appendix on chunking: "several execution stages can be traversed as one segment while retaining only the segment boundary
+state". A segment y = f(x, θ) is one node of the graph, by a rule that holds x. With the adjoint u of y and a perturbation
+v = (δx, δθ), its products are Jᵀu, Jv = A δx + B δθ, and the gradient of ⟨v, Jᵀu⟩ by x and θ, which is Q δx + Mᵀδθ and
+M δx + R δθ.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from llqr.checks import Inputs
-from llqr.curvature.graph import graph_numbers, refuse_once_differentiable, refuse_wrong_formulas
-from llqr.curvature.handwritten import check_handwritten, handwritten
+from llqr.checks import Inputs, call, replaced
+from llqr.curvature.graph import (
+    check_handwritten,
+    graph_nodes,
+    graph_numbers,
+    handwritten,
+    refuse_once_differentiable,
+    refuse_wrong_formulas,
+)
 from llqr.curvature.recorder import Parameters, Recorder
 from llqr.curvature.replacements import hessian_rules, linear_rules, plain_rules
-from llqr.curvature.rules import BeyondRulesError, ChangedError
-from llqr.curvature.segments import in_segments, refuse_leaks
-from llqr.errors import LLQRError, NotTwiceDifferentiableError, callers_level
+from llqr.curvature.rules import BeyondRulesError, ChangedError, Maybe, Rule, record, record_twice
+from llqr.errors import LLQRError, NotTwiceDifferentiableError
 
 
 class Recording:
@@ -84,17 +96,12 @@ class JacobianProducts(Recording):
     """F at one θ, for products with its Jacobian."""
 
     def __init__(
-        self,
-        recorder: Recorder,
-        parameters: Parameters,
-        inputs: Inputs,
-        forward_mode: bool = False,
-        rules: TorchFunctionMode | None = None,
+        self, recorder: Recorder, parameters: Parameters, inputs: Inputs, rules: TorchFunctionMode | None = None
     ) -> None:
         super().__init__(recorder, parameters, inputs, rules or linear_rules())
         self._cotangents: list[Tensor] | None = None
         self._transposed: list[GradientEdge | None] = []
-        self.forward_mode, self._plain = forward_mode, False
+        self._plain = False
 
     def pull_first(self, cotangents: Sequence[Tensor]) -> list[Tensor]:
         """Jᵀc, recorded on the way: u ↦ Jᵀu is linear, so its graph at u = c serves every later push."""
@@ -112,14 +119,9 @@ class JacobianProducts(Recording):
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            try:
-                pulled = self.pull(cotangents)
-            except LLQRError:  # not even once differentiable: a formula for the model's own precision
-                if not self._recorder.lower(error):
-                    raise
-            else:
-                self.use_forward_mode(str(error))
-                return pulled
+            if not self._recorder.lower(error):
+                self.pull(cotangents)  # says where there isn't even a first derivative
+                raise _no_jacobian(str(error)) from error
         else:
             self._cotangents, self._transposed = variables, _edges(rows)
             return [row.detach() for row in rows]
@@ -127,82 +129,32 @@ class JacobianProducts(Recording):
         return self.pull_first(cotangents)
 
     def examine(self) -> None:
-        """Go over to forward mode where push isn't the transpose of pull: a backward formula in the model hides a part of
-        itself from the next derivative.
+        """Raise where push isn't the transpose of pull: a backward formula in the model hides a part of itself from the next
+        derivative.
 
-        Whatever products are asked for, ⟨c, Jv⟩ is held against ⟨Jᵀc, v⟩ for v along Jᵀc, scaled so that every parameter has
+        Whatever products are asked for, ⟨c, Jv⟩ is compared with ⟨Jᵀc, v⟩ for v along Jᵀc, scaled so that every parameter has
         the same part in it, 1, but for those whose part may be nothing but rounding.
         """
         generator = torch.Generator().manual_seed(0)
         drawn = [torch.randn(value.shape, generator=generator).to(value) for value in self.values]
-        rows = self.pull_first(drawn) if self._cotangents is None and not self.forward_mode else self.pull(drawn)
+        rows = self.pull_first(drawn) if self._cotangents is None else self.pull(drawn)
         sizes = [float(torch.linalg.vector_norm(row, dtype=torch.float64)) for row in rows]
         rounding = max(map(self._recorder.rounding, self.values))
         floor = rounding**0.5 * max(sizes) or 1.0
         scales = [max(size, floor) for size in sizes]
         tangents = [row / scale / scale for row, scale in zip(rows, scales, strict=True)]
         expected = sum((size / scale) ** 2 for size, scale in zip(sizes, scales, strict=True))
-
-        def transposed() -> bool:
-            pairs = zip(drawn, self.push(tangents), strict=True)
-            found = sum(float((c * v).sum()) for c, v in pairs)
-            return not abs(found - expected) > rounding**0.4 * expected**0.5  # also where it isn't finite
-
-        right = transposed()
-        if not right and not self.forward_mode:
-            self.use_forward_mode("a backward formula in it can't be differentiated, though nothing says so")
-            right = transposed()
-        if not right:
-            raise LLQRError(
-                "the gradients of the model aren't its derivatives, as found by running it forward (does a hook change them, "
-                "or does it take gradients itself?), and an operation in it can't be differentiated twice: replace one of them"
-            )
-
-    def use_forward_mode(self, reason: str) -> None:
-        """Push by running the model forward from now on, and say why."""
-        self.forward_mode = True
-        warnings.warn(
-            f"products with the Jacobian will run the model forward each time: {reason}", stacklevel=callers_level()
-        )
+        found = sum(float((c * v).sum()) for c, v in zip(drawn, self.push(tangents), strict=True))
+        if abs(found - expected) > rounding**0.4 * expected**0.5:  # not where it isn't finite
+            raise _no_jacobian("a backward formula in it hides a part of itself, though nothing says so")
 
     def push(self, tangents: Sequence[Tensor]) -> list[Tensor]:
         """Jv: the tangents of the outputs, from one tangent a parameter."""
-        if self._cotangents is None and not self.forward_mode:
+        if self._cotangents is None:
             self.pull_first([torch.zeros_like(value) for value in self.values])
-        if self.forward_mode:
-            return self._push_forward(tangents)
         assert self._cotangents is not None
-        try:
+        with _telling(_no_jacobian):
             return _gradients(self._transposed, self._cotangents, tangents)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:  # a backward of torch's that has no derivative
-            self.use_forward_mode(str(error))
-            return self._push_forward(tangents)
-
-    def _push_forward(self, tangents: Sequence[Tensor]) -> list[Tensor]:
-        with sdpa_kernel(SDPBackend.MATH), plain_rules(), dual_level():  # torch.func.jvp draws other dropout masks
-            points = [make_dual(p.detach(), v) for p, v in zip(self._leaves, tangents, strict=True)]  # type: ignore[no-untyped-call]
-            try:
-                outputs = self._run(points)
-            except RuntimeError as error:
-                raise NotTwiceDifferentiableError(
-                    "the model has an operation that can be differentiated neither twice nor in forward mode, so there are no "
-                    f"products with its Jacobian: replace the operation ({error})"
-                ) from error
-            pairs = [unpack_dual(output) for output in outputs]  # type: ignore[no-untyped-call]
-        self._check_again([primal for primal, _ in pairs])
-        return [torch.zeros_like(primal) if tangent is None else tangent for primal, tangent in pairs]
-
-    def _check_again(self, values: Sequence[Tensor]) -> None:
-        """Raise where the model, run forward, isn't the one that was recorded."""
-        for value, before in zip(values, self.values, strict=True):
-            if (value - before).norm() > self._recorder.rounding(value) ** 0.5 * before.norm():
-                raise LLQRError(
-                    "products with the model's Jacobian run it forward each time, and its output is another one then: does it "
-                    "draw from a random generator of its own? Give training=False, or replace the operation that can't be "
-                    "differentiated twice"
-                )
 
 
 class HessianProducts(Recording):
@@ -214,8 +166,8 @@ class HessianProducts(Recording):
         super().__init__(recorder, parameters, inputs, hessian_rules())
         self._slopes: Sequence[GradientEdge | None] = ()
 
-    def of(self, scalar: Callable[[list[Tensor]], Tensor]) -> list[Tensor]:
-        """Record the gradient of scalar([x_N, activations …]), and return it."""
+    def of(self, scalar: Callable[[list[Tensor]], Tensor]) -> None:
+        """Record the gradient of scalar([x_N, activations …])."""
         try:
             refuse_wrong_formulas(self._outputs)
             with torch.enable_grad():
@@ -223,12 +175,12 @@ class HessianProducts(Recording):
                 slopes = torch.autograd.grad(value, self._leaves, create_graph=True, materialize_grads=True)
             refuse_once_differentiable(slopes)
         except RuntimeError as error:
-            if self._recorder.lower(error):
-                self._record(plain_rules())
-                return self.of(scalar)
-            raise _not_twice(error) from error
-        self._slopes = _edges(slopes)
-        return [slope.detach() for slope in slopes]
+            if not self._recorder.lower(error):
+                raise _not_twice(error) from error
+            self._record(plain_rules())
+            self.of(scalar)
+        else:
+            self._slopes = _edges(slopes)
 
     def examine(self) -> None:
         """Raise where products would be wrong."""
@@ -246,9 +198,7 @@ class HessianProducts(Recording):
             return _gradients(self._slopes, self._leaves, tangents)
 
 
-def _gradients(
-    of: Sequence[Tensor | GradientEdge | None], by: Sequence[Tensor], along: Sequence[Tensor]
-) -> list[Tensor]:
+def _gradients(of: Sequence[Tensor | GradientEdge | None], by: list[Tensor], along: Sequence[Tensor]) -> list[Tensor]:
     """Σ alongᵀ ∂of/∂by, where None depends on nothing; the graph stays."""
     pairs = [(each, v) for each, v in zip(of, along, strict=True) if each is not None]
     if not pairs:
@@ -278,8 +228,153 @@ def _not_once(error: Exception) -> LLQRError:
     )
 
 
+def _no_jacobian(why: object) -> NotTwiceDifferentiableError:
+    return NotTwiceDifferentiableError(
+        f"the model has an operation that can't be differentiated twice, and products with its Jacobian need that ({why}): "
+        "replace the operation, or use LLQR(base, model) without a divergence, which asks for no second derivative"
+    )
+
+
 def _not_twice(error: Exception) -> NotTwiceDifferentiableError:
     return NotTwiceDifferentiableError(
         f"the model or its loss can't be differentiated twice, as Newton asks ({error}): replace the operation, or use KL if "
         "it is in the loss, or LLQR(base, model) without a divergence, which asks for no second derivative"
     )
+
+
+# --- segments ---
+
+Again = Callable[[], AbstractContextManager[Any]]
+"""What a segment is run again in: the modes, precision and random streams that it was called with."""
+Run = Callable[[Sequence[Tensor]], Tensor]
+"""A call of a module as a function of the tensors that derivatives are by."""
+OTHERS = "name other modules in segments"
+MARK = "of_llqr_segment"
+
+
+class Segment(Rule):
+    """One call of a module, `run` as a function of these inputs: activations, then parameters."""
+
+    def __init__(
+        self, name: str, run: Run, inputs: Sequence[Tensor], rules: type[TorchFunctionMode], again: Again
+    ) -> None:
+        self.name, self._run, self._rules, self._context = name, run, rules, again
+        self.inputs: tuple[Tensor, ...] = tuple(inputs)
+        leaves = self._leaves()
+        self._value = run(leaves)
+        with torch._C.DisableTorchFunction():  # while rules are in force, who reads the graph is taken for the model
+            self.handwritten = handwritten([self._value])
+            ids = {id(leaf) for leaf in leaves}
+            strangers = any(id(leaf) not in ids for leaf in _leaves_of([self._value]))
+        if strangers:
+            raise LLQRError(
+                f"segment {name!r} reads a tensor that is neither an input nor a parameter of its own, and the derivative by "
+                f"it would be lost: {OTHERS}"
+            )
+        self.keep(*(x.detach() for x in inputs))
+
+    def changed(self) -> Exception:
+        return LLQRError(f"what segment {self.name!r} was called with is changed in place later on: {OTHERS}")
+
+    def forward(self) -> Tensor:
+        y = self._value.detach()
+        del self._value  # with its graph
+        return y
+
+    def pull(self, u: Tensor) -> tuple[Maybe, ...]:
+        y, leaves = self._recorded()
+        return torch.autograd.grad(y, leaves, u, allow_unused=True)
+
+    def push(self, v: Sequence[Maybe]) -> Maybe:
+        return self._gradient(None, v)[0]
+
+    def twice(self, u: Tensor, v: Sequence[Maybe], of_u: bool, needed: Sequence[bool]) -> tuple[Maybe, ...]:
+        return self._gradient(u, v)
+
+    def _gradient(self, u: Maybe, v: Sequence[Maybe]) -> tuple[Maybe, ...]:
+        """Of ⟨v, Jᵀu⟩: by u, which it is linear in; and where a u is given, by the inputs."""
+        y, leaves = self._recorded()
+        cotangent = (torch.zeros_like(y) if u is None else u).detach().requires_grad_()
+        with torch.enable_grad():
+            rows = torch.autograd.grad(y, leaves, cotangent, create_graph=True, allow_unused=True)
+        pairs = [(row, part) for row, part in zip(rows, v, strict=True) if row is not None and part is not None]
+        refuse_once_differentiable([row for row, _ in pairs])
+        by = [cotangent]
+        if u is not None:
+            refuse_wrong_formulas([y])
+            by += leaves
+        if not pairs:
+            return (None,) * len(by)
+        of, along = zip(*pairs, strict=True)
+        return torch.autograd.grad(of, by, along, allow_unused=True)
+
+    def _recorded(self) -> tuple[Tensor, list[Tensor]]:
+        leaves = self._leaves()
+        with torch.enable_grad(), self._context(), sdpa_kernel(SDPBackend.MATH), self._rules():
+            return self._run(leaves), leaves
+
+    def _leaves(self) -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in self.inputs]
+        for leaf in leaves:
+            setattr(leaf, MARK, self.name)
+        return leaves
+
+
+@contextmanager
+def in_segments(
+    modules: Mapping[str, nn.Module], rules: type[TorchFunctionMode], second: bool, rerun: Callable[[], Again]
+) -> Iterator[list[str]]:
+    """While in force, a call of one of these modules is a segment; for `second` derivatives, or for products with J alone.
+
+    Yields the names of the functions in them whose backward isn't torch's own, which the graph doesn't show.
+    """
+    noted: list[str] = []
+
+    def called(name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        given, spec = tree_flatten((args, kwargs))
+        parameters = dict(module.named_parameters())
+        positions = [i for i, value in enumerate(given) if isinstance(value, Tensor) and value.requires_grad]
+        names = [name for name, parameter in parameters.items() if parameter.requires_grad]
+        inputs = [*(given[i] for i in positions), *(parameters[each] for each in names)]
+        if not inputs:
+            return forward(*args, **kwargs)
+        buffers = {each: buffer.detach().clone() for each, buffer in module.named_buffers()}
+
+        def run(leaves: Sequence[Tensor]) -> Tensor:
+            own = {i: value.clone() for i, value in enumerate(given) if isinstance(value, Tensor)}
+            own |= {i: leaf.clone() for i, leaf in zip(positions, leaves, strict=False)}
+            tensors = {**parameters, **{each: buffer.clone() for each, buffer in buffers.items()}}
+            tensors |= dict(zip(names, leaves[len(positions) :], strict=True))
+            values, options = tree_unflatten([own.get(i, value) for i, value in enumerate(given)], spec)
+            y = call(module, tensors, (), lambda: forward(*values, **options))
+            if not isinstance(y, Tensor):
+                raise LLQRError(f"segment {name!r} returns a {type(y).__name__}, and not one tensor: {OTHERS}")
+            if any(copy._version for copy in own.values()):
+                raise LLQRError(f"segment {name!r} changes what it is called with, in place: {OTHERS}")
+            return y
+
+        segment = Segment(name, run, inputs, rules, rerun())
+        noted.extend(segment.handwritten)
+        return record_twice(segment) if second else record(segment, *segment.inputs)
+
+    with ExitStack() as stack:
+        for name, module in modules.items():
+            stack.enter_context(replaced(module, forward=partial(called, name, module, module.forward)))
+        yield noted
+
+
+def refuse_leaks(outputs: Sequence[Tensor]) -> None:
+    """Raise where something inside of a segment has got out by another way than its output."""
+    for leaf in _leaves_of(outputs):
+        if hasattr(leaf, MARK):
+            raise LLQRError(
+                f"a tensor from inside of segment {getattr(leaf, MARK)!r} is used outside of it, and its derivative would be "
+                f"lost: {OTHERS}"
+            )
+
+
+def _leaves_of(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The tensors at which a graph ends."""
+    for node in graph_nodes(outputs):
+        if hasattr(node, "variable"):
+            yield node.variable

@@ -161,17 +161,13 @@ class Block:
                 raise unknown("parameter in the state", name, parameters)
         weight, structure = parameters[map_.weight], structures[map_.weight]
         if not map_.lies_in(parameters):
-            raise LLQRError(
-                f"the state has a matrix of {map_.shape} for {key!r}, which has shape {tuple(weight.shape)} here"
-            )
+            raise LLQRError(f"the state has a matrix of {map_.shape} for {key!r}, which has {tuple(weight.shape)} here")
         dtype, (g, r, c) = at_least_single(weight.dtype), map_.joined
         rows, columns = (torch.empty(g, 1, side, dtype=dtype, device="meta") for side in (r, c))
         wanted = {n: tuple(m.shape) for n, m in structure.second_moments(rows, columns, map_.kernel).items()}
         given = {name: tuple(moment.shape) for name, moment in state["moments"].items()}
         if wanted != given:
-            raise LLQRError(
-                f"the state has {given} for {key!r}, and {structure!r} has {wanted}: give the same structure"
-            )
+            raise LLQRError(f"{key!r} has {given} in the state, and {structure!r} {wanted}: give the same structure")
         # in the order in which the structure has them
         moments = {name: state["moments"][name].to(weight.device, dtype, copy=True) for name in wanted}
         return cls(map_, structure, moments, state["refits"], diagonal=float(state["diagonal"]))
@@ -198,9 +194,8 @@ class Block:
         self.refits += 1
         share = (1 - MEMORY) / (1 - MEMORY**self.refits)
         for name, moment in moments.items():
-            self.moments[name] = (
-                moment if self.refits == 1 else torch.lerp(self.moments[name].to(moment), moment, share)
-            )
+            before = self.moments.get(name, moment).to(moment)
+            self.moments[name] = moment if self.refits == 1 else torch.lerp(before, moment, share)
 
     def invert(self) -> None:
         """U, from the curvature that is known."""

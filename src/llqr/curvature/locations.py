@@ -86,7 +86,7 @@ def _varies(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
-Terms = Sequence[tuple[float, Term]]
+Terms = Sequence[tuple[float, Term | L2]]
 
 
 def trainable(model: nn.Module, only: Collection[str] | None = None) -> dict[str, Tensor]:
@@ -149,7 +149,7 @@ def locations_of(model: nn.Module, terms: Terms) -> Locations:
             name = children[location] if isinstance(location, int) and 0 <= location < len(children) else str(location)
             if name not in known:
                 raise unknown(f"module in {'Layerwise' if term.joint else 'Intermediate'}", location, known)
-            locations[term.key] = Location(name, term.joint)
+            locations[term.module, term.joint] = Location(name, term.joint)
     return locations
 
 
@@ -162,9 +162,7 @@ def segment_modules(
         or not isinstance(segments, Collection)
         or not all(isinstance(s, str) for s in segments)
     ):
-        raise LLQRError(
-            f"segments is a list of modules' names or patterns, as in segments=['layers.*']; not {segments!r}"
-        )
+        raise LLQRError(f"segments is a list of modules' names or patterns, as in ['layers.*']; not {segments!r}")
     known = {name: module for name, module in model.named_modules() if name}
     found: dict[str, nn.Module] = {}
     for pattern in segments:
@@ -176,9 +174,7 @@ def segment_modules(
     for location in locations:
         inside = [name for name in found if location.startswith(f"{name}.")]
         if inside:
-            raise LLQRError(
-                f"the metric at {location!r} is inside of segment {inside[0]!r}: name other modules in segments"
-            )
+            raise LLQRError(f"the metric at {location!r} is inside of segment {inside[0]!r}: name other segments")
     return found
 
 
@@ -210,7 +206,7 @@ def catching(model: nn.Module, locations: Sequence[Location]) -> Iterator[dict[L
         def catch(*seen: Any) -> None:
             if location in caught:
                 raise LLQRError(
-                    f"module {location.module!r} is called more than once in a pass; a metric needs one location"
+                    f"module {location.module!r} is called more than once in a pass; a metric needs one place"
                 )
             caught[location] = location.catch(*seen)
 

@@ -93,7 +93,7 @@ class QuadraticModel:
         held = locations.trainable(model, only)
         versions = {name: p._version for name, p in held.items()}
         parameters: Parameters = raised(held)
-        needs_loss = gradient is None or any(_asks_for_loss(term) for _, term in terms)
+        needs_loss = gradient is None or any(term.needs_loss for _, term in terms)
         if loss_fn is None and needs_loss:
             raise LLQRError(f"{divergence!r} needs the loss and its targets: give loss_fn and targets")
         diagonal = locations.diagonal(model, parameters, terms, damping)
@@ -112,14 +112,13 @@ class QuadraticModel:
             streams=streams,
             segments=locations.segment_modules(model, segments, [location.module for location in inside.values()]),
         )
-        context = ChunkContext(recorder, parameters, loss_fn, terms, inside, loss_terms, portion or Portion())
+        functions = [(weight, term) for weight, term in terms if isinstance(term, Term)]  # L2 is on the diagonal
+        context = ChunkContext(recorder, parameters, loss_fn, functions, inside, loss_terms, portion or Portion())
         targets = raised(targets)
         cut = list(pieces(model, batch, targets, weights, chunk_size, training))
         with no_autocast(parameters):
             if len(cut) > 1:
-                found = context.check_parts(batch, [piece.rows for piece in cut])
-                piece = next(pieces(model, batch, targets, weights, None, training))
-                context.keep_whole(found, piece, cut)
+                context.keep_whole(batch, next(pieces(model, batch, targets, weights, None, training)), cut)
             parts = [RecordedChunk(context, piece, keep=chunk_size is None) for piece in cut]
             slope = _total(part.gradient() for part in parts) if gradient is None else _given(gradient, parameters)
             for name, value in slope.items():
@@ -171,9 +170,7 @@ class QuadraticModel:
         _check_fits("direction", direction, self.gradient)
         missing = [name for name in self.gradient if name not in direction]
         if missing:
-            raise LLQRError(
-                f"the direction lacks {', '.join(map(repr, missing[:5]))}: it has a tensor for every parameter"
-            )
+            raise LLQRError(f"the direction lacks {', '.join(map(repr, missing[:5]))}: give a tensor for each of them")
 
     def value(self, step: Mapping[str, Tensor]) -> Tensor:
         """m(δ) = g·δ + ½ δ·Hδ."""
@@ -186,10 +183,6 @@ def _memory(tensor: Tensor) -> int | None:
     return None if torch._C._functorch.is_functorch_wrapped_tensor(tensor) else tensor.untyped_storage().data_ptr()
 
 
-def _asks_for_loss(term: Term) -> bool:
-    return isinstance(term, OutputTerm) and term.needs_loss
-
-
 def _itself(loss: Tensor, targets: Any) -> Tensor:
     return loss
 
@@ -198,7 +191,7 @@ def _check_closure(terms: locations.Terms, chunk_size: int | None) -> None:
     for _, term in terms:
         if isinstance(term, OutputTerm) and not isinstance(term, Newton):
             raise LLQRError(
-                f"a closure gives the loss alone, and {term!r} is about the model's output: give inputs and loss_fn"
+                f"a closure gives the loss alone, and {term!r} is about the output: give inputs and loss_fn"
             )
     if chunk_size is not None:
         raise LLQRError(
@@ -210,10 +203,8 @@ def _check_closure(terms: locations.Terms, chunk_size: int | None) -> None:
 def _check_means(terms: locations.Terms) -> None:
     """Raise for terms of which nothing says how a part of the batch counts."""
     for _, term in terms:
-        if isinstance(term, ActivationTerm) and not term.inner.by_variable:
-            raise LLQRError(
-                f"{term!r} is a function of the whole batch, which can't be cut: give the batch whole, on one rank"
-            )
+        if isinstance(term, ActivationTerm) and not term.by_variable:
+            raise LLQRError(f"{term!r} is of a whole batch, which can't be cut: give the batch whole, on one rank")
 
 
 def _check_fits(what: str, given: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from llqr.checks import Inputs, Loss, bound, check_finite, check_mean, check_weights_fit, frozen_rng, loss_gradient
-from llqr.curvature.chunks import Examples, Piece, Rows, check_part, of_rows
+from llqr.curvature.chunks import Examples, Piece, check_part, of_rows
 from llqr.curvature.engine import HessianProducts, JacobianProducts, Recording
-from llqr.curvature.handwritten import check_handwritten, handwritten
+from llqr.curvature.graph import check_handwritten, handwritten
 from llqr.curvature.locations import Locations
 from llqr.curvature.recorder import Parameters, Recorder
-from llqr.divergences import L2, ActivationTerm, BasePoint, OutputTerm, Term
+from llqr.divergences import BasePoint, Term
 from llqr.divergences.base import slope as slope_of
 from llqr.divergences.base import waves
 from llqr.divergences.families import Categorical
@@ -30,9 +30,9 @@ class Portion:
     examples: float = 1.0
 
     def of(self, term: Term) -> float:
-        if not isinstance(term, (OutputTerm, ActivationTerm)) or term.additive:
+        if term.additive:
             return 1.0
-        return self.variables if isinstance(term, OutputTerm) else self.examples
+        return self.variables if term.key is None else self.examples
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class ChunkContext:
     """Of a larger batch, that this one is."""
     whole: WholeBatch | None = None
     counts: dict[tuple[int, int], float] = field(default_factory=dict)
-    """By a term and a chunk's first row: how many times the term of the chunk alone counts in that of the batch."""
+    """By a term's id and a chunk's first row: how many times the term of the chunk alone counts in that of the batch."""
     examined: bool = False
     """Whether the formulas in model and loss were looked at."""
 
@@ -67,27 +67,23 @@ class ChunkContext:
         with torch.no_grad():
             return self.recorder.run(self.parameters, inputs)
 
-    def check_parts(self, batch: Examples, parts: Sequence[Rows]) -> Tensor:
-        """The output of a batch; an error unless that of these parts of it is the same by themselves."""
-        whole = self.values(batch.inputs)[0]
-        check_finite(whole, "the output")
-        for rows in parts:
-            check_part(lambda inputs: self.values(inputs)[0], batch, whole, rows, self.recorder.rounding)
-        return whole
-
-    def keep_whole(self, output: Tensor, piece: Piece, parts: Sequence[Piece]) -> None:
+    def keep_whole(self, batch: Examples, piece: Piece, parts: Sequence[Piece]) -> None:
         """Keep the output of a batch for its chunks: what isn't a mean over variables is a function of it, with the outputs of
-        the other chunks as they are; or a multiple of the chunk's own, which costs less. An error where its second derivative
-        doesn't fall apart into those of the chunks."""
+        the other chunks as they are; or a multiple of the chunk's own, which costs less. An error where the chunks have other
+        outputs by themselves, or the second derivative of the whole doesn't fall apart into theirs."""
+        output = self.values(piece.inputs)[0]
+        check_finite(output, "the output")
+        for part in parts:
+            check_part(lambda inputs: self.values(inputs)[0], batch, output, part.rows, self.recorder.rounding)
         self.whole = WholeBatch(*self.expand(output, piece), piece.count)
         tangent = waves(output)
-        for number, (_, term) in enumerate(self.terms):
-            if not isinstance(term, OutputTerm) or term.by_variable:
+        for _, term in self.terms:
+            if term.key is not None or term.by_variable:
                 continue
             try:
                 with frozen_rng():
                     expected = term.hessian_product(tangent, self.whole.base)
-                    found = [self._found(number, term, tangent, expected, part) for part in parts]
+                    found = [self._found(term, tangent, expected, part) for part in parts]
             except RuntimeError as error:
                 raise NotTwiceDifferentiableError(
                     f"the loss or the divergence can't be differentiated twice by the output: {error}"
@@ -99,7 +95,7 @@ class ChunkContext:
                     "isn't linear in what it says of each. Give the batch whole"
                 )
 
-    def _found(self, number: int, term: OutputTerm, tangent: Tensor, expected: Tensor, part: Piece) -> Tensor:
+    def _found(self, term: Term, tangent: Tensor, expected: Tensor, part: Piece) -> Tensor:
         """A chunk's product: by itself, if it and its slope are one multiple of what the batch has there."""
         assert self.whole is not None
         own, wanted, output = (
@@ -115,18 +111,17 @@ class ChunkContext:
             count = float((product * wanted).sum() / product.square().sum())
             pairs = ((product, wanted), (slope, slopes))
             if all((count * a - b).norm() <= torch.finfo(b.dtype).eps ** 0.5 * b.norm() for a, b in pairs):
-                self.counts[number, part.rows.start] = count
+                self.counts[id(term), part.rows.start] = count
                 return wanted
         return self.product_among(term, own, part.rows).clone()
 
-    def among(self, part: Tensor, rows: Rows, others: Tensor) -> Tensor:
+    def among(self, part: Tensor, rows: slice, others: Tensor) -> Tensor:
         """The outputs of a chunk, among those of the others."""
         assert self.whole is not None
-        assert isinstance(rows, slice)
         each = len(others) // self.whole.count
         return torch.cat((others[: rows.start * each], part, others[rows.stop * each :]))
 
-    def product_among(self, term: OutputTerm, tangent: Tensor, rows: Rows) -> Tensor:
+    def product_among(self, term: Term, tangent: Tensor, rows: slice) -> Tensor:
         """A chunk's product with the second derivative of a term of the whole batch."""
         assert self.whole is not None
         base = self.whole.base
@@ -144,19 +139,15 @@ class ChunkContext:
         if weights is not None:
             check_weights_fit(weights, output)
             weights = weights.to(output.dtype)
-        for _, term in (*self.terms, *self.loss_terms):
-            if isinstance(term, OutputTerm):
+        for _, term in self.terms:
+            if term.key is None:
                 term.check(output, weights)
                 _check_classes(term, output, piece.count)
         return BasePoint(output, loss, weights), slope
 
-    def index(self, term: OutputTerm | ActivationTerm) -> int:
+    def index(self, term: Term) -> int:
         """Which of the recorded values a term is about."""
-        return 0 if isinstance(term, OutputTerm) else 1 + list(self.locations).index(term.key)
-
-    def has_flat(self) -> bool:
-        """Whether a term needs a push and a pull."""
-        return any(term.flat and not isinstance(term, L2) for _, term in self.terms)
+        return 0 if term.key is None else 1 + list(self.locations).index(term.key)
 
 
 class RecordedChunk:
@@ -164,13 +155,11 @@ class RecordedChunk:
 
     def __init__(self, context: ChunkContext, piece: Piece, keep: bool) -> None:
         self._context, self._piece, self._keep = context, piece, keep
-        share = Portion(piece.variables, piece.examples)
-        self._factors = [
-            weight * context.portion.of(term) * (1.0 if self._is_of_all(term) else share.of(term))
-            for weight, term in context.terms
-        ]
+        factors = [(weight * context.portion.of(term) * self._share(term), term) for weight, term in context.terms]
+        self._terms = [(factor, term) for factor, term in factors if factor]
+        """Those that count something here, with what they are multiplied by."""
         self._recorded: _Recorded | None = None
-        self._trusted = self._forward = False
+        self._trusted = False
         self._length: float | None = None
 
     def gradient(self) -> Parameters:
@@ -188,7 +177,6 @@ class RecordedChunk:
         context = self._context
         cotangents = [slope * context.portion.variables, *(torch.zeros_like(value) for value in run.values[1:])]
         for _, term in context.loss_terms:
-            assert isinstance(term, ActivationTerm)
             index = context.index(term)
             cotangents[index] += slope_of(partial(term.psi, base=bases[index]), run.values[index])
         return cotangents
@@ -214,67 +202,63 @@ class RecordedChunk:
         return _dot(pushed, self._curve(recorded, pushed))
 
     def _push(self, linear: JacobianProducts, tangents: list[Tensor]) -> list[Tensor]:
-        """Jv, of a J that was looked at; a chunk that has to be run forward is so when it is recorded again, too."""
+        """Jv, of a J that was looked at."""
         if not self._trusted:
-            self._trusted = True
             linear.examine()
-        pushed = linear.push(tangents)
-        self._forward = linear.forward_mode
-        return pushed
+            self._trusted = True
+        return linear.push(tangents)
 
     def _curve(self, recorded: _Recorded, tangents: list[Tensor]) -> list[Tensor]:
         """W J v: the output-space products of the flat terms."""
         curved = [torch.zeros_like(tangent) for tangent in tangents]
-        for factor, term in self._counted():
-            if isinstance(term, L2) or not term.flat:
+        for factor, term in self._terms:
+            if not term.flat:
                 continue
             index = self._context.index(term)
-            count = self._count(term)
-            if isinstance(term, OutputTerm) and self._is_of_all(term) and count is None:
+            if self._is_of_all(term):
                 product = self._context.product_among(term, tangents[0], self._piece.rows)
-            elif count is not None:
-                product = count * term.hessian_product(tangents[0], self._alone(recorded.bases[0]))
             else:
-                product = term.hessian_product(tangents[index], recorded.bases[index])
+                product = term.hessian_product(tangents[index], self._base(term, recorded.bases[index]))
             curved[index] += product * factor
         return curved
 
-    def _psi(self, term: OutputTerm | ActivationTerm, values: list[Tensor], bases: list[BasePoint]) -> Tensor:
+    def _psi(self, term: Term, values: list[Tensor], bases: list[BasePoint]) -> Tensor:
         """ψ, of the whole batch with the outputs of the other chunks as they are where it isn't a mean over variables."""
-        index, whole, count = self._context.index(term), self._context.whole, self._count(term)
-        if count is not None:
-            return count * term.psi(values[index], self._alone(bases[index]))
+        index, whole = self._context.index(term), self._context.whole
         if whole is not None and self._is_of_all(term):
             return term.psi(self._context.among(values[0], self._piece.rows, whole.base.output), whole.base)
-        return term.psi(values[index], bases[index])
+        return term.psi(values[index], self._base(term, bases[index]))
 
     def _count(self, term: Term) -> float | None:
         """How often this chunk's own term counts in the batch's; None where that isn't known."""
-        numbers = [number for number, (_, each) in enumerate(self._context.terms) if each is term]
-        rows = self._piece.rows
-        return self._context.counts.get((numbers[0], rows.start)) if isinstance(rows, slice) and numbers else None
+        return self._context.counts.get((id(term), self._piece.rows.start))
 
-    def _alone(self, base: BasePoint) -> BasePoint:
+    def _base(self, term: Term, base: BasePoint) -> BasePoint:
+        """The point that a term is expanded around; where it is counted, with the loss of the chunk alone."""
+        if self._count(term) is None:
+            return base
         return replace(base, loss=bound(self._context.loss_fn, self._piece.own_targets))
 
     def _is_of_all(self, term: Term) -> bool:
-        """Whether a term is a function of the whole batch's output, of which this is a chunk."""
-        return self._context.whole is not None and isinstance(term, OutputTerm) and not term.by_variable
+        """Whether a term has to be taken as a function of the whole batch's output, of which this is a chunk."""
+        if self._context.whole is None or term.key is not None or term.by_variable:
+            return False
+        return self._count(term) is None
 
-    def _counted(self) -> list[tuple[float, Term]]:
-        """The terms that count something here, with what they are multiplied by."""
-        terms = (term for _, term in self._context.terms)
-        return [(factor, term) for factor, term in zip(self._factors, terms, strict=True) if factor]
+    def _share(self, term: Term) -> float:
+        """How much of the batch's term this chunk's is."""
+        count = 1.0 if self._is_of_all(term) else self._count(term)
+        return Portion(self._piece.variables, self._piece.examples).of(term) if count is None else count
 
     def _record(self) -> _Recorded:
         """Run the chunk and record what its products need; kept if the whole batch is one chunk."""
         if self._recorded is not None:
             return self._recorded
         context = self._context
-        steep = [(factor, term) for factor, term in self._counted() if not (isinstance(term, L2) or term.flat)]
+        steep = [(factor, term) for factor, term in self._terms if not term.flat]
         arguments = (context.recorder, context.parameters, self._piece.inputs)
         second = HessianProducts(*arguments) if steep else None
-        linear = self._linearized(*arguments) if context.has_flat() or second is None else None
+        linear = self._linearized(*arguments) if second is None or any(term.flat for _, term in context.terms) else None
         run = linear or second
         assert run is not None
         bases, slope = self._bases(run.values)
@@ -290,7 +274,7 @@ class RecordedChunk:
         return recorded
 
     def _linearized(self, recorder: Recorder, parameters: Parameters, inputs: Inputs) -> JacobianProducts:
-        return JacobianProducts(recorder, parameters, inputs, self._forward)
+        return JacobianProducts(recorder, parameters, inputs)
 
     def _examine(self, base: BasePoint, slope: Tensor | None, second: HessianProducts | None) -> None:
         """Once a batch: raise for formulas written by hand that aren't what they say, or give wrong second derivatives."""
@@ -299,11 +283,11 @@ class RecordedChunk:
             return
         context.examined = True
         for _, term in context.terms:
-            if isinstance(term, OutputTerm):
+            if term.key is None:
                 term.hessian_product(torch.zeros_like(base.output), base)  # raises where there is none
         if slope is None:
             return
-        if any(isinstance(term, OutputTerm) and term.needs_loss for _, term in context.terms):
+        if any(term.needs_loss for _, term in context.terms):
             leaf = base.output.detach().requires_grad_()
             with torch.enable_grad():
                 names = handwritten([base.loss(leaf)])
@@ -324,8 +308,10 @@ class RecordedChunk:
         inside = zip(context.locations.values(), values[1:], strict=True)
         bases = [base, *(location.base(value, piece.count) for location, value in inside)]
         for _, term in (*context.terms, *context.loss_terms):
-            if isinstance(term, ActivationTerm):
-                term.check(bases[context.index(term)])
+            if term.key is not None:
+                base = bases[context.index(term)]
+                term.check(base.output)
+                term.check_psi(base)
         return bases, slope
 
     def _check_again(self, output: Tensor) -> None:
@@ -360,7 +346,7 @@ def _dot(left: list[Tensor], right: list[Tensor]) -> float:
     return sum(float((a * b).sum()) for a, b in zip(left, right, strict=True))
 
 
-def _check_classes(term: OutputTerm, output: Tensor, examples: int) -> None:
+def _check_classes(term: Term, output: Tensor, examples: int) -> None:
     """One number an example isn't a vector of logits, though a batch of them looks like one."""
     if examples > 1 and output.dim() == 1 and isinstance(getattr(term, "family", None), Categorical):
         raise LLQRError(

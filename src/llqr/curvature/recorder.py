@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
-from llqr.checks import Inputs, call, tensors_in
+from llqr.checks import Inputs, call, replaced, tensors_in
 from llqr.curvature.locations import Location, catching
 from llqr.curvature.precision import LOWEST, AutocastOff, at_least_single, is_low, raised
 from llqr.curvature.replacements import constants, renormalised
@@ -57,7 +57,8 @@ def _streams(model: nn.Module) -> Iterator[Stream]:
     yield torch.get_rng_state, torch.set_rng_state
     yield random.getstate, random.setstate
     for device in accelerators(model):
-        yield _of_device(device)
+        of, where = torch.get_device_module(device), {} if device.type == "mps" else {"device": device}
+        yield partial(of.get_rng_state, **where), partial(of.set_rng_state, **where)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         yield numpy.random.get_state, numpy.random.set_state
@@ -84,11 +85,6 @@ def _within(value: Any) -> Collection[Any]:
     return value.values() if isinstance(value, dict) else value
 
 
-def _of_device(device: torch.device) -> Stream:
-    module, where = torch.get_device_module(device), () if device.type == "mps" else (device,)
-    return lambda: module.get_rng_state(*where), lambda state: module.set_rng_state(state, *where)
-
-
 def accelerators(model: nn.Module) -> set[torch.device]:
     """The devices, other than processors, that a model is on."""
     tensors = [*model.parameters(), *model.buffers()]
@@ -104,26 +100,6 @@ def _same(left: Any, right: Any) -> bool:
         return len(left) == len(right) and all(map(_same, left, right))
     equal = left == right
     return equal if isinstance(equal, bool) else bool(equal.all())  # an array's
-
-
-@contextmanager
-def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Other attributes of an object for a while."""
-    before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
-    try:
-        for name, value in attributes.items():
-            setattr(owner, name, value)
-        yield
-    finally:
-        for name in attributes:
-            delattr(owner, name)
-        for name, value in before.items():
-            setattr(owner, name, value)
-
-
-def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Another function that a call of a module runs, between its hooks."""
-    return replaced(module, forward=forward)
 
 
 class _Plainly:
@@ -184,10 +160,7 @@ def in_modes(modes: list[tuple[nn.Module, bool]]) -> Iterator[None]:
 
 def _eager() -> AbstractContextManager[Any]:
     """Compiled models run uncompiled: their graphs can't be differentiated twice, and don't know our rules."""
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 Parameters = dict[str, Tensor]
@@ -204,6 +177,7 @@ class Recorder:
     run (None: as they are now). Modes and buffers are those of now in every run, and so are random streams, unless others are
     given. `whole=False` refuses random models, which would draw otherwise for a part of the batch. `call` is run in place of
     the model itself. `segments` are modules of which a recording keeps the inputs alone; they run again for every product.
+    `choose` says which tensors of what the model returns are recorded, in place of the output that `select` picks.
 
     Checkpointed blocks and fused recurrent layers are run plainly, unless the model is run as it is, in its `own_precision`.
 
@@ -223,8 +197,9 @@ class Recorder:
         own_precision: bool = False,
         streams: Streams | None = None,
         segments: Mapping[str, nn.Module] | None = None,
+        choose: Callable[[Any], list[Tensor]] | None = None,
     ) -> None:
-        self._call, self.segments = call, segments or {}
+        self._call, self.segments, self._choose = call, segments or {}, choose
         self.model, self.locations, self.select, self._whole = model, list(locations), select, whole
         self._modes = [(module, module.training if training is None else training) for module in model.modules()]
         self._constants, self._renormalised = constants(model), renormalised(model)
@@ -246,37 +221,32 @@ class Recorder:
 
     def run(self, parameters: Parameters, inputs: Inputs) -> list[Tensor]:
         """[x_N, activations at the locations …], in float32 at least."""
-        if self._full:
-            self._low |= any(map(is_low, tensors_in(inputs)))
-            try:
-                with self._autocast:
-                    held = {
-                        n: p.detach() for n, p in self.model.named_parameters() if n not in parameters and is_low(p)
-                    }
-                    return self._run(parameters, raised(inputs), raised({**held, **self._constants}))
-            except RuntimeError as error:
-                if not self.lower(error):
-                    raise
-        own = {name: tensor.to(self._own[name]) for name, tensor in parameters.items()}
         try:
-            return self._run(own, inputs, self._constants)
+            if not self._full:
+                own = {name: tensor.to(self._own[name]) for name, tensor in parameters.items()}
+                return self._run(own, inputs, self._constants)
+            self._low |= any(map(is_low, tensors_in(inputs)))
+            with self._autocast:
+                others = [(n, p) for n, p in self.model.named_parameters() if n not in parameters and is_low(p)]
+                held = {name: p.detach() for name, p in others}
+                return self._run(parameters, raised(inputs), raised({**held, **self._constants}))
         except RuntimeError as error:
-            if self._settled:
+            if not (self.lower(error) if self._full else self._settle(error)):
                 raise
-            what = (
-                "the model doesn't run in its own precision without autocast, and frozen layers are copied to float32"
-            )
-            self._settle(True, what, error)  # layers of several precisions fit together under the loop's autocast alone
         return self.run(parameters, inputs)
 
     def lower(self, why: Exception) -> bool:
         """Go over to the model's own precision, if that is another one."""
-        possible = self._full and not self._settled and (self._low or self._autocast.met)
-        what = "the model can't be linearised in float32, and U is fitted to it in its own precision"
-        return possible and self._settle(False, what, why)
+        return self._full and (self._low or self._autocast.met) and self._settle(why)
 
-    def _settle(self, full: bool, what: str, why: Exception) -> bool:
-        self._full, self._settled = full, True
+    def _settle(self, why: Exception) -> bool:
+        """Go over to the other precision, once, and say so."""
+        if self._settled:
+            return False
+        what = "the model doesn't run in its own precision without autocast, and frozen layers are copied to float32"
+        if self._full:
+            what = "the model can't be linearised in float32, and U is fitted to it in its own precision"
+        self._full, self._settled = not self._full, True
         warnings.warn(f"{what}: {why}", LLQRWarning, stacklevel=callers_level())
         return True
 
@@ -290,7 +260,8 @@ class Recorder:
                     "the model draws random numbers (dropout?), other ones in chunks than in the whole batch: give the batch "
                     f"whole, or {EVALUATED}"
                 )
-        return [*map(raised, self.chosen(output)), *(raised(caught[location]) for location in self.locations)]
+        chosen = [self.selected(output)] if self._choose is None else self._choose(output)
+        return [*map(raised, chosen), *(raised(caught[location]) for location in self.locations)]
 
     def rerun(self) -> Callable[[], AbstractContextManager[Any]]:
         """How to run a part of the model later as it runs now."""
@@ -303,10 +274,6 @@ class Recorder:
             for context in (in_modes(self._modes), streams.again(), _eager(), *plain, *more):
                 stack.enter_context(context)
             return stack.pop_all()
-
-    def chosen(self, output: Any) -> list[Tensor]:
-        """What is recorded of what the model returns."""
-        return [self.selected(output)]
 
     def selected(self, output: Any) -> Tensor:
         if self.select is not None:

@@ -1,6 +1,6 @@
 """While a forward pass is recorded, operations that have a rule, or a plain form, are replaced by it.
 
-Torch's `embedding_bag` has no second derivative and no forward mode, and sparse gradients can't be differentiated: both are
+Torch's `embedding_bag` has no second derivative, and sparse gradients can't be differentiated: both are
 plain operations here. `max_norm` renormalises the weights that are looked up, in place, so those are handed over as copies.
 """
 
@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.forward_ad import unpack_dual
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -59,10 +58,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Maybe:
-    """With a dense gradient, where it would be sparse; and with a padding that has no derivative, forward neither."""
-    if padding_idx is not None and isinstance(unpack_dual(weight).tangent, Tensor):  # type: ignore[no-untyped-call]
-        rows = functional.embedding(input, weight, padding_idx, max_norm, norm_type)
-        return torch.where((input == padding_idx % len(weight))[..., None], rows.detach(), rows)
+    """With a dense gradient, where it would be sparse."""
     if not sparse:
         return None
     return functional.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq)
@@ -176,15 +172,12 @@ def _batch_norm(recorded: Callable[[Rule], Tensor] | None = None) -> Replacement
         inverse_std = (running_var + eps).rsqrt()
         scale = inverse_std if weight is None else weight * inverse_std
         shift = -running_mean * scale if bias is None else bias - running_mean * scale
-        return torch.addcmul(shift.view(shape), _as_normalised(input), scale.view(shape))
+        last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(input.dim())
+        if last is None or not input.is_contiguous(memory_format=last):
+            input = input.contiguous()  # as torch's own returns it: the dropout behind it draws its mask in that order
+        return torch.addcmul(shift.view(shape), input, scale.view(shape))
 
     return normalise
-
-
-def _as_normalised(input: Tensor) -> Tensor:
-    """In memory as torch's batch norm returns it: the dropout behind it draws its mask in that order."""
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(input.dim())
-    return input if last is not None and input.is_contiguous(memory_format=last) else input.contiguous()
 
 
 def _pointwise(function: Callable[..., Tensor], second: bool) -> Replacement:
@@ -257,7 +250,7 @@ def _watched(tensor: Tensor, *hook: Any) -> None:
 
 
 class plain_rules(TorchFunctionMode):  # noqa: N801  (used as `with plain_rules():`)
-    """What torch can't differentiate twice, or slowly, by plain operations: right to every order, and in forward mode."""
+    """What torch can't differentiate twice, or slowly, by plain operations: right to every order."""
 
     replacements: dict[Callable[..., Any], Replacement] = {  # noqa: RUF012
         functional.embedding: _embedding,
@@ -271,19 +264,12 @@ class plain_rules(TorchFunctionMode):  # noqa: N801  (used as `with plain_rules(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         replacement = self.replacements.get(func)
-        if replacement is not None and not _saved_elsewhere():
+        # checkpointed blocks, which keep what autograd saves, run again where these rules aren't in force
+        if replacement is not None and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
             result = replacement(*args, **(kwargs or {}))
             if result is not None:
                 return result
         return func(*args, **(kwargs or {}))
-
-
-def _saved_elsewhere() -> bool:
-    """Whether somebody else keeps what autograd saves, as checkpointed blocks do.
-
-    They run again in the backward pass, where these rules aren't in force, and take what that saves for what this did.
-    """
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 class _Rules(plain_rules):

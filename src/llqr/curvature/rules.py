@@ -75,18 +75,14 @@ class Rule(ABC):
         """Whether the inputs are what y was computed from still."""
         return self._made_from == _versions(self.inputs)
 
-    def is_changed(self) -> bool:
-        """Whether somebody has changed what the products read."""
-        return self._versions != _versions(self._kept)
-
-    def check(self) -> None:
-        """Raise as autograd does where a tensor that it saved was changed."""
-        if self.is_changed():
-            raise ChangedError("a tensor that a derivative needs was changed by an in-place operation")
-
     def checked(self) -> Self:
-        self.check()
+        """Itself; an error, as autograd's, where somebody has changed what the products read."""
+        if self._versions != _versions(self._kept):
+            raise self.changed()
         return self
+
+    def changed(self) -> Exception:
+        return ChangedError("a tensor that a derivative needs was changed by an in-place operation")
 
     @abstractmethod
     def forward(self) -> Tensor:
@@ -347,8 +343,9 @@ class Activated(Rule):
     def __init__(self, affine: Affine, function: Pointwise) -> None:
         self._affine, self._function = affine, function
 
-    def check(self) -> None:
-        self._affine.check()
+    def checked(self) -> Self:
+        self._affine.checked()
+        return self
 
     def forward(self) -> Tensor:
         return self._function.forward()

@@ -7,14 +7,14 @@ no gradient of a parameter is formed. Without a divergence the slopes are those 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from llqr.checks import batch_size_of, check_finite
+from llqr.checks import batch_size_of, bound, check_finite
 from llqr.closures import Closure, loss_of_output
 from llqr.curvature import locations
 from llqr.curvature.collector import Call, as_inputs, returned
@@ -24,9 +24,8 @@ from llqr.curvature.recorder import Recorder, Selector
 from llqr.curvature.statistics import Sides
 from llqr.curvature.uses import find_uses
 from llqr.distributed.processes import Process
-from llqr.divergences import L2, ActivationTerm, BasePoint, Divergence, OutputTerm, Term
-from llqr.divergences.families import Categorical
-from llqr.divergences.family_of_loss import check_family
+from llqr.divergences import ActivationTerm, BasePoint, Divergence, Term
+from llqr.divergences.families import check_families
 from llqr.errors import LLQRError, NonFiniteError
 
 SEED = 0x11C9
@@ -40,15 +39,13 @@ class SecondRun:
         self, model: nn.Module, called: nn.Module, divergence: Divergence | None, output: Selector | None
     ) -> None:
         self._model, self._called, self._output = model, called, output
-        self._terms = [] if divergence is None else list(divergence.terms())
+        terms = [] if divergence is None else list(divergence.terms())
+        self._terms = [(weight, term) for weight, term in terms if isinstance(term, Term)]  # L2: see `diagonal`
         self._places = locations.locations_of(model, self._terms)
         for _, term in self._terms:
             if isinstance(term, ActivationTerm) and term.joint:
-                raise LLQRError(
-                    f"LLQR draws gradients from a divergence, and {term!r} has none to draw: use LLQR.paper"
-                )
-        self._needs_loss = any(needs_loss(term) for _, term in self._terms)
-        self._has_classes = any(isinstance(getattr(term, "family", None), Categorical) for _, term in self._terms)
+                raise LLQRError(f"LLQR draws gradients of a divergence, and {term!r} has none: use LLQR.paper")
+        self._needs_loss = any(term.needs_loss for _, term in self._terms)
         self.divergence = divergence
         self.other_uses: Mapping[str, str] = {}
         """Parameters that aren't in linear maps alone, by what else uses them."""
@@ -68,15 +65,15 @@ class SecondRun:
         leaves = {name: raised(p.detach()).requires_grad_() for name, p in parameters.items()}
         inputs = as_inputs(self._model, call.args, call.kwargs)
         recorder = (
-            AllOutputs(self._model, streams=call.streams)
-            if not self._terms
+            Recorder(self._model, streams=call.streams, choose=returned)
+            if self.divergence is None
             else Recorder(self._model, list(self._places.values()), self._output, streams=call.streams)
         )
         with no_autocast(leaves), torch.enable_grad():
             outputs = recorder.run(leaves, inputs)
         found = find_uses(outputs, {id(leaf): name for name, leaf in leaves.items()})
         uses, self.other_uses = found.uses, found.other_uses
-        if self._terms:
+        if self.divergence is not None:
             slopes = self._drawn(outputs, call, closure, batch_size_of(inputs), step, processes)
         else:
             slopes = [raised(call.gradients.get(place)) for place in range(len(outputs))]
@@ -92,13 +89,7 @@ class SecondRun:
                     yield use.map, use.sides(gradient)
 
     def _drawn(
-        self,
-        outputs: list[Tensor],
-        call: Call,
-        closure: Closure | None,
-        examples: int,
-        step: int,
-        processes: Process,
+        self, outputs: list[Tensor], call: Call, closure: Closure | None, examples: int, step: int, processes: Process
     ) -> list[Tensor | None]:
         """Gradients at the outputs, drawn from the divergence: by each rank for itself, as many as it has examples."""
         values = [output.detach() for output in outputs]
@@ -107,52 +98,40 @@ class SecondRun:
         if values[0].numel() == 0:
             raise NonFiniteError("the batch is empty")
         check_finite(values[0], "the output")
-        loss: Callable[[Tensor], Tensor] = _no_loss
+        loss = bound(None, None)
         if self._needs_loss and closure is not None:
-            of_output = loss_of_output(self._called, closure)
-            loss = lambda output: of_output(output, None)  # noqa: E731
+            loss = bound(loss_of_output(self._called, closure), None)
         base = BasePoint(values[0], loss)
         slopes: list[Tensor | None] = [None] * len(values)
         keys = list(self._places)
+        sent_back = _loss_slope(call, values[0])
         for weight, term in self._terms:
-            if isinstance(term, L2):
-                continue  # on H's diagonal: see `diagonal`
-            if isinstance(term, ActivationTerm):
-                index = 1 + keys.index(term.key)
-                here = self._places[term.key].base(values[index], examples)
-                term.check(here)
-                drawn = term.inner.draw(here, generator)
+            index = 0 if term.key is None else 1 + keys.index(term.key)
+            term.check(values[index])
+            if term.key is None:
+                if sent_back is not None:
+                    check_families([each for _, each in self._terms], sent_back, values[0])
+                here = replace(base, weights=_counted(term, sent_back, base))
             else:
-                index = 0
-                term.check(values[0])
-                check_family(term, _loss_slope(call, values[0]), values[0], self._has_classes)
-                drawn = term.draw(BasePoint(values[0], loss, _counted(term, call, base)), generator)
+                here = self._places[term.key].base(values[index], examples)
+                term.check_psi(here)
             # the loss of a closure counts as its gradients do: all ranks alike, whatever they have
-            counts = 1.0 if term.additive else 1 / processes.size if needs_loss(term) else share
-            drawn = drawn * (weight * counts) ** 0.5
+            counts = 1.0 if term.additive else 1 / processes.size if term.needs_loss else share
+            drawn = term.draw(here, generator) * (weight * counts) ** 0.5
             slope = slopes[index]
             slopes[index] = drawn if slope is None else slope + drawn
         return slopes
 
     def diagonal(self, parameters: Mapping[str, Tensor]) -> dict[str, float]:
         """What the divergence adds to H's diagonal, for each parameter."""
-        return locations.diagonal(self._model, parameters, self._terms, 0.0)
+        return locations.diagonal(
+            self._model, parameters, list(self.divergence.terms()) if self.divergence else [], 0.0
+        )
 
 
-def needs_loss(term: Term) -> bool:
-    return isinstance(term, OutputTerm) and term.needs_loss
-
-
-class AllOutputs(Recorder):
-    """A recorder of all that the model returns."""
-
-    def chosen(self, output: Any) -> list[Tensor]:
-        return returned(output)
-
-
-def _counted(term: OutputTerm, call: Call, base: BasePoint) -> Tensor | None:
+def _counted(term: Term, slope: Tensor | None, base: BasePoint) -> Tensor | None:
     """A weight for each variable: 0 for those that the loss doesn't look at, as padding, whose slope is exactly 0."""
-    family, slope = getattr(term, "family", None), _loss_slope(call, base.output)
+    family = getattr(term, "family", None)
     if family is None or slope is None:
         return None
     shape = family.variables(base.output)
@@ -165,7 +144,3 @@ def _counted(term: OutputTerm, call: Call, base: BasePoint) -> Tensor | None:
 def _loss_slope(call: Call, output: Tensor) -> Tensor | None:
     """What the loss has sent back to the output."""
     return next((g for g in call.gradients.values() if g.shape == output.shape), None)
-
-
-def _no_loss(output: Tensor) -> Tensor:
-    raise LLQRError("this divergence needs the loss: call optimizer.step(closure)")

@@ -124,9 +124,9 @@ def merged(found: Iterable[Sums]) -> dict[str, Sums]:
         by_key: dict[str, list[Sums]] = {}
         for sums in all_of_it:
             by_key.setdefault(sums.map.key, []).append(sums)
-        joined = [_joined(group) for group in by_key.values()]
-        if all(sums is not None for sums in joined) and _are_apart([sums.map for sums in joined if sums is not None]):
-            result |= {sums.map.key: sums for sums in joined if sums is not None}
+        joined = [whole for group in by_key.values() if (whole := _joined(group)) is not None]
+        if len(joined) == len(by_key) and _are_apart([sums.map for sums in joined]):
+            result |= {sums.map.key: sums for sums in joined}
     return result
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from llqr.curvature.graph import graph_nodes
 from llqr.curvature.linear_maps import LinearMap
 from llqr.curvature.statistics import Sides, matching_rows, patches
 
@@ -68,9 +69,6 @@ class Use:
     sparse: bool = False
     """The matrix meets data that are zeros for the most part."""
 
-    def without_bias(self) -> Use:
-        return replace(self, map=replace(self.map, bias=None))
-
 
 @dataclass(frozen=True)
 class Found:
@@ -93,7 +91,7 @@ def find_uses(outputs: Iterable[Tensor], names: Mapping[int, str], mark: object 
     uses: list[Use] = []
     others: dict[str, str] = {}
     hidden, has_parameters = False, False
-    nodes = list(_nodes(outputs, mark))
+    nodes = list(graph_nodes(outputs, mark))
     with_bias = _with_added_bias(nodes, names)
     for node in nodes:
         kind = node.name()
@@ -116,7 +114,11 @@ def find_uses(outputs: Iterable[Tensor], names: Mapping[int, str], mark: object 
     for use in uses:
         if use.map.weight in others and use.map.bias is not None:
             others.setdefault(use.map.bias, others[use.map.weight])
-    kept = [use.without_bias() if use.map.bias in others else use for use in uses if use.map.weight not in others]
+    kept = [
+        replace(use, map=replace(use.map, bias=None)) if use.map.bias in others else use
+        for use in uses
+        if use.map.weight not in others
+    ]
     return Found(kept, others, hidden, has_parameters)
 
 
@@ -149,26 +151,6 @@ def _with_added_bias(nodes: Sequence[Node], names: Mapping[int, str]) -> dict[No
             if map_.bias is not None and size == map_.joined[2 if map_.inputs_on_rows else 1]:
                 found[node] = found[product] = replace(use, map=map_)
     return found
-
-
-MARK = "llqr"
-
-
-def _nodes(outputs: Iterable[Tensor], mark: object) -> Iterator[Node]:
-    waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        if mark is not None:
-            notes: dict[str, object] = cast(Any, node).metadata
-            if notes.get(MARK) is mark:
-                continue
-            notes[MARK] = mark
-        yield node
-        for inner, _ in node.next_functions:
-            if inner is not None and inner not in seen:
-                seen.add(inner)
-                waiting.append(inner)
 
 
 # --- products of matrices ---
@@ -215,7 +197,7 @@ def _linear(node: Any, names: Mapping[int, str]) -> Use | None:
     """`aten::linear` as one node, which some back ends have."""
     inputs, weight, bias = node.next_functions
     origin = _origin(weight, names)
-    if origin is None or not origin.in_place:
+    if origin is None or origin.moved:
         return None
     map_ = LinearMap(origin.name, (1, *origin.shape), reads_data=_is_data(inputs, names))
     map_, x = _with_bias(map_, bias, names), node._saved_input
@@ -230,7 +212,7 @@ def _with_bias(map_: LinearMap, edge: Edge, names: Mapping[int, str]) -> LinearM
     """With the parameter that is added as a bias, as it is, to all of the map's outputs; without one where there is none."""
     origin, (groups, r, c) = _origin(edge, names), map_.shape
     outputs = groups * (c if map_.inputs_on_rows else r)
-    if origin is None or map_.places is not None or not origin.in_place or origin.shape != (outputs,):
+    if origin is None or map_.places is not None or origin.moved or origin.shape != (outputs,):
         return map_
     return replace(map_, bias=origin.name)
 
@@ -255,10 +237,6 @@ class _Origin:
     def moved(self) -> list[Any]:
         """The nodes that put numbers elsewhere."""
         return [node for node, _ in self.chain if node.name() not in SAME_PLACES]
-
-    @property
-    def in_place(self) -> bool:
-        return not self.moved
 
     def matrix(self, operand: tuple[int, ...], is_second: bool) -> LinearMap | None:
         """The map of a product whose first (y = W x) or second (y = x W) operand this is."""
@@ -357,7 +335,7 @@ def _is_data(edge: Edge, names: Mapping[int, str]) -> bool:
 def _convolution(node: Any, names: Mapping[int, str]) -> Use | None:
     inputs, weight, bias = node.next_functions
     origin = _origin(weight, names)
-    if origin is None or not origin.in_place:
+    if origin is None or origin.moved:
         return None
     rows, columns, *kernel = origin.shape
     groups, places = node._saved_groups, math.prod(kernel)

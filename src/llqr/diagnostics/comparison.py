@@ -29,7 +29,7 @@ from llqr.exact.matrices import conjugate_gradients, flat, unflat
 from llqr.exact.steps import exact_step
 from llqr.paper import PaperLLQR
 from llqr.preconditioner import Preconditioner
-from llqr.relaxation import fit
+from llqr.refit import fit
 from llqr.structures import Kronecker
 from llqr.structures.stacks import Group, owner
 

@@ -14,7 +14,7 @@ Divergences can be added and multiplied by positive numbers: `KL() + 0.1 * Inter
 from __future__ import annotations
 
 from llqr.checks import Loss
-from llqr.divergences.base import BasePoint, Divergence, Reduction, Sum
+from llqr.divergences.base import BasePoint, Divergence, Reduction, Sum, Term
 from llqr.divergences.families import Bernoulli, Categorical, Gaussian
 from llqr.divergences.inside import L2, ActivationTerm, Intermediate, Layerwise, LayerwiseLoss
 from llqr.divergences.output import KL, Distributional, GaussNewton, Newton, OutputTerm, Renyi, ReverseKL
@@ -43,8 +43,6 @@ __all__ = [
     "resolve",
 ]
 
-Term = OutputTerm | ActivationTerm | L2
-
 NAMES: dict[str, type[Divergence]] = {
     "newton": Newton,
     "gauss-newton": GaussNewton,
@@ -69,7 +67,7 @@ def resolve(divergence: str | Divergence, reduction: Reduction = "mean") -> Dive
 
 def layerwise(
     loss_fn: Loss | LayerwiseLoss | None, divergence: str | Divergence
-) -> tuple[Loss | None, list[tuple[float, Term]], list[tuple[float, Term]]]:
+) -> tuple[Loss | None, list[tuple[float, Term]], list[tuple[float, Term | L2]]]:
     """The loss of the output, its terms inside the network, and the divergence's terms, with those that come from the loss."""
     terms = list(resolve(divergence).terms())
     if not isinstance(loss_fn, LayerwiseLoss):
@@ -77,8 +75,6 @@ def layerwise(
     for weight, term in tuple(terms):
         if isinstance(term, (Newton, GaussNewton)):
             terms += [(weight, inner) for inner in loss_fn.terms(term.flat)]
-        elif isinstance(term, OutputTerm) and term.needs_loss:
-            raise LLQRError(
-                f"{term!r} is about the loss of the output alone, and this one has terms inside the network"
-            )
+        elif term.needs_loss:
+            raise LLQRError(f"{term!r} is about the loss of the output alone, and this has terms inside the network")
     return loss_fn.loss_fn, [(1.0, inner) for inner in loss_fn.terms()], terms

@@ -17,7 +17,7 @@ from llqr.divergences.families import standard_normal
 from llqr.errors import LLQRError, NotTwiceDifferentiableError, unknown
 
 if TYPE_CHECKING:
-    from llqr.divergences import Term
+    from llqr.divergences.inside import L2
 
 Reduction = Literal["mean", "sum"]
 
@@ -48,7 +48,7 @@ class Divergence(ShownWithOptions, ABC):
     flat: bool = True
 
     @abstractmethod
-    def terms(self) -> Iterator[tuple[float, Term]]:
+    def terms(self) -> Iterator[tuple[float, Term | L2]]:
         """The terms with their weights."""
 
     def __add__(self, other: Divergence) -> Divergence:
@@ -76,7 +76,7 @@ class Sum(Divergence):
         self.parts = parts
         self.flat = all(part.flat for _, part in parts)
 
-    def terms(self) -> Iterator[tuple[float, Term]]:
+    def terms(self) -> Iterator[tuple[float, Term | L2]]:
         for weight, part in self.parts:
             for inner, term in part.terms():
                 yield weight * inner, term
@@ -89,10 +89,11 @@ class Sum(Divergence):
         return " + ".join(shown)
 
 
-class Psi(ShownWithOptions, ABC):
+class Term(Divergence):
     """One ψ: a function of one tensor, expanded around what that tensor is at θ_k."""
 
-    flat: bool = True
+    key: tuple[str | int, bool] | None = None
+    """Where it sits inside the network: on a module, and whether on what that is called with; None: on the output."""
     additive = False
     """It adds the examples up, in place of averaging them."""
     needs_loss = True
@@ -101,10 +102,15 @@ class Psi(ShownWithOptions, ABC):
     variable = "the output"
     """What it is a function of, in words."""
 
+    _title = ""
+
     @property
     def title(self) -> str:
         """What errors call it."""
-        return f"psi() of {self!r}"
+        return self._title or f"psi() of {self!r}"
+
+    def terms(self) -> Iterator[tuple[float, Term | L2]]:
+        yield 1.0, self
 
     @abstractmethod
     def psi(self, output: Tensor, base: BasePoint) -> Tensor:
@@ -165,7 +171,7 @@ class Psi(ShownWithOptions, ABC):
         detached = LLQRError(f"{self.title} doesn't depend on {self.variable}: is something detached in it?")
         if not value.requires_grad:
             raise detached
-        if type(self).hessian_product is not Psi.hessian_product:
+        if type(self).hessian_product is not Term.hessian_product:
             self._check_product(base)
         if not self.flat:
             return
@@ -185,7 +191,7 @@ class Psi(ShownWithOptions, ABC):
     def _check_product(self, base: BasePoint) -> None:
         """Raise where a product that is written out isn't that of ψ_N."""
         tangent = waves(base.output)
-        given, expected = self.hessian_product(tangent, base), Psi.hessian_product(self, tangent, base)
+        given, expected = self.hessian_product(tangent, base), Term.hessian_product(self, tangent, base)
         if given.shape != expected.shape or not torch.allclose(
             given, expected, rtol=1e-2, atol=1e-3 * float(expected.abs().max())
         ):
@@ -195,7 +201,7 @@ class Psi(ShownWithOptions, ABC):
             )
 
 
-class QuadraticPsi(Psi):
+class QuadraticTerm(Term):
     """½ (x - x_k)ᵀ W (x - x_k), given by its product W v."""
 
     def psi(self, output: Tensor, base: BasePoint) -> Tensor:

@@ -5,59 +5,63 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from llqr.checks import Loss, check_callable, check_finite, check_flag
-from llqr.divergences.base import BasePoint, Divergence, Psi, QuadraticPsi, Reduction, check_reduction, hessian_product
+from llqr.divergences.base import (
+    BasePoint,
+    Divergence,
+    QuadraticTerm,
+    Reduction,
+    Term,
+    check_reduction,
+    hessian_product,
+)
 from llqr.divergences.families import standard_normal
 from llqr.errors import LLQRError
-
-if TYPE_CHECKING:
-    from llqr.divergences import Term
 
 Metric = float | Tensor | Callable[[Tensor], Tensor] | Divergence
 LayerPsi = Callable[[Any, dict[str, Tensor], Any, dict[str, Tensor]], Tensor]
 LayerLoss = Callable[[Any, dict[str, Tensor]], Tensor]
 
 
-class ActivationTerm(Divergence):
+class ActivationTerm(Term):
     """ψ_i at one module, by its name or a stage's index; built by `Intermediate` and `Layerwise`.
 
     ψ is of what the module returns or, where it is `joint`, of what it is called with and its parameters, in one tensor that
     `base.unpack` makes two of.
     """
 
-    def __init__(self, module: str | int, inner: Psi, joint: bool = False) -> None:
+    needs_loss = False
+
+    def __init__(self, module: str | int, inner: Term, joint: bool = False) -> None:
         self.module, self.inner, self.joint = module, inner, joint
-        self.flat, self.additive = inner.flat, inner.additive
+        self.key: tuple[str | int, bool] = (module, joint)
+        self.flat, self.additive, self.by_variable = inner.flat, inner.additive, inner.by_variable
 
-    @property
-    def key(self) -> tuple[str | int, bool]:
-        """Terms with the same key sit on the same tensor."""
-        return self.module, self.joint
-
-    def terms(self) -> Iterator[tuple[float, Term]]:
-        yield 1.0, self
-
-    def psi(self, activation: Tensor, base: BasePoint) -> Tensor:
-        return self.inner.psi(activation, base)
+    def psi(self, output: Tensor, base: BasePoint) -> Tensor:
+        return self.inner.psi(output, base)
 
     def hessian_product(self, tangent: Tensor, base: BasePoint) -> Tensor:
         return self.inner.hessian_product(tangent, base)
 
-    def check(self, base: BasePoint) -> None:
-        """Raise where ψ can't be taken of what the network has here."""
-        self.inner.check(base.output)
+    def draw(self, base: BasePoint, generator: torch.Generator) -> Tensor:
+        return self.inner.draw(base, generator)
+
+    def check(self, output: Tensor, weights: Tensor | None = None) -> None:
+        self.inner.check(output, weights)
+
+    def check_psi(self, base: BasePoint) -> None:
         self.inner.check_psi(base)
 
     def __repr__(self) -> str:
         return f"{'Layerwise' if self.joint else 'Intermediate'}({{{self.module!r}: {self.inner!r}}})"
 
 
-class _Metric(QuadraticPsi):
+class _Metric(QuadraticTerm):
     """½ (x - x_k)ᵀ W (x - x_k), W a metric that is given or a function of x_k."""
 
     needs_loss = False
@@ -96,9 +100,7 @@ class _Metric(QuadraticPsi):
         elif not torch.allclose(metric, metric.mT):
             raise LLQRError(f"the metric at {self.module!r} isn't symmetric; give (W + W.mT) / 2")
         elif torch.linalg.eigvalsh(metric.double()).min() < -1e-6 * metric.abs().max():
-            raise LLQRError(
-                f"the metric at {self.module!r} has a negative eigenvalue; it must be positive semi-definite"
-            )
+            raise LLQRError(f"the metric at {self.module!r} has a negative eigenvalue: W is positive semi-definite")
 
     def _metric(self, base: BasePoint) -> Tensor:
         """W with its reduction: a number, diagonals (1 or examples) × numbers, or matrices, likewise."""
@@ -108,9 +110,7 @@ class _Metric(QuadraticPsi):
         if isinstance(found, (int, float)) or (isinstance(found, Tensor) and found.dim() == 0):
             return output.new_full((), float(found) * scale)
         if not isinstance(found, Tensor):
-            raise LLQRError(
-                f"the metric at {self.module!r} returned a {type(found).__name__}, not a number or a tensor"
-            )
+            raise LLQRError(f"the metric at {self.module!r} returned a {type(found).__name__}, not a number or tensor")
         shape, found = tuple(found.shape), found.detach().to(output) * scale
         if callable(metric):
             if shape in ((count, size, size), tuple(output.shape)):
@@ -166,13 +166,11 @@ class Intermediate(Divergence):
         self.metrics, self.reduction = dict(metrics), reduction
         self.flat = all(metric.flat for metric in metrics.values() if isinstance(metric, Divergence))
 
-    def terms(self) -> Iterator[tuple[float, Term]]:
+    def terms(self) -> Iterator[tuple[float, Term | L2]]:
         for module, metric in self.metrics.items():
-            if not isinstance(metric, Divergence):
-                yield 1.0, ActivationTerm(module, _Metric(module, metric, self.reduction))
-                continue
-            for weight, term in metric.terms():
-                assert isinstance(term, Psi)
+            of_it = metric if isinstance(metric, Divergence) else _Metric(module, metric, self.reduction)
+            for weight, term in of_it.terms():
+                assert isinstance(term, Term)
                 yield weight, ActivationTerm(module, term)
 
     def __repr__(self) -> str:
@@ -194,7 +192,7 @@ class Layerwise(Divergence):
         check_flag("flat", flat)
         self.psis, self.flat = dict(psis), flat
 
-    def terms(self) -> Iterator[tuple[float, Term]]:
+    def terms(self) -> Iterator[tuple[float, Term | L2]]:
         for module, psi in self.psis.items():
             yield 1.0, ActivationTerm(module, _Joint(psi, self.flat, f"psi at {module!r}"), joint=True)
 
@@ -203,28 +201,24 @@ class Layerwise(Divergence):
         return f"Layerwise({{{inside}}}{'' if self.flat else ', flat=False'})"
 
 
-class _Joint(Psi):
+class _Joint(Term):
     """ψ(x, θ) as a function of both in one tensor."""
 
     needs_loss = False
     variable = "x and the parameters"
 
-    def __init__(self, function: LayerPsi, flat: bool, title: str) -> None:
-        self.function, self.flat, self._title = function, flat, title
-
-    @property
-    def title(self) -> str:
-        return self._title
+    def __init__(self, function: LayerPsi | LayerLoss, flat: bool, title: str, of_change: bool = True) -> None:
+        self.function, self.flat, self._title, self.of_change = function, flat, title, of_change
 
     def psi(self, output: Tensor, base: BasePoint) -> Tensor:
         assert base.unpack is not None
-        return self.function(*base.unpack(output), *base.unpack(base.output))
+        return self.function(*base.unpack(output), *(base.unpack(base.output) if self.of_change else ()))
 
     def __repr__(self) -> str:
         return _brief(self.function)
 
 
-class _JointCurvature(QuadraticPsi, _Joint):
+class _JointCurvature(QuadraticTerm, _Joint):
     """½ (z - z_k)ᵀ ∇²ψ(z_k) (z - z_k), z = (x, θ): what Gauss–Newton keeps of a term of the loss."""
 
     def hessian_product(self, tangent: Tensor, base: BasePoint) -> Tensor:
@@ -254,17 +248,9 @@ class LayerwiseLoss:
         """Its terms inside the network; with `flat`, their curvature alone."""
         kind = _JointCurvature if flat else _Joint
         return [
-            ActivationTerm(module, kind(_of_now(term), flat, f"the loss term at {module!r}"), joint=True)
+            ActivationTerm(module, kind(term, flat, f"the loss term at {module!r}", of_change=False), joint=True)
             for module, term in self._terms.items()
         ]
-
-
-def _of_now(term: LayerLoss) -> LayerPsi:
-    def psi(x: Any, parameters: dict[str, Tensor], x_k: Any, parameters_k: dict[str, Tensor]) -> Tensor:
-        return term(x, parameters)
-
-    psi.__qualname__ = _brief(term)
-    return psi
 
 
 class L2(Divergence):
@@ -274,13 +260,15 @@ class L2(Divergence):
     gets none.
     """
 
+    needs_loss = False
+
     def __init__(self, weight: float | Mapping[str | int, float] = 1.0) -> None:
         for module, value in weight.items() if isinstance(weight, Mapping) else [("weight", weight)]:
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
                 raise LLQRError(f"L2 weights are non-negative numbers; {module!r} is {value!r}")
         self.weight = weight
 
-    def terms(self) -> Iterator[tuple[float, Term]]:
+    def terms(self) -> Iterator[tuple[float, Term | L2]]:
         yield 1.0, self
 
     def __repr__(self) -> str:
@@ -290,7 +278,7 @@ class L2(Divergence):
 def _check_metric(module: str | int, metric: Metric) -> None:
     if isinstance(metric, Divergence):
         for _, term in metric.terms():
-            if not isinstance(term, Psi) or term.needs_loss:
+            if not isinstance(term, Term) or term.needs_loss:
                 raise LLQRError(
                     f"{term!r} can't be taken of what {module!r} returns: give a metric, or a divergence of outputs that needs "
                     "no loss, such as KL()"

@@ -5,26 +5,19 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from llqr.divergences.base import BasePoint, Divergence, Psi, QuadraticPsi, Reduction, check_reduction, hessian_product
+from llqr.divergences.base import BasePoint, QuadraticTerm, Reduction, Term, check_reduction, hessian_product
 from llqr.divergences.families import Categorical, Family, resolve_family
 from llqr.divergences.inside import L2
 from llqr.errors import LLQRError
 
-if TYPE_CHECKING:
-    from llqr.divergences import Term
 
-
-class OutputTerm(Psi, Divergence):
+class OutputTerm(Term):
     """ψ_N(x_N): a function of what the network returns. One of your own has `psi`, and `needs_loss = False` where that
     doesn't ask for `base.loss`."""
-
-    def terms(self) -> Iterator[tuple[float, Term]]:
-        yield 1.0, self
 
 
 class Newton(OutputTerm):
@@ -39,7 +32,7 @@ class Newton(OutputTerm):
     def __init__(self, damping: float = 0.0) -> None:
         self.damping = L2(damping) if damping else None
 
-    def terms(self) -> Iterator[tuple[float, Term]]:
+    def terms(self) -> Iterator[tuple[float, Term | L2]]:
         yield 1.0, self
         if self.damping is not None:
             yield 1.0, self.damping
@@ -51,7 +44,7 @@ class Newton(OutputTerm):
         return f"Newton(damping={self.damping.weight})" if self.damping is not None else "Newton()"
 
 
-class GaussNewton(QuadraticPsi, OutputTerm):
+class GaussNewton(QuadraticTerm, OutputTerm):
     """½ (x_N - x_N^k)ᵀ W (x_N - x_N^k): H = Jᵀ W J with J the network's Jacobian.
 
     W is the loss's own Hessian in output space (the generalised Gauss–Newton matrix; J_rᵀ J_r for a squared error) or, for a

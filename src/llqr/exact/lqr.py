@@ -208,11 +208,8 @@ def _at_state(terms: list[_AtState], base: BasePoint) -> tuple[BlockDiagonal | N
     cost: BlockDiagonal | None = None
     slopes: Tensor | None = None
     for weight, term in terms:
-        if isinstance(term, OutputTerm):
-            term.check(base.output)
-            term.check_psi(base)
-        else:
-            term.check(base)
+        term.check(base.output)
+        term.check_psi(base)
         cost = _add(cost, _hessian(weight, term, base))
         if not term.flat:
             slopes = _add(slopes, weight * slope_of(partial(term.psi, base=base), base.output))
@@ -256,12 +253,14 @@ def _stage(
 
     for _, term, place in losses:
         base = place.base(caught[place], examples)
-        term.check(base)
+        term.check(base.output)
+        term.check_psi(base)
         _add_loss(stage, term.psi(caught[place], base), leaves, below)
     steep = None if adjoint is None else (adjoint.detach().requires_grad_() * output).sum()
     for weight, term, place in inside:
         base = place.base(caught[place], examples)
-        term.check(base)
+        term.check(base.output)
+        term.check_psi(base)
         if term.flat:
             _add_flat(stage, _hessian(weight, term, base), caught[place], leaves, below)
         else:

@@ -24,8 +24,8 @@ from llqr.curvature.chunks import Piece
 from llqr.curvature.precision import no_autocast
 from llqr.curvature.recorded_chunk import ChunkContext
 from llqr.curvature.recorder import Parameters, Recorder
-from llqr.divergences import Divergence, LayerwiseLoss, Newton, resolve
-from llqr.divergences.family_of_loss import check_families
+from llqr.divergences import Divergence, LayerwiseLoss, Newton, Term, resolve
+from llqr.divergences.families import check_families
 from llqr.errors import DegenerateProblemError, LLQRError, LLQRWarning, callers_level, unknown
 from llqr.exact.live import Closure, Live
 from llqr.exact.point import Point
@@ -286,7 +286,8 @@ class Exact(torch.optim.Optimizer):
         parameters = {name: p.clone() for name, p in held.items()}  # products go on while steps are tried
         places = locations.locations_of(self._model, terms)
         recorder = Recorder(self._model, list(places.values()), call=live.replaced, streams=live.streams)
-        context = ChunkContext(recorder, parameters, live.loss_fn, terms, places)
+        functions = [(weight, term) for weight, term in terms if isinstance(term, Term)]
+        context = ChunkContext(recorder, parameters, live.loss_fn, functions, places)
         piece = Piece((), live.targets, None, slice(None), 1.0, 1.0, live.groups[0][0])
         with torch.enable_grad(), no_autocast(parameters):
             diagonal = locations.diagonal(self._model, parameters, terms, 0.0)

@@ -25,7 +25,7 @@ from llqr.curvature.graph import graph_nodes, graph_numbers
 from llqr.curvature.recorded_chunk import ChunkContext, RecordedChunk
 from llqr.curvature.recorder import Parameters, Recorder
 from llqr.curvature.replacements import plain_rules
-from llqr.divergences import L2, GaussNewton, OutputTerm
+from llqr.divergences import GaussNewton, OutputTerm
 from llqr.errors import LLQRError
 from llqr.exact.matrices import BlockDiagonal, apply_to_units, joined, materialise_transposed, unflat
 
@@ -274,8 +274,8 @@ Groups = Sequence[tuple[int, int]]
 class _Plain(JacobianProducts):
     """A forward pass recorded by plain operations, whose nodes tell where parameters act."""
 
-    def __init__(self, recorder: Recorder, parameters: Parameters, inputs: Inputs, forward_mode: bool) -> None:
-        super().__init__(recorder, parameters, inputs, forward_mode, plain_rules())
+    def __init__(self, recorder: Recorder, parameters: Parameters, inputs: Inputs) -> None:
+        super().__init__(recorder, parameters, inputs, plain_rules())
 
     def rows(self, groups: Sequence[Group], push: Callable[[Tensor], Tensor], room: int) -> Rows:
         return Rows(self._outputs, self._leaves, groups, push, room)
@@ -385,8 +385,8 @@ class Point(RecordedChunk):
 
             def weigh(tangent: Tensor, index: int = index) -> Tensor:
                 total = torch.zeros_like(tangent)
-                for factor, term in self._counted():
-                    if not isinstance(term, L2) and self._context.index(term) == index:
+                for factor, term in self._terms:
+                    if self._context.index(term) == index:
                         total = total + factor * term.hessian_product(tangent, self._expanded[index])
                 return total
 
@@ -397,19 +397,19 @@ class Point(RecordedChunk):
         """Second moments of both sides of each linear map, and the gradient, of a random slope whose second moment is W."""
         generator = torch.Generator(self.gradient_vector.device).manual_seed(0)
         total = [torch.zeros_like(value) for value in self.values]
-        for factor, term in self._counted():
+        for factor, term in self._terms:
             if isinstance(term, OutputTerm):
                 total[0] = total[0] + factor**0.5 * term.draw(self._expanded[0], generator)
         plain = self._plain()
         return plain.second_moments(total, room), joined(plain.pull(total))
 
     def _linearized(self, recorder: Recorder, parameters: Parameters, inputs: Inputs) -> JacobianProducts:
-        return (JacobianProducts if self._by_products else _Plain)(recorder, parameters, inputs, self._forward)
+        return (JacobianProducts if self._by_products else _Plain)(recorder, parameters, inputs)
 
     def _plain(self) -> _Plain:
         if isinstance(self._linear, _Plain):
             return self._linear
-        return _Plain(self._context.recorder, self._context.parameters, self._piece.inputs, False)
+        return _Plain(self._context.recorder, self._context.parameters, self._piece.inputs)
 
 
 def _shape(value: Tensor, examples: int) -> tuple[int, int]:

@@ -115,9 +115,7 @@ class Adam(FirstOrder):
 
     def update(self) -> Update:
         first, second = self.betas
-        mean: Change = []
-        square: Change = []
-        count = 0
+        mean, square, count = Change(), Change(), 0
 
         def update(gradient: Change) -> tuple[Change, float]:
             nonlocal count

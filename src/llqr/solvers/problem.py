@@ -22,8 +22,6 @@ from llqr.preconditioner import Change, Preconditioner
 Stacks = list[Tensor]
 StacksOrChange = TypeVar("StacksOrChange", Stacks, Change)
 
-NOTHING_TO_GAIN = 1e-6
-"""A line search that lowers J by less than this, relative to J, is the last."""
 ROUNDING = 64
 """A block whose gradient is within so many units in the last place of the whole has none but rounding, as the bias before a
 BatchNorm or that of attention's keys. A solver that weighs all blocks alike leaves it out, or it would follow it."""
@@ -80,20 +78,15 @@ class Quadratic(Protocol):
 
 
 def curvature_along(model: Quadratic, direction: dict[str, Tensor]) -> float:
-    """v·Hv, the part of it that is here: half a product for a model that knows it without Hv."""
-    known: Callable[[dict[str, Tensor]], float] | None = getattr(model, "curvature_along", None)
-    if known is not None:
-        return known(direction)
+    """v·Hv: half a product for a model that knows it without Hv."""
+    if hasattr(model, "curvature_along"):
+        return float(model.curvature_along(direction))
     product = model.curvature(direction)
     return _dot(list(direction.values()), [product[name] for name in direction])
 
 
 class Problem:
-    """J for a quadratic model and preconditioners with the blocks of `u`.
-
-    Where the model holds a part of the parameters and others hold the rest, stacks and changes are of that part, and every
-    number that comes from one of the methods here is of the whole.
-    """
+    """J for a quadratic model and preconditioners with the blocks of `u`."""
 
     def __init__(self, model: Quadratic, u: Preconditioner) -> None:
         self.model, self.groups = model, [group.layout() for group in u.groups]
@@ -163,7 +156,7 @@ class Point:
 
     def __init__(self, problem: Problem, u: Preconditioner) -> None:
         self.u = u
-        self._linear = [group.linearize(x) for group, x in zip(u.groups, problem.descent, strict=True)]
+        self._linear = [g.structure.linearize(g.tensors, x) for g, x in zip(u.groups, problem.descent, strict=True)]
 
     @cached_property
     def step(self) -> Stacks:
@@ -187,33 +180,6 @@ class Solver(ShownWithOptions, ABC):
 
         Where U would no longer be finite, the last one that is comes back.
         """
-
-
-class ConjugateDirections:
-    """Polak–Ribière: d ← -M∇J + β⁺ d, with β⁺ = max(0, ⟨M∇J, ∇J - ∇J_before⟩ / ⟨M∇J_before, ∇J_before⟩); M = I by default."""
-
-    def __init__(self, problem: Problem, metric: list[Tensor] | None = None) -> None:
-        self._problem, self._metric = problem, metric
-        self._last: tuple[Change, float, Change] | None = None
-
-    def next(self, gradient: Change, free: list[Tensor] | None = None) -> Change | None:
-        """The direction, of the blocks that are free to move (a factor for each); None where there is no descent left."""
-        descent: Change = mapped(torch.neg, gradient)
-        for factors in (self._metric, free):
-            descent = descent if factors is None else weighted(factors, descent)
-        before = gradient if self._last is None else self._last[0]
-        squared, overlap = (-number for number in self._problem.dots((descent, gradient), (descent, before)))
-        if not 0 < squared < math.inf:
-            return None
-        direction = descent
-        if self._last is not None:
-            _, squared_before, direction_before = self._last
-            kept = direction_before if free is None else weighted(free, direction_before)
-            direction = add(descent, kept, max((squared - overlap) / squared_before, 0.0))
-            if self._problem.dots((direction, gradient))[0] >= 0:
-                direction = descent
-        self._last = (gradient, squared, direction)
-        return direction
 
 
 def positive(name: str, value: object) -> float:

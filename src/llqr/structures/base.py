@@ -1,4 +1,4 @@
-"""What every block structure of U can do.
+"""What every block structure of U can do; and Scalar, Diagonal and Dense, which are linear in their tensors.
 
 A structure says how a block of U is stored and how it acts. It is written for a stack: `x` has shape `(k, *shape)`, one
 gradient for each of k blocks of one shape, and each of the block's tensors has the same leading dimension k.
@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,25 +27,15 @@ Damping = float | Tensor
 """λ as a share of the mean curvature: one for all of a stack, or one for each, (k,)."""
 
 
-class Linearization(Protocol):
+class Linearization(NamedTuple):
     """The action of a block on x at one value of its tensors, with what its derivatives share computed once."""
 
-    def value(self) -> Tensor:
-        """U x."""
-
-    def derivative(self, change: Tensors) -> Tensor:
-        """d(U x) along a change of the tensors."""
-
-    def pullback(self, cotangent: Tensor) -> dict[str, Tensor]:
-        """The gradient of ⟨cotangent, U x⟩ with respect to the tensors: the adjoint of `derivative`."""
-
-
-class _Linearization(NamedTuple):
-    """One by three functions."""
-
     value: Callable[[], Tensor]
+    """U x."""
     derivative: Callable[[Tensors], Tensor]
+    """d(U x) along a change of the tensors."""
     pullback: Callable[[Tensor], dict[str, Tensor]]
+    """The gradient of ⟨cotangent, U x⟩ with respect to the tensors: the adjoint of `derivative`."""
 
 
 class Structure(ShownWithOptions, ABC):
@@ -80,7 +71,7 @@ class Structure(ShownWithOptions, ABC):
         def act(tensors: dict[str, Tensor]) -> Tensor:
             return self.apply(tensors, x)
 
-        return _Linearization(
+        return Linearization(
             lambda: act(point),
             lambda change: torch.func.jvp(act, (point,), (dict(change),))[1],
             lambda cotangent: torch.func.vjp(act, point)[1](cotangent)[0],
@@ -157,7 +148,7 @@ class LinearStructure(Structure):
 
     def linearize(self, tensors: Tensors, x: Tensor) -> Linearization:
         """U x; its derivative is the action of the change."""
-        return _Linearization(
+        return Linearization(
             lambda: self.apply(tensors, x), lambda change: self.apply(change, x), partial(self.pullback, x)
         )
 
@@ -201,8 +192,6 @@ def damped_inverse(moment: Tensor, damping: Damping) -> Tensor:
 
 LONG_SIDE = 192
 """Sides longer than this are inverted by their leading eigenvectors: their matrix would cost more than a training step."""
-
-
 POWERS = 2
 """Products with M before the one that gives its leading eigenvalues."""
 
@@ -243,3 +232,105 @@ def _start(side: int, rank: int, dtype: torch.dtype, device: torch.device) -> Te
 def check_per(per: Per) -> None:
     if per not in ("parameter", "layer"):
         raise unknown("extent of a block", per, ("parameter", "layer"))
+
+
+@dataclass(frozen=True)
+class Scalar(LinearStructure):
+    """U x = u·x: a learned length for each parameter, or for each layer with `per="layer"`."""
+
+    per: Per = "parameter"
+
+    def __post_init__(self) -> None:
+        check_per(self.per)
+
+    def multiplier(self, shape: Sequence[int]) -> str | None:
+        return "u" if self.per == "parameter" else None
+
+    def identity(self, shape: Sequence[int], like: Tensor, count: int = 1) -> dict[str, Tensor]:
+        return {"u": ones((), like, count)}
+
+    def apply(self, tensors: Tensors, x: Tensor) -> Tensor:
+        return tensors["u"].reshape(-1, *(1 for _ in x.shape[1:])) * x
+
+    def second_moments(self, rows: Tensor, columns: Tensor, kernel: int) -> dict[str, Tensor]:
+        return {"rows": gram(rows), "columns": gram(columns)}
+
+    def closed_form(self, moments: Tensors, damping: Damping) -> dict[str, Tensor]:
+        """tr H / (tr H² + λ tr H), of H = A ⊗ G."""
+        traces = [moment.diagonal(dim1=1, dim2=2).sum(1) for moment in moments.values()]
+        squares = [moment.square().sum((1, 2)) for moment in moments.values()]
+        numbers = [moment.shape[1] for moment in moments.values()]
+        trace = traces[0] * traces[1]
+        shift = damping * trace / (numbers[0] * numbers[1]) + torch.finfo(trace.dtype).tiny
+        return {"u": trace / (squares[0] * squares[1] + shift * trace + torch.finfo(trace.dtype).tiny)}
+
+    def pullback(self, x: Tensor, cotangent: Tensor) -> dict[str, Tensor]:
+        return {"u": (x * cotangent).flatten(1).sum(1) if x.dim() > 1 else x * cotangent}
+
+
+@dataclass(frozen=True)
+class Diagonal(LinearStructure):
+    """U x = d ∘ x, with d of the parameter's shape."""
+
+    def spread(self, shape: Sequence[int]) -> int:
+        return math.prod(shape)
+
+    def multiplier(self, shape: Sequence[int]) -> str | None:
+        return "d"
+
+    def identity(self, shape: Sequence[int], like: Tensor, count: int = 1) -> dict[str, Tensor]:
+        return {"d": ones(shape, like, count)}
+
+    def apply(self, tensors: Tensors, x: Tensor) -> Tensor:
+        return tensors["d"] * x
+
+    def second_moments(self, rows: Tensor, columns: Tensor, kernel: int) -> dict[str, Tensor]:
+        return {"squares": rows.square().mT @ columns.square()}
+
+    def mean_curvature(self, moments: Tensors) -> Tensor:
+        return moments["squares"].flatten(1).mean(1)
+
+    def closed_form(self, moments: Tensors, damping: Damping) -> dict[str, Tensor]:
+        """1/(h + λ), h the diagonal of H."""
+        squares = moments["squares"]
+        shift = damping * squares.flatten(1).mean(1) + torch.finfo(squares.dtype).tiny
+        return {"d": (squares + shift.reshape(-1, 1, 1)).reciprocal()}
+
+    def pullback(self, x: Tensor, cotangent: Tensor) -> dict[str, Tensor]:
+        return {"d": x * cotangent}
+
+
+@dataclass(frozen=True)
+class Dense(LinearStructure):
+    """vec(U x) = U vec(x), U of n × n for a block of n numbers: exact for a block, and only for small ones.
+
+    `per="layer"`: one matrix for all the parameters that a module owns itself, the paper's U_i.
+    """
+
+    per: Per = "parameter"
+
+    def __post_init__(self) -> None:
+        check_per(self.per)
+
+    def identity(self, shape: Sequence[int], like: Tensor, count: int = 1) -> dict[str, Tensor]:
+        return {"U": eye(math.prod(shape), like, count)}
+
+    def apply(self, tensors: Tensors, x: Tensor) -> Tensor:
+        return torch.bmm(tensors["U"], _columns(x)).reshape(x.shape)
+
+    def second_moments(self, rows: Tensor, columns: Tensor, kernel: int) -> dict[str, Tensor]:
+        return {"whole": gram((rows[..., None] * columns[:, :, None]).flatten(2))}
+
+    def mean_curvature(self, moments: Tensors) -> Tensor:
+        return moments["whole"].diagonal(dim1=1, dim2=2).mean(1)
+
+    def closed_form(self, moments: Tensors, damping: Damping) -> dict[str, Tensor]:
+        """(H + λ)⁻¹."""
+        return {"U": damped_inverse(moments["whole"], damping)}
+
+    def pullback(self, x: Tensor, cotangent: Tensor) -> dict[str, Tensor]:
+        return {"U": _columns(cotangent) * _columns(x).mT}
+
+
+def _columns(x: Tensor) -> Tensor:
+    return x.reshape(x.shape[0], -1, 1)

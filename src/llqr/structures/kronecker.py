@@ -20,6 +20,7 @@ from llqr.errors import unknown
 from llqr.structures.base import (
     LONG_SIDE,
     Damping,
+    Diagonal,
     Linearization,
     Modes,
     Structure,
@@ -30,7 +31,6 @@ from llqr.structures.base import (
     ones,
     thin_inverse,
 )
-from llqr.structures.linear import Diagonal
 
 VECTOR = Diagonal()
 
@@ -115,12 +115,7 @@ def _longest(stack: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class SideStructure(Structure):
-    """A structure with a factor for each side of a parameter (m, ...), seen as m × n; a vector is diagonal.
-
-    `max_dim`: a side longer than that has a diagonal factor (a vector), so that an embedding of 50,000 words doesn't ask for
-    a 50,000 × 50,000 matrix. `modes="all"`: a convolution (C_out, C_in, k, k) has three sides, C_out, C_in and k², in place of
-    two.
-    """
+    """A structure with a factor for each side of a parameter (m, ...), seen as m × n; a vector is diagonal."""
 
     max_dim: int = 8192
     modes: Modes = "matrix"
@@ -138,8 +133,8 @@ class SideStructure(Structure):
         """U x, of x with these sides."""
 
     @abstractmethod
-    def linearize_sides(self, tensors: Tensors, x: Tensor, shape: Sequence[int]) -> Linearization:
-        """U x with its derivatives, of x with these sides; what comes out has the given shape."""
+    def linearize_sides(self, tensors: Tensors, x: Tensor) -> Linearization:
+        """U x with its derivatives, of x with these sides."""
 
     def sides(self, shape: Sequence[int]) -> tuple[int, ...]:
         """m × n, or C_out × C_in × k² for a convolution with `modes="all"`."""
@@ -168,7 +163,13 @@ class SideStructure(Structure):
     def linearize(self, tensors: Tensors, x: Tensor) -> Linearization:
         if x.dim() < 3:
             return VECTOR.linearize(tensors, x)
-        return self.linearize_sides(tensors, self._folded(x), x.shape)
+        folded = self._folded(x)
+        value, derivative, pullback = self.linearize_sides(tensors, folded)
+        return Linearization(
+            lambda: value().reshape(x.shape),
+            lambda change: derivative(change).reshape(x.shape),
+            lambda cotangent: pullback(cotangent.reshape(folded.shape)),
+        )
 
     def second_moments(self, rows: Tensor, columns: Tensor, kernel: int) -> dict[str, Tensor]:
         """Along each side: matrices, or diagonals where the side is longer than max_dim."""
@@ -221,8 +222,22 @@ class Kronecker(SideStructure):
         pairs = scale.square() if factor.dim() == 2 else scale[..., None] * scale[:, None]
         return {**tensors, name: factor * pairs}
 
-    def linearize_sides(self, tensors: Tensors, x: Tensor, shape: Sequence[int]) -> Linearization:
-        return _KroneckerLinearization(tensors, x, shape)
+    def linearize_sides(self, tensors: Tensors, x: Tensor) -> Linearization:
+        """d(C X Dᵀ) = dC (X Dᵀ) + (C X) dDᵀ; the pullback of P is P (X Dᵀ)ᵀ for C and Pᵀ (C X) for D.
+
+        Both X Dᵀ and C X are there for the pullback, so the value is one product more: with the factor of the shorter side.
+        """
+        factors, last = list(tensors.values()), _shortest(x.shape)
+        rest = AllButOne(x, factors)
+
+        def derivative(change: Tensors) -> Tensor:
+            parts = [multiply(rest[mode], change[name], mode) for mode, name in enumerate(tensors)]
+            return sum(parts[1:], start=parts[0])
+
+        def pullback(cotangent: Tensor) -> dict[str, Tensor]:
+            return {n: outer(cotangent, rest[mode], mode, f) for mode, (n, f) in enumerate(tensors.items())}
+
+        return Linearization(lambda: multiply(rest[last], factors[last], last), derivative, pullback)
 
     def degree(self, shape: Sequence[int]) -> int:
         return len(self.sizes(shape))
@@ -235,30 +250,6 @@ class Kronecker(SideStructure):
 def _diagonal_of(name: str) -> str:
     """What the diagonal of a thin factor is called."""
     return f"diagonal of {name}"
-
-
-class _KroneckerLinearization(Linearization):
-    """d(C X Dᵀ) = dC (X Dᵀ) + (C X) dDᵀ; the pullback of P is P (X Dᵀ)ᵀ for C and Pᵀ (C X) for D.
-
-    Both X Dᵀ and C X are there for the pullback, so the value is one product more: with the factor of the shorter side.
-    """
-
-    def __init__(self, tensors: Tensors, x: Tensor, shape: Sequence[int]) -> None:
-        self._tensors, self._factors, self._shape, self._sides = tensors, list(tensors.values()), shape, x.shape
-        self._rest = AllButOne(x, self._factors)
-
-    def value(self) -> Tensor:
-        last = _shortest(self._sides)
-        return multiply(self._rest[last], self._factors[last], last).reshape(self._shape)
-
-    def derivative(self, change: Tensors) -> Tensor:
-        parts = [multiply(self._rest[mode], change[name], mode) for mode, name in enumerate(self._tensors)]
-        return sum(parts[1:], start=parts[0]).reshape(self._shape)
-
-    def pullback(self, cotangent: Tensor) -> dict[str, Tensor]:
-        cotangent = cotangent.reshape(self._sides)
-        named = enumerate(self._tensors.items())
-        return {name: outer(cotangent, self._rest[mode], mode, factor) for mode, (name, factor) in named}
 
 
 SCALE = "s"
@@ -296,8 +287,43 @@ class EigenKronecker(SideStructure):
         basis = tensors[self.factors[side]]
         return {**tensors, self.factors[side]: basis * (scale if basis.dim() == 2 else scale[..., None])}
 
-    def linearize_sides(self, tensors: Tensors, x: Tensor, shape: Sequence[int]) -> Linearization:
-        return _EigenLinearization(tensors, x, shape)
+    def linearize_sides(self, tensors: Tensors, x: Tensor) -> Linearization:
+        """With X̂ = Q_Lᵀ X Q_R and Y = Q_L (s ∘ X̂) Q_Rᵀ,
+
+            dX̂ = dQ_Lᵀ (X Q_R) + (Q_Lᵀ X) dQ_R
+            dY = dQ_L ((s ∘ X̂) Q_Rᵀ) + (Q_L (s ∘ X̂)) dQ_Rᵀ + Q_L (ds ∘ X̂ + s ∘ dX̂) Q_Rᵀ
+
+        and with P̂ = Q_Lᵀ P Q_R the pullback of P is P̂ ∘ X̂ for s, P ((s ∘ X̂) Q_Rᵀ)ᵀ + (X Q_R) (s ∘ P̂)ᵀ for Q_L, and
+        (Q_Lᵀ P)ᵀ (s ∘ X̂) + (Q_Lᵀ X)ᵀ (s ∘ P̂) for Q_R: the same in L and R, but for what the first term puts together. That
+        takes what Y (for the longer side) and P̂ (for the others) need anyway, so that five products involve the longer side,
+        not seven.
+        """
+        s, named = tensors[SCALE], _bases(tensors)
+        bases, long, short = list(named.values()), _longest(x.shape), _shortest(x.shape)
+        transposed = [transpose(basis) for basis in bases]
+        inner = AllButOne(x, transposed)
+        hat = multiply(inner[short], transposed[short], short)
+        scaled = s * hat
+        outside = AllButOne(scaled, bases)
+
+        def derivative(change: Tensors) -> Tensor:
+            hat_change = sum(multiply(inner[mode], transpose(change[name]), mode) for mode, name in enumerate(named))
+            moved = multiply_all(change[SCALE] * hat + s * hat_change, bases)
+            for mode, name in enumerate(named):
+                moved = moved + multiply(outside[mode], change[name], mode)
+            return moved
+
+        def pullback(cotangent: Tensor) -> dict[str, Tensor]:
+            pulled = AllButOne(cotangent, transposed)
+            hat_pulled = multiply(pulled[short], transposed[short], short)
+            weighed = s * hat_pulled
+            gradient: dict[str, Tensor] = {}
+            for mode, (name, basis) in enumerate(named.items()):
+                pair = (cotangent, outside[mode]) if mode == long else (pulled[mode], scaled)
+                gradient[name] = outer(inner[mode], weighed, mode, basis, onto=outer(*pair, mode, basis))
+            return {**gradient, SCALE: hat_pulled * hat}
+
+        return Linearization(lambda: multiply(outside[long], bases[long], long), derivative, pullback)
 
     def degree(self, shape: Sequence[int]) -> int:
         return 2 * len(self.sizes(shape)) - 1
@@ -309,47 +335,3 @@ class EigenKronecker(SideStructure):
 
 def _bases(tensors: Tensors) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if name != SCALE}
-
-
-class _EigenLinearization(Linearization):
-    """With X̂ = Q_Lᵀ X Q_R and Y = Q_L (s ∘ X̂) Q_Rᵀ,
-
-        dX̂ = dQ_Lᵀ (X Q_R) + (Q_Lᵀ X) dQ_R
-        dY = dQ_L ((s ∘ X̂) Q_Rᵀ) + (Q_L (s ∘ X̂)) dQ_Rᵀ + Q_L (ds ∘ X̂ + s ∘ dX̂) Q_Rᵀ
-
-    and with P̂ = Q_Lᵀ P Q_R the pullback of P is P̂ ∘ X̂ for s, P ((s ∘ X̂) Q_Rᵀ)ᵀ + (X Q_R) (s ∘ P̂)ᵀ for Q_L, and
-    (Q_Lᵀ P)ᵀ (s ∘ X̂) + (Q_Lᵀ X)ᵀ (s ∘ P̂) for Q_R: the same in L and R, but for what the first term puts together. That takes
-    what Y (for the longer side) and P̂ (for the others) need anyway, so that five products involve the longer side, not seven.
-    """
-
-    def __init__(self, tensors: Tensors, x: Tensor, shape: Sequence[int]) -> None:
-        self._shape, self._scale, self._named = shape, tensors[SCALE], _bases(tensors)
-        self._bases = list(self._named.values())
-        self._transposed = [transpose(basis) for basis in self._bases]
-        self._long, self._short = _longest(x.shape), _shortest(x.shape)
-        self._inner = AllButOne(x, self._transposed)
-        self._hat = multiply(self._inner[self._short], self._transposed[self._short], self._short)
-        self._scaled = self._scale * self._hat
-        self._outer = AllButOne(self._scaled, self._bases)
-
-    def value(self) -> Tensor:
-        return multiply(self._outer[self._long], self._bases[self._long], self._long).reshape(self._shape)
-
-    def derivative(self, change: Tensors) -> Tensor:
-        names = list(enumerate(self._named))
-        hat = sum(multiply(self._inner[mode], transpose(change[name]), mode) for mode, name in names)
-        moved = multiply_all(change[SCALE] * self._hat + self._scale * hat, self._bases)
-        for mode, name in names:
-            moved = moved + multiply(self._outer[mode], change[name], mode)
-        return moved.reshape(self._shape)
-
-    def pullback(self, cotangent: Tensor) -> dict[str, Tensor]:
-        cotangent = cotangent.reshape(self._hat.shape)
-        pulled = AllButOne(cotangent, self._transposed)
-        hat = multiply(pulled[self._short], self._transposed[self._short], self._short)
-        scaled = self._scale * hat
-        gradient: dict[str, Tensor] = {}
-        for mode, (name, basis) in enumerate(self._named.items()):
-            pair = (cotangent, self._outer[mode]) if mode == self._long else (pulled[mode], self._scaled)
-            gradient[name] = outer(self._inner[mode], scaled, mode, basis, onto=outer(*pair, mode, basis))
-        return {**gradient, SCALE: hat * self._hat}

@@ -6,15 +6,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import reduce
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from llqr.errors import LLQRError, unknown
-from llqr.structures.base import Linearization, Structure
+from llqr.structures.base import Dense, Diagonal, Scalar, Structure
 from llqr.structures.kronecker import EigenKronecker, Kronecker
-from llqr.structures.linear import Dense, Diagonal, Scalar
 
 NAMES: dict[str, Callable[[], Structure]] = {
     "scalar": Scalar,
@@ -48,7 +48,7 @@ def assign(structure: StructureSpec, names: Collection[str]) -> dict[str, Struct
     """
     if not isinstance(structure, Mapping):
         return dict.fromkeys(names, resolve(structure))
-    answering = {name: [name, *_holders(name)] for name in names}
+    answering = {name: list(accumulate(name.split("."), "{}.{}".format))[::-1] for name in names}
     known = dict.fromkeys(answer for answers in answering.values() for answer in answers)
     resolved = {pattern: resolve(entry) for pattern, entry in structure.items()}
     wild = [pattern for pattern in structure if isinstance(pattern, str) and not WILD.isdisjoint(pattern)]
@@ -75,11 +75,6 @@ def assign(structure: StructureSpec, names: Collection[str]) -> dict[str, Struct
 def owner(name: str) -> str:
     """The module that owns a parameter: the name up to the last dot."""
     return name.rpartition(".")[0]
-
-
-def _holders(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:depth]) for depth in range(1, len(parts))]
 
 
 STACK_LIMIT = 2**16
@@ -110,16 +105,18 @@ class Group:
 
     def gather(self, values: Mapping[str, Tensor]) -> Tensor:
         """The stack (k, *shape) of the members' values; the parameters of a layer are joined to one vector."""
-        blocks = [self._block([values[name] for name in names]) for names in self.members]
+        if self.structure.per == "parameter":
+            blocks = [values[name].to(self.dtype) for (name,) in self.members]
+        else:
+            blocks = [torch.cat([values[n].reshape(-1).to(self.dtype) for n in names]) for names in self.members]
         return blocks[0].unsqueeze(0) if len(blocks) == 1 else torch.stack(blocks)
 
     def scatter(self, stack: Tensor, dtypes: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The inverse of `gather`: a value for each member, in the dtype of the tensor of that name in `dtypes`."""
         scattered = {}
         for names, block in zip(self.members, stack.unbind(), strict=True):
-            parts = (
-                [block] if self.structure.per == "parameter" else torch.split(block, [s.numel() for s in self.shapes])
-            )
+            whole = self.structure.per == "parameter"
+            parts = [block] if whole else torch.split(block, [shape.numel() for shape in self.shapes])
             for name, part, shape in zip(names, parts, self.shapes, strict=True):
                 scattered[name] = part.reshape(shape).to(dtypes[name].dtype)
         return scattered
@@ -146,12 +143,9 @@ class Group:
     def _subset(self, chosen: list[int]) -> Group:
         if len(chosen) == len(self.keys):
             return self
-        rest = replace(self, keys=tuple(self.keys[i] for i in chosen), members=tuple(self.members[i] for i in chosen))
-        return rest.holding({name: tensor[chosen] for name, tensor in self.tensors.items()})
-
-    def holding(self, tensors: dict[str, Tensor]) -> Group:
-        """The same blocks with other tensors."""
-        return replace(self, tensors=tensors)
+        tensors = {name: tensor[chosen] for name, tensor in self.tensors.items()}
+        keys, members = tuple(self.keys[i] for i in chosen), tuple(self.members[i] for i in chosen)
+        return replace(self, keys=keys, members=members, tensors=tensors)
 
     def zeros_beside(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Zeros for the members that have no value in blocks where others have one."""
@@ -164,12 +158,9 @@ class Group:
             if name not in values
         }
 
-    def has_dtype_of(self, values: Mapping[str, Tensor]) -> bool:
-        return all(values[name].dtype == self.dtype for names in self.members for name in names)
-
     def layout(self) -> Group:
         """The group without its numbers: enough to gather and scatter."""
-        return self.holding({name: tensor.new_empty(0) for name, tensor in self.tensors.items()})
+        return replace(self, tensors={name: tensor.new_empty(0) for name, tensor in self.tensors.items()})
 
     def check(self, values: Mapping[str, Tensor]) -> None:
         """Raise for a member's value that isn't a dense tensor of real numbers of its shape, on the device of the block."""
@@ -179,26 +170,14 @@ class Group:
                 if name in values:
                     _check_value(name, values[name], shape, device)
 
-    def linearize(self, stack: Tensor) -> Linearization:
-        return self.structure.linearize(self.tensors, stack)
-
-    def _block(self, values: Sequence[Tensor]) -> Tensor:
-        if self.structure.per == "parameter":
-            return values[0].to(self.dtype)
-        return torch.cat([value.reshape(-1).to(self.dtype) for value in values])
-
 
 def _check_value(name: str, value: object, shape: torch.Size, device: torch.device) -> None:
     if not isinstance(value, Tensor):
-        raise LLQRError(
-            f"the gradient of {name!r} is a {type(value).__name__}, not a tensor: where there is none, leave it out"
-        )
+        raise LLQRError(f"the gradient of {name!r} is a {type(value).__name__}, not a tensor: leave it out")
     if value.shape != shape:
         raise LLQRError(f"the gradient of {name!r} has shape {tuple(value.shape)}, and the parameter {tuple(shape)}")
     if value.layout != torch.strided:
-        raise LLQRError(
-            f"the gradient of {name!r} is sparse: give value.to_dense(), or build the embedding with sparse=False"
-        )
+        raise LLQRError(f"the gradient of {name!r} is sparse: give its to_dense(), or an embedding with sparse=False")
     if not value.is_floating_point():
         raise LLQRError(f"the gradient of {name!r} is {value.dtype}, not of real floating-point numbers")
     if value.device != device:

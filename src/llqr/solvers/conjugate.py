@@ -1,4 +1,5 @@
-"""ScaleFree: conjugate directions with lengths taken from the curvature; no learning rate, one curvature product a step."""
+"""Solvers along conjugate directions: ConjugateGradient, with an exact line search, and ScaleFree, with lengths taken from the
+curvature: no learning rate, one curvature product a step."""
 
 from __future__ import annotations
 
@@ -9,22 +10,118 @@ import torch
 from torch import Tensor
 
 from llqr.preconditioner import Change, Preconditioner
-from llqr.solvers.problem import (
-    NOTHING_TO_GAIN,
-    ConjugateDirections,
-    Point,
-    Problem,
-    Solver,
-    Stacks,
-    add,
-    block_norms,
-    positive,
-)
+from llqr.solvers.problem import Point, Problem, Solver, Stacks, add, block_norms, mapped, positive, weighted
 
+NOTHING_TO_GAIN = 1e-6
+"""A line search that lowers J by less than this, relative to J, is the last."""
+LONGEST = 10.0
+"""The longest step, relative to the norm of U at the start."""
 LONGEST_TRIAL = 1.0
 """The most that a tensor moves to a trial point, relative to its norm."""
 STRETCH = (0.1, 3.0)
 """The least and the largest multiple of a trial's length that a step may have."""
+
+
+class ConjugateDirections:
+    """Polak–Ribière: d ← -M∇J + β⁺ d, with β⁺ = max(0, ⟨M∇J, ∇J - ∇J_before⟩ / ⟨M∇J_before, ∇J_before⟩); M = I by default."""
+
+    def __init__(self, problem: Problem, metric: list[Tensor] | None = None) -> None:
+        self._problem, self._metric = problem, metric
+        self._last: tuple[Change, float, Change] | None = None
+
+    def next(self, gradient: Change, free: list[Tensor] | None = None) -> Change | None:
+        """The direction, of the blocks that are free to move (a factor for each); None where there is no descent left."""
+        descent: Change = mapped(torch.neg, gradient)
+        for factors in (self._metric, free):
+            descent = descent if factors is None else weighted(factors, descent)
+        before = gradient if self._last is None else self._last[0]
+        squared, overlap = (-number for number in self._problem.dots((descent, gradient), (descent, before)))
+        if not 0 < squared < math.inf:
+            return None
+        direction = descent
+        if self._last is not None:
+            _, squared_before, direction_before = self._last
+            kept = direction_before if free is None else weighted(free, direction_before)
+            direction = add(descent, kept, max((squared - overlap) / squared_before, 0.0))
+            if self._problem.dots((direction, gradient))[0] >= 0:
+                direction = descent
+        self._last = (gradient, squared, direction)
+        return direction
+
+
+@dataclass(frozen=True)
+class ConjugateGradient(Solver):
+    """Polak–Ribière directions d ← -∇J + β⁺ d, with the length that minimises J along d.
+
+    Along d, δ(a) = δ + a δ' + a² δ'' for Kronecker blocks, and J is a quartic in a whose coefficients two curvature products,
+    Hδ' and Hδ'', give exactly; where δ is linear in U, δ'' = 0 and one does. For E-KFAC, whose δ is of degree five, δ'' is the
+    remainder at the length that minimises J to second order, and a third product tells where the step has led.
+    """
+
+    def solve(self, problem: Problem, u: Preconditioner, steps: int) -> Preconditioner:
+        point = problem.at(u)
+        product = problem.curvature(point.step)
+        longest = LONGEST * problem.norm([group.tensors for group in u.groups])
+        degree = u.degree
+        history = [problem.value(point.step, product)]
+        directions = ConjugateDirections(problem)
+        for _ in range(steps):
+            slope = problem.slope(product)
+            direction = directions.next(point.pullback(slope))
+            if direction is None:
+                break
+            first = point.derivative(direction)
+            first_product = problem.curvature(first)
+            decline, curved = problem.dots((slope, first), (first, first_product))
+            limit = longest / problem.norm(direction)
+            length = min(-decline / abs(curved), limit) if curved else limit
+            new_product = add(product, first_product, length)
+            if degree > 1:
+                trial = problem.at(u.moved(direction, length)).step
+                steps_to = zip(trial, point.step, first, strict=True)
+                second = [(t - s - length * f) / (length * length) for t, s, f in steps_to]
+                second_product = problem.curvature(second)
+                pairs = (slope, second), (first, second_product), (second, second_product)
+                square, cubic, quartic = problem.dots(*pairs)
+                coefficients = [decline, curved / 2 + square, cubic, quartic / 2]
+                length = _minimum(coefficients, length, limit)
+                new_product = add(add(product, first_product, length), second_product, length * length)
+            new = problem.at(u.moved(direction, length))
+            if degree > 2:
+                new_product = problem.curvature(new.step)
+            value = problem.value(new.step, new_product)
+            gained = history[-1] - value
+            if not (gained > 0 and new.u.is_finite()):
+                break
+            u, point, product = new.u, new, new_product
+            history.append(value)
+            if gained <= NOTHING_TO_GAIN * abs(value):
+                break
+        return u.with_history(history)
+
+
+def _minimum(coefficients: list[float], start: float, limit: float) -> float:
+    """The length in (0, limit] with the least a₁t + a₂t² + a₃t³ + a₄t⁴, among its stationary points, `start` and `limit`."""
+    scaled, power = [], start  # in units of start, so that powers don't overflow
+    for coefficient in coefficients:
+        scaled.append(coefficient * power)
+        power *= start
+    top = max(map(abs, scaled))
+    if not 0 < top < math.inf or not all(map(math.isfinite, scaled)):
+        return start
+    a1, a2, a3, a4 = (coefficient / top for coefficient in scaled)
+    slope = [a1, 2 * a2, 3 * a3, 4 * a4]
+    while len(slope) > 1 and abs(slope[-1]) < 1e-14:
+        slope.pop()
+    candidates = [1.0, limit / start]
+    if len(slope) > 1:
+        companion = torch.zeros(len(slope) - 1, len(slope) - 1, dtype=torch.float64)
+        companion.diagonal(-1).fill_(1)
+        companion[:, -1] = -torch.tensor(slope[:-1], dtype=torch.float64) / slope[-1]
+        roots = torch.linalg.eigvals(companion)
+        candidates += [float(root.real) for root in roots if abs(float(root.imag)) < 1e-6 * abs(complex(root))]
+    values = {t: t * (a1 + t * (a2 + t * (a3 + t * a4))) for t in candidates if 0 < t <= limit / start}
+    return start * min((t for t in values if math.isfinite(values[t])), key=values.__getitem__, default=1.0)
 
 
 @dataclass(frozen=True)
