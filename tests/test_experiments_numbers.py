@@ -22,7 +22,7 @@ from llqr_lab.experiments.sweep import Job, _started, configurations
 from llqr_lab.experiments.table import cells, gains, shown, times, verdict
 from llqr_lab.figures.experiments import _point
 from llqr_lab.options import seed_list
-from llqr_lab.tasks.grokking import Grokking
+from llqr_lab.tasks.named import Grokking
 
 
 def result(method: str, score: float | None, seconds: float = 10.0, **more: Any) -> dict[str, Any]:

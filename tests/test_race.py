@@ -14,8 +14,11 @@ from torch import nn
 from typer.testing import CliRunner
 
 from llqr import LLQR
-from llqr_lab.bench.courses import COURSES, ENTRIES, Course, Entry
 from llqr_lab.bench.race import (
+    COURSES,
+    ENTRIES,
+    Course,
+    Entry,
     Race,
     common_end,
     main,

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from llqr_lab.bench import sizes
-from llqr_lab.bench.courses import COURSES, Course
-from llqr_lab.bench.race import end
+from llqr_lab.bench.race import COURSES, Course, end
 from llqr_lab.experiments.command import folder_of
 from llqr_lab.experiments.loop import train
 

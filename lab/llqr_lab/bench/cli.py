@@ -26,7 +26,7 @@ def exact_training(
     share: Annotated[float, typer.Option(min=0.001, max=1, help="This share of the time, to see that it works.")] = 1.0,
 ) -> None:
     """Small networks fitted by exact steps, Adam, L-BFGS and SOAP: error by seconds; what an exact step costs (15 minutes)."""
-    from llqr_lab.exact_training.bench import main
+    from llqr_lab.bench.exact_training import main
 
     main(output, figure, pages, seed, share)
 
@@ -77,8 +77,7 @@ def race(
     steps: Annotated[int | None, typer.Option(min=50, help="Steps of each course, in place of its own.")] = None,
 ) -> None:
     """SGDM, AdamW, Muon, SOAP, Shampoo, SINGD, and LLQR on three of them: each at its best rate, and LLQR at its base's."""
-    from llqr_lab.bench.courses import COURSES, ENTRIES
-    from llqr_lab.bench.race import main
+    from llqr_lab.bench.race import COURSES, ENTRIES, main
 
     chosen = name_list(optimizers)
     check_names(tasks or [], COURSES, "task of the race")

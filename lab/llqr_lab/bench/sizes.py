@@ -16,8 +16,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from rich.console import Console
 
-from llqr_lab.bench.courses import ENTRIES, Course
-from llqr_lab.bench.race import Race, Wanted, at_rates_of_bases
+from llqr_lab.bench.race import ENTRIES, Course, Race, Wanted, at_rates_of_bases
 from llqr_lab.errors import RunError
 from llqr_lab.experiments.collect import Result, reached_at
 from llqr_lab.experiments.reproduction import shares

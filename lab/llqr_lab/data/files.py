@@ -22,6 +22,8 @@ from torch import Tensor
 from llqr_lab.errors import DataError, MissingDataError
 
 VARIABLE = "LLQR_DATA"
+WHOLE = {"cifar10": 50_000, "cifar100": 50_000, "imagenet": 1_281_167, "iwslt14": 160_239, "multi30k": 29_000}
+"""How much there is to learn from in these, of which the files at hand may be a part."""
 T = TypeVar("T")
 
 

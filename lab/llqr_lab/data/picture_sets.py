@@ -5,8 +5,11 @@ from __future__ import annotations
 import gzip
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,8 +19,8 @@ from torch import Tensor
 from llqr.errors import LLQRError, unknown
 from llqr_lab.data.batches import Split
 from llqr_lab.data.files import data_folder, data_path, read_npz, reading, tar_members, unpacked
-from llqr_lab.data.pictures import Normalisation, Pictures, pictures_in_memory
-from llqr_lab.errors import DataError
+from llqr_lab.data.pictures import Augmentation, Normalisation, Pictures, pictures_in_memory, reduced
+from llqr_lab.errors import DataError, check_names
 
 
 def digits(train: int = 1400) -> Split:
@@ -247,3 +250,36 @@ def random_pictures(
         return (patterns[labels] + noise).clamp(0, 255).byte(), labels
 
     return pictures_in_memory("generated pictures", part(train), part(test), classes)
+
+
+# by the names that configurations have for them; docs/experiments.md lists them, with sources and licences
+
+CROPPED: dict[str, Callable[[Path | None], Pictures]] = {
+    "cifar10": partial(cifar, "cifar10"),
+    "cifar100": partial(cifar, "cifar100"),
+    "tiny-imagenet32": tiny_imagenet32,
+}
+"""Of 32 × 32 pixels or averaged to fewer, cropped with padding and flipped in training."""
+SCALED: dict[str, Callable[..., Pictures]] = {"imagenet": imagenet, "imagenette": imagenette}
+"""Of any size: brought to 8/7 of the wanted side, then cropped and flipped in training."""
+
+
+def pictures(
+    name: str, folder: Path | None, pixels: int = 0, **options: Any
+) -> tuple[Pictures, Augmentation, int | None]:
+    """The pictures, what training does to them, and the side of the crop that is tested on."""
+    if name in SCALED:
+        side = pixels or 224
+        return SCALED[name](folder, side=side * 8 // 7, **options), Augmentation(size=side, flip=True), side
+    if name == "random-pictures":
+        made = random_pictures(pixels=pixels or 16, **options)
+        return made, Augmentation(padding=2, flip=True), None
+    if name not in (*CROPPED, "fashion"):
+        check_names([name], [*CROPPED, "fashion", *SCALED, "random-pictures"], "data set of pictures")
+    if options or (pixels and name == "fashion"):
+        given = ", ".join(["pixels"] * bool(pixels) + list(options))
+        raise DataError(f"{name} has a size of its own: leave out {given}")
+    if name == "fashion":
+        return fashion(folder), Augmentation(), None
+    side = pixels or SIDE
+    return reduced(CROPPED[name](folder), side), Augmentation(padding=side // 8, flip=True), None

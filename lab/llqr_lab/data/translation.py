@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from llqr_lab.data.batches import Batch, check_step, mixed, shuffled
 from llqr_lab.data.files import cached, data_path, reading
-from llqr_lab.errors import DataError, MissingDataError
+from llqr_lab.errors import DataError, MissingDataError, check_names
 
 
 @dataclass(frozen=True)
@@ -332,6 +332,12 @@ def prepared(text: ParallelText, merges: int = 10_000) -> Translation:
         text.train.dropped,
         clean.dropped,
     )
+
+
+def corpus(name: str, folder: Path | None, merges: int) -> Translation:
+    check_names([name], [*CORPORA, "tiny-translation"], "corpus")
+    text = tiny_text() if name == "tiny-translation" else parallel_text(name, folder)
+    return prepared(text, merges)
 
 
 LONGEST, RATIO = 175, 1.5

@@ -166,10 +166,10 @@ class GPT(CausalTransformer):
         super().__init__(words, length, width, heads, layers, dropout, bias=False)
         self.head.weight = self.embed.weight
         without_biases(self)
-        added = [name for name, _ in self.named_parameters() if name.endswith(("out.weight", "mlp.2.weight"))]
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=0.02 * (2 * layers) ** -0.5 if name in added else 0.02)
+                added = name.endswith(("out.weight", "mlp.2.weight"))
+                nn.init.normal_(parameter, std=0.02 * (2 * layers) ** -0.5 if added else 0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.norm(self.hidden(tokens)))  # type: ignore[no-any-return]

@@ -11,8 +11,17 @@ import torch
 from sacrebleu.metrics.bleu import BLEU
 from torch import Tensor, nn
 
-from llqr_lab.data.catalogue import WHOLE, corpus
-from llqr_lab.data.translation import PAD, START, STOP, TranslationBatches, all_batches, padded, real_tokens
+from llqr_lab.data.files import WHOLE
+from llqr_lab.data.translation import (
+    PAD,
+    START,
+    STOP,
+    TranslationBatches,
+    all_batches,
+    corpus,
+    padded,
+    real_tokens,
+)
 from llqr_lab.errors import DataError
 from llqr_lab.tasks.base import Metrics, Task, scores
 
