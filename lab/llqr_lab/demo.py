@@ -1,7 +1,5 @@
 """`llqr demo`: one training loop on digits, with SGD and momentum and with AdamW, alone and with LLQR around them."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Mapping

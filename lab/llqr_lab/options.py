@@ -1,7 +1,5 @@
 """What the command line takes, checked before any work, so that no result is computed and then lost."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress

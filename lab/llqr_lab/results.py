@@ -1,7 +1,5 @@
 """What every result carries, and how commands show theirs: JSON and text files, pages, tables, progress bars."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -5,8 +5,6 @@ line search. As in the paper R is a network of two layers with one parameter eac
 its loss is the mean output.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace

@@ -4,8 +4,6 @@ Nothing is trained. A network is built without numbers (torch's meta device), an
 weights are linear maps, what is kept of each, how it is inverted, and which rank owns it. Torch counts the operations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial

@@ -4,8 +4,6 @@ A training step is forward, backward and AdamW. All jobs of a network take turns
 job's seconds over the mean of the training steps before and after it.
 """
 
-from __future__ import annotations
-
 import copy
 import statistics
 import time

@@ -4,8 +4,6 @@ Each has a network, the residuals that the loss is the mean square of, and an er
 equation the relative error of the solution on a grid, else the relative error of predictions on fresh data.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Every optimizer has the same processor time on one thread, and is shown with the
 the end). A second part times one exact step as the network gets wider and deeper and the residuals more.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -1,7 +1,5 @@
 """Memory and threads: what the benchmarks measure with, on a machine that others use too."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

@@ -6,8 +6,6 @@ the steps after these. A network whose steps are too long for that is timed over
 medians of its steps with a refit and of those without, by the default schedule.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ Every run is a folder as `llqr train` makes them, so a race that was stopped goe
 repeats nothing.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -92,7 +90,7 @@ class Course:
     target: float | None = None
     """A training loss at which the task is over: who is there in the fewest steps is best."""
 
-    def of_length(self, steps: int | None) -> Course:
+    def of_length(self, steps: int | None) -> "Course":
         """The same over so many steps; one that says itself when it is over may take as many."""
         if steps is None:
             return self

@@ -1,7 +1,5 @@
 """The race as tables (docs/benchmarks.md; `llqr bench race --page` writes them) and as a picture."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

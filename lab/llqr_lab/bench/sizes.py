@@ -5,8 +5,6 @@ By width and depth: AdamW at its best rate, and LLQR on AdamW at that rate; the 
 last loss, over AdamW's. Runs are folders, as in the race: what was stopped goes on.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

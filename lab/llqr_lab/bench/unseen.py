@@ -5,8 +5,6 @@ at its edge. Then each, alone and with LLQR around it, runs at a third, one and 
 schedules.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterable, Sequence

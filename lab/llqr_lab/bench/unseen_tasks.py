@@ -3,8 +3,6 @@
 Batches are a function of the seed and the step's number, so that every optimizer sees the same ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial

@@ -1,7 +1,5 @@
 """Files of data sets: where they are, reading them without trust, and where to keep what is made from them."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

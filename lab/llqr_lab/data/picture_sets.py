@@ -1,7 +1,5 @@
 """Data sets of pictures: scikit-learn's digits, Fashion-MNIST, CIFAR and what stands in for it, ImageNet and a sample of it."""
 
-from __future__ import annotations
-
 import gzip
 import math
 import os

@@ -3,8 +3,6 @@
 Random changes are by kornia, a batch at a time. All random numbers are torch's own on the CPU: `own_randomness` decides.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -170,7 +168,7 @@ class Normalisation:
     deviation: tuple[float, ...]
 
     @staticmethod
-    def of(images: Tensor) -> Normalisation:
+    def of(images: Tensor) -> "Normalisation":
         """What makes each channel of these uint8 pictures have mean 0 and deviation 1."""
         means, deviations = [], []
         levels = torch.arange(256, dtype=torch.float64) / 255
@@ -198,11 +196,11 @@ class Pictures:
     classes: int
     normalisation: Normalisation
 
-    def training(self, size: int, seed: int, augmentation: Augmentation = NOTHING) -> TrainingPictures:
+    def training(self, size: int, seed: int, augmentation: Augmentation = NOTHING) -> "TrainingPictures":
         """Training batches by the step's number."""
         return TrainingPictures(self.train, self.normalisation, size, seed, augmentation)
 
-    def testing(self, size: int, crop: int | None = None) -> PicturesInOrder:
+    def testing(self, size: int, crop: int | None = None) -> "PicturesInOrder":
         """All test pictures in order, nothing random about them; with `crop`, the middle square of this side."""
         return PicturesInOrder(self.test, self.normalisation, size, crop)
 

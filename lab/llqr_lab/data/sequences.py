@@ -1,7 +1,5 @@
 """Sequences of tokens: text as characters, each to be predicted from those before it; and arithmetic modulo a prime."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import isqrt
@@ -30,7 +28,7 @@ class Characters:
     test: Tensor
     where: str
 
-    def training(self, size: int, context: int, seed: int) -> CharacterBatches:
+    def training(self, size: int, context: int, seed: int) -> "CharacterBatches":
         """Random windows of the training part, by the step's number."""
         return CharacterBatches(self._long_enough(self.train, "training", context), size, context, seed)
 

@@ -1,7 +1,5 @@
 """Translation: pairs of sentences, cut into words (Moses) and pieces (byte pair encoding), as numbers in batches of tokens."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random
@@ -238,7 +236,7 @@ class Dictionary:
         self._numbers = {piece: number for number, piece in enumerate(self.pieces, len(SPECIAL))}
 
     @classmethod
-    def of(cls, text: Iterable[Sequence[str]]) -> Dictionary:
+    def of(cls, text: Iterable[Sequence[str]]) -> "Dictionary":
         """All pieces of a text, equally common ones by the alphabet."""
         counts = Counter(piece for pieces in text for piece in pieces)
         return cls(sorted(counts, key=lambda piece: (-counts[piece], piece)))
@@ -270,7 +268,7 @@ class Part(NamedTuple):
     references: list[str]
     """What translations are scored against: raw text, or detokenised where the corpus comes tokenised. None in training."""
 
-    def first(self, sentences: int) -> Part:
+    def first(self, sentences: int) -> "Part":
         """So many of them; 0: all."""
         some = slice(sentences or None)
         return Part(self.source[some], self.target[some], self.references[some])

@@ -1,7 +1,5 @@
 """Results of many runs: from their folders, or from the one small file that is kept of them."""
 
-from __future__ import annotations
-
 import math
 import tomllib
 from collections.abc import Iterable

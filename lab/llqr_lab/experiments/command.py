@@ -1,7 +1,5 @@
 """`llqr train`: one run, in its folder, with a bar."""
 
-from __future__ import annotations
-
 import re
 import time
 import tomllib

@@ -1,7 +1,5 @@
 """What a run is set by: dataclasses that go to TOML and back, and refuse keys that they don't know."""
 
-from __future__ import annotations
-
 import dataclasses
 import tomllib
 import types
@@ -136,7 +134,7 @@ class Config:
     def to_toml(self) -> str:
         return tomli_w.dumps(_plain(self))
 
-    def changed(self, changes: Mapping[str, Any]) -> Config:
+    def changed(self, changes: Mapping[str, Any]) -> "Config":
         """With settings replaced, by dotted names: {"llqr.every": 100}."""
         table = _plain(self)
         for key in sorted(changes, key=lambda key: not key.endswith("name")):
@@ -153,7 +151,7 @@ class Config:
             place[last] = value
         return parsed(table)
 
-    def by_hand(self, changes: Mapping[str, Any]) -> Config:
+    def by_hand(self, changes: Mapping[str, Any]) -> "Config":
         """With settings replaced, and a note of it."""
         for name in ("preset", "scale", "method", "seed", "changes"):
             if name in changes:

@@ -13,8 +13,6 @@ written, and their checksums; a run that goes on cuts off what came later, and w
 a file that was edited, or lost a part, is noticed.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

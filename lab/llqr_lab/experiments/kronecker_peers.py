@@ -10,8 +10,6 @@ the layer's block of the Fisher matrix is about A ⊗ G (Martens & Grosse 2015; 
 the training labels. Other parameters are stepped by momentum alone, at the same rate.
 """
 
-from __future__ import annotations
-
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable

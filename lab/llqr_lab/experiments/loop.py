@@ -4,8 +4,6 @@ Everything that a step depends on is in the checkpoint (model, optimizer with U,
 step's number (the batch), so that the metrics of a run that was killed are those of one that wasn't, bit for bit.
 """
 
-from __future__ import annotations
-
 import math
 import shlex
 import signal

@@ -1,7 +1,5 @@
 """The optimizer and the learning rate's schedule that a configuration asks for."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ Some of them are for matrices only, or for the layers that they know: AdamW then
 learning rate, which is how these optimizers are used.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping

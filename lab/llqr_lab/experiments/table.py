@@ -1,7 +1,5 @@
 """`llqr table`: ours beside the paper's, one table for each preset and scale, never mixed."""
 
-from __future__ import annotations
-
 from statistics import median
 
 from rich.console import Console

@@ -1,7 +1,5 @@
 """Convolutional networks: small ones, ResNet, VGG, wide ResNet and PyramidNet."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial

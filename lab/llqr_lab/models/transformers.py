@@ -1,7 +1,5 @@
 """Transformers: GPT and the one of the grokking task, ViT, and the encoder–decoder for translation."""
 
-from __future__ import annotations
-
 import math
 
 import torch

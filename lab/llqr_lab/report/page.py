@@ -1,7 +1,5 @@
 """`llqr report`: from folders of runs to one page, with its style, its scripts and what they draw, that needs no other file."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

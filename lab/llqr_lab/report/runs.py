@@ -1,7 +1,5 @@
 """Runs as they are found: finished, diverged, running, stopped, failed, or not readable; and their curves."""
 
-from __future__ import annotations
-
 import math
 import re
 import tomllib

@@ -1,7 +1,5 @@
 """What a task is: a model, batches by number, a loss, and a score."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 

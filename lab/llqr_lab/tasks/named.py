@@ -1,7 +1,5 @@
 """The tasks but for translation, and the one that a configuration asks for."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Translation: a smoothed loss per token to learn by, and BLEU of a beam search to be judged by."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path
