@@ -58,8 +58,7 @@ OPERATIONS: dict[Any, Any] = {
 def operations(job: Callable[[], Any]) -> tuple[Any, int]:
     """What a job returns; additions and multiplications in its matrix products and factorisations."""
     with FlopCounterMode(display=False, custom_mapping=OPERATIONS) as counter:
-        result = job()
-    return result, counter.get_total_flops()
+        return job(), counter.get_total_flops()
 
 
 class WithoutNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -344,8 +343,7 @@ def draw(path: Path) -> None:
         right.set_ylabel("memory of LLQR per device, GB\n(dotted: in a refit)")
         for axes in (left, right):
             axes.set_xscale("log", base=4)
-            axes.set_yscale("log")
+            axes.set(yscale="log", xlabel="devices that share the batch")
             axes.xaxis.set_major_formatter("{x:g}")
             axes.yaxis.set_major_formatter("{x:g}")
-            axes.set_xlabel("devices that share the batch")
         left.legend()

@@ -13,16 +13,14 @@ from typing import Any
 
 import torch
 from matplotlib.ticker import NullFormatter
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from llqr import Exact
 from llqr.errors import LLQRError
 from llqr_lab.bench.exact_problems import EQUATIONS, PROBLEMS, Problem, grid, poisson
 from llqr_lab.bench.measure import one_thread
 from llqr_lab.figures.style import BLUE, GREEN, GREY, ORANGE, PINK, drawing
-from llqr_lab.results import bar, provenance, show_table, write_json
+from llqr_lab.results import bar, provenance, say, show_table, simple_table, write_json
 
 Step = Callable[[], object]
 GRIDS: dict[str, tuple[float, ...]] = {
@@ -47,10 +45,10 @@ MOST_SECONDS = 20.0
 def stepper(name: str, setting: float, problem: Problem) -> Step:
     """One step of an optimizer."""
     parameters = list(problem.model.parameters())
+    optimizer: torch.optim.Optimizer
     if name == "Exact":
         exact = Exact(problem.model)
         return lambda: exact.step(problem.residuals)
-    optimizer: torch.optim.Optimizer
     if name == "L-BFGS":
         optimizer = torch.optim.LBFGS(parameters, history_size=int(setting), line_search_fn="strong_wolfe")
     elif name == "SOAP":
@@ -164,7 +162,7 @@ def main(output: Path, figure: Path, pages: Path | None, seed: int, share: float
             draw_pages(result, pages, seed)
     console = Console()
     report(result, console)
-    console.print(f"Wrote {output} and {figure}", highlight=False, soft_wrap=True)
+    say(console, f"Wrote {output} and {figure}")
 
 
 def costs(sizes: list[dict[str, int]], seed: int, most: float) -> list[dict[str, Any]]:
@@ -185,43 +183,26 @@ def summary(runs: dict[str, Any], problem: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in GRIDS:
         key, curve = best(runs, problem, name)
-        found[name] = {
-            "setting": key.rpartition("/")[2],
-            "steps": curve["steps"][-1],
-            "loss": curve["loss"][-1],
-            "error": curve["error"][-1],
-            "seconds_to_rough": reached(curve, ROUGH),
-            "seconds_to_fine": reached(curve, FINE),
-        }
+        ends = {what: curve[what][-1] for what in ("steps", "loss", "error")}
+        seconds = {"seconds_to_rough": reached(curve, ROUGH), "seconds_to_fine": reached(curve, FINE)}
+        found[name] = {"setting": key.rpartition("/")[2], **ends, **seconds}
     return found
 
 
 def report(result: dict[str, Any], console: Console) -> None:
-    table = Table(title="Best of each grid, the same processor time for all", title_justify="left", box=box.SIMPLE_HEAD)
-    for header in ("problem", "optimizer", "setting"):
-        table.add_column(header, no_wrap=True)
-    for header in ("steps", "loss", "error", f"s to {ROUGH:g}", f"s to {FINE:g}"):
-        table.add_column(header, justify="right", no_wrap=True)
+    headers = ("problem", "optimizer", "setting", "steps", "loss", "error", f"s to {ROUGH:g}", f"s to {FINE:g}")
+    title = "Best of each grid, the same processor time for all"
+    table = simple_table(title, *headers, left=("optimizer", "setting"))
     for problem, rows in result["summary"].items():
         for name, row in rows.items():
             seconds = ["–" if row[k] is None else f"{row[k]:.1f}" for k in ("seconds_to_rough", "seconds_to_fine")]
-            table.add_row(
-                problem,
-                name,
-                row["setting"],
-                f"{row['steps']:.0f}",
-                f"{row['loss']:.1e}",
-                f"{row['error']:.1e}",
-                *seconds,
-            )
+            ends = (f"{row['steps']:.0f}", f"{row['loss']:.1e}", f"{row['error']:.1e}")
+            table.add_row(problem, name, row["setting"], *ends, *seconds)
     show_table(console, table)
     for sweep, rows in result["costs"].items():
-        listed = ", ".join(
-            f"{r['parameters']} × {r['residuals']}: {r['seconds']:.2f} s ({r['taken']})"
-            for r in rows
-            if r["method"] == "auto"
-        )
-        console.print(f"One exact step by {sweep}, parameters × residuals: {listed}", highlight=False)
+        own = [row for row in rows if row["method"] == "auto"]
+        told = (f"{r['parameters']} × {r['residuals']}: {r['seconds']:.2f} s ({r['taken']})" for r in own)
+        say(console, f"One exact step by {sweep}, parameters × residuals: {', '.join(told)}")
 
 
 # figures
@@ -244,14 +225,12 @@ def draw(result: dict[str, Any], path: Path) -> None:
             for method, (colour, marker) in METHODS.items():
                 own = [row for row in rows if row["method"] == method]
                 places = [row["residuals"] if sweep == "residuals" else row["parameters"] for row in own]
-                line = "none" if method == "auto" else "-"
-                axes.plot(
-                    places, [row["seconds"] for row in own], color=colour, marker=marker, linestyle=line, label=method
-                )
-            axes.set(xscale="log", yscale="log", title=f"one step, by {sweep}")
+                how = {"color": colour, "marker": marker, "linestyle": "none" if method == "auto" else "-"}
+                axes.plot(places, [row["seconds"] for row in own], label=method, **how)
+            along = "residuals" if sweep == "residuals" else "parameters"
+            axes.set(xscale="log", yscale="log", title=f"one step, by {sweep}", xlabel=along)
             axes.xaxis.set_minor_formatter(NullFormatter())
             axes.yaxis.set_minor_formatter(NullFormatter())
-            axes.set_xlabel("residuals" if sweep == "residuals" else "parameters")
         panels[1][0].set_ylabel("seconds of one core")
         panels[1][0].legend()
 

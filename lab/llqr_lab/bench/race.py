@@ -168,13 +168,16 @@ class Race:
             wider: dict[Entry, Sequence[float]] = {}
             for entry, rates in coming.items():
                 results = found[entry.name][1] + self.results(entry, rates, [seed])
-                best = self._first(results)
-                found[entry.name] = best, results
-                tried = {*entry.rates, *(each["lr"] for each in results)}
-                if best is not None and best in (min(tried), max(tried)):
-                    wider[entry] = [_rounded(best / WIDEN if best == min(tried) else best * WIDEN)]
+                ends = dict.fromkeys(entry.rates, math.inf) | self._ends(results)
+                best = min(ends, key=lambda rate: ends[rate])
+                found[entry.name] = best if ends[best] < math.inf else None, results
+                if more := one_more(ends):
+                    wider[entry] = more
             coming = wider
         return found
+
+    def _ends(self, results: list[Result]) -> dict[float, float]:
+        return {each["lr"]: end(each, self._course) for each in results}
 
     def chosen(self, grids: Grids, runners: Sequence[Entry], seeds: Sequence[int]) -> dict[Entry, list[float]]:
         """The best rate of each who has one. Where others come close to it with the first seed, all seeds decide, by their
@@ -185,7 +188,7 @@ class Race:
 
     def _close(self, results: list[Result]) -> list[float]:
         """The best rates, from the best on: those whose ends differ by less than seeds do."""
-        ends = {each["lr"]: end(each, self._course) for each in results}
+        ends = self._ends(results)
         finite = sorted((lr for lr in ends if ends[lr] < math.inf), key=lambda lr: ends[lr])
         return [lr for lr in finite if ends[lr] <= (1 + TIE) * ends[finite[0]]]
 
@@ -198,22 +201,16 @@ class Race:
 
         return min(rates, key=mean_end)
 
-    def _first(self, results: list[Result]) -> float | None:
-        ends = {each["lr"]: end(each, self._course) for each in results}
-        best = min(ends, key=lambda lr: ends[lr], default=None)
-        return None if best is None or ends[best] == math.inf else best
-
     def step_seconds(self, best: Mapping[Entry, Sequence[float]], seed: int, data: Path | None) -> Times:
         """Everybody's at their best rates, in turns; kept beside the runs, for as long as the same ones are timed."""
         configs = {entry.name: self._configuration(entry, rates[0], seed)[0] for entry, rates in best.items()}
-        if not configs:
-            return {}
         labels = {name: config.label for name, config in configs.items()}
         which = blake2b(json.dumps(labels).encode(), digest_size=8).hexdigest()
         path = self._runs / self._course.preset / self._scale / f"seconds-{which}.json"
-        known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        if known:
-            return dict(known["seconds"])
+        if not configs:
+            return {}
+        if path.is_file():
+            return dict(json.loads(path.read_text(encoding="utf-8"))["seconds"])
         steps = 2 if self._scale == "smoke" else TIMED
         with bar(ROUNDS * len(configs) * math.ceil(steps / TURN), "timing steps") as done:
             found = step_seconds(configs, data, ROUNDS, done, steps)
@@ -232,13 +229,45 @@ class Race:
 
 def end(result: Result, course: Course) -> float:
     """How a run ended: its last training loss, or the steps that it took to be over; the less the better."""
-    if result["diverged"]:
-        return math.inf
     if course.target is not None:
         found = reached_at(result, course.target)
     else:
         found = result.get("steps_to_target") if course.reached == "test_accuracy" else last_loss(result)
-    return math.inf if found is None else float(found)
+    return math.inf if found is None or result["diverged"] else float(found)
+
+
+def one_more(ends: Mapping[float, float]) -> list[float]:
+    """A rate beyond the best of these ends where that is the first or the last; to two digits, as a folder's name has it."""
+    best = min(ends, key=lambda rate: ends[rate])
+    if ends[best] == math.inf or best not in (min(ends), max(ends)):
+        return []
+    return [rounded(best / WIDEN if best == min(ends) else best * WIDEN)]
+
+
+def rounded(rate: float) -> float:
+    """To two digits: three times 0.3 is 0.9."""
+    return float(f"{rate:.2g}")
+
+
+class Performed:
+    """The runs of a benchmark as it wants them, and whether all came to their end; its results, when all is done."""
+
+    def __init__(self, command: str, page: Path | None, runs: Path, data: Path | None, jobs: int) -> None:
+        check_page(page, command)
+        self.console, self.failed, self._page, self._command = Console(), False, page, command
+        self._how = runs, data, jobs, "auto", self.console
+
+    def __call__(self, wanted: Wanted) -> None:
+        self.failed |= sweep(wanted, *self._how) is False
+
+    def report(self, body: str, *written: Path) -> None:
+        say(self.console, f"{body}\nWrote {' and '.join(map(str, written))}")
+        if self.failed:
+            raise RunError(
+                "some runs came to no end (above): the same command goes on with them, and writes the page then"
+            )
+        if self._page is not None:
+            write_page(self._page, self._command, body)
 
 
 def main(
@@ -256,12 +285,7 @@ def main(
     steps: int | None = None,
 ) -> None:
     """`untuned`: LLQR has no rates of its own, and runs at its base's only. `steps`: of each course, in place of its own."""
-    console, failed = Console(), list[bool]()
-    check_page(page, COMMAND)
-
-    def perform(wanted: Wanted) -> None:
-        failed.append(sweep(wanted, runs, data, jobs, "auto", console) is False)
-
+    perform = Performed(COMMAND, page, runs, data, jobs)
     rows: list[Row] = []
     at_base: list[Row] = []
     some = (f" --optimizers '{','.join(entries)}'" if entries else "") + " --untuned" * untuned
@@ -284,11 +308,7 @@ def main(
         found = {"scale": scale, "seeds": list(seeds), "rows": rows, "untuned": at_base}
         write_json(output, {**provenance(command, seeds[0]), **found})
     draw(rows, at_base, figure)
-    say(console, f"{body(rows, at_base)}\nWrote {output} and {figure}")
-    if any(failed):
-        raise RunError("some runs came to no end (above): the same command goes on with them, and writes the page then")
-    if page is not None:
-        write_page(page, COMMAND, body(rows, at_base))
+    perform.report(body(rows, at_base), output, figure)
 
 
 def summary(
@@ -304,7 +324,7 @@ def summary(
                 "task": task,
                 "optimizer": name,
                 "lr": results[0]["lr"] if results else None,
-                "tried": {f"{each['lr']:g}": _number(end(each, course)) for each in tried},
+                "tried": {f"{each['lr']:g}": finite(end(each, course)) for each in tried},
                 "diverged": sorted({f"{each['lr']:g}" for each in (*tried, *results) if each["diverged"]}),
                 "seeds": seeds,
                 "targets": {
@@ -350,7 +370,8 @@ def untuned_rows(
         others = {each["seed"]: each for each in results}
         pairs = [(each, others[each["seed"]]) for each in finals[base] if each["seed"] in others]
         targets = [last_loss(own) for own, _ in pairs]
-        ends = [_end(own, course) for own, _ in pairs]
+        whole = [None if own["diverged"] else float(own["steps"]) for own, _ in pairs]
+        ends = [place(own, course, 0.0) for own, _ in pairs] if course.reached == "test_accuracy" else whole
         there = [place(other, course, target) for (_, other), target in zip(pairs, targets, strict=True)]
         alone = _side([own for own, _ in pairs], ends, times[base])
         around = _side([other for _, other in pairs], there, times[entry.name])
@@ -369,17 +390,10 @@ def untuned_rows(
                 for own, there in zip(alone[what], around[what], strict=True)
                 if own is not None
             ]
-            row[f"{what}_ratio"] = _number(median(ratios)) if ratios else None
-            row[f"{what}_ratios"] = [_number(each) for each in ratios]
+            row[f"{what}_ratio"] = finite(median(ratios)) if ratios else None
+            row[f"{what}_ratios"] = [finite(each) for each in ratios]
         rows.append(row)
     return rows
-
-
-def _end(result: Result, course: Course) -> float | None:
-    """The steps of a run that came to its end."""
-    if course.reached == "test_accuracy":
-        return place(result, course, 0.0)
-    return None if result["diverged"] else float(result["steps"])
 
 
 def _side(results: list[Result], steps: Sequence[float | None], times: list[float]) -> Row:
@@ -422,13 +436,9 @@ def _reached(results: list[Result], course: Course, target: float, seeds: int, t
 
 def place(result: Result, course: Course, target: float | None) -> float | None:
     """The step at which a run was there for the first time; None if it diverged in the end, or there is no target."""
-    if result["diverged"]:
+    if result["diverged"] or (target is None and course.reached != "test_accuracy"):
         return None
-    if course.reached == "test_accuracy":
-        return result.get("steps_to_target")
-    if target is None:
-        return None
-    return reached_at(result, target)
+    return result.get("steps_to_target") if course.reached == "test_accuracy" else reached_at(result, target or 0.0)
 
 
 def _middle(values: Sequence[float | None]) -> float | None:
@@ -436,12 +446,7 @@ def _middle(values: Sequence[float | None]) -> float | None:
     return median(known) if known and len(known) == len(values) else None
 
 
-def _rounded(rate: float) -> float:
-    """To two digits: three times 0.3 is 0.9, and a folder's name says so."""
-    return float(f"{rate:.2g}")
-
-
-def _number(value: float) -> float | None:
+def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 

@@ -12,15 +12,12 @@ from statistics import median
 from typing import Any
 
 from matplotlib.axes import Axes
-from rich.console import Console
 
-from llqr_lab.bench.race import ENTRIES, Course, Race, Wanted, at_rates_of_bases
-from llqr_lab.errors import RunError
+from llqr_lab.bench.race import ENTRIES, Course, Performed, Race, at_rates_of_bases, finite
 from llqr_lab.experiments.collect import Result, reached_at
 from llqr_lab.experiments.reproduction import shares
-from llqr_lab.experiments.sweep import sweep
 from llqr_lab.figures.style import BLUE, GREEN, GREY, ORANGE, drawing
-from llqr_lab.results import check_page, markdown_table, provenance, say, write_json, write_page
+from llqr_lab.results import markdown_table, provenance, write_json
 
 COMMAND = "llqr bench sizes --page"
 Row = dict[str, Any]
@@ -56,12 +53,7 @@ def main(
     figure: Path,
     page: Path | None = None,
 ) -> None:
-    console, failed = Console(), list[bool]()
-    check_page(page, COMMAND)
-
-    def perform(wanted: Wanted) -> None:
-        failed.append(sweep(wanted, runs, data, jobs, "auto", console) is False)
-
+    perform = Performed(COMMAND, page, runs, data, jobs)
     command = f"llqr bench sizes --scale {scale} --seeds {','.join(map(str, seeds))}"
     found: dict[str, list[Row]] = {"batch": [], "width": [], "layers": []}
     quick = scale == "smoke"
@@ -83,43 +75,30 @@ def main(
             found[name].append(_gain(size, base, own))
     write_json(output, {**provenance(command, seeds[0]), "scale": scale, "seeds": list(seeds), "loss": LOSS, **found})
     draw(found, figure)
-    say(console, f"{body(found)}\nWrote {output} and {figure}")
-    if any(failed):
-        raise RunError("some runs came to no end (above): the same command goes on with them, and writes the page then")
-    if page is not None:
-        write_page(page, COMMAND, body(found))
+    perform.report(body(found), output, figure)
 
 
 def _racer(size: int, name: str, rates: Sequence[float], results: list[Result]) -> Row:
     """Medians over the seeds; None where one of them never came to the loss."""
-    places = {along: [reached_at(each, LOSS, along) for each in results] for along in ("step", "seconds")}
-    middle = {
-        along: median(math.inf if each is None else each for each in some) if some else math.inf
-        for along, some in places.items()
-    }
-    finite = {along: at if math.isfinite(at) else None for along, at in middle.items()}
-    return {"size": size, "optimizer": name, "lr": rates[0] if rates else None, **finite}
+    middle = {}
+    for along in ("step", "seconds"):
+        places = [reached_at(each, LOSS, along) for each in results]
+        middle[along] = finite(median(math.inf if at is None else at for at in places) if places else math.inf)
+    return {"size": size, "optimizer": name, "lr": rates[0] if rates else None, **middle}
 
 
 def _gain(size: int, base: list[Result], own: list[Result]) -> Row:
     others = {each["seed"]: each for each in own}
     pairs = [shares(each, others[each["seed"]]) for each in base]
-    steps, seconds = (median(each) for each in zip(*pairs, strict=True))
-    finite = {"steps": steps, "seconds": seconds}
-    return {
-        "size": size,
-        "lr": base[0]["lr"],
-        **{what: share if math.isfinite(share) else None for what, share in finite.items()},
-    }
+    steps, seconds = (finite(median(each)) for each in zip(*pairs, strict=True))
+    return {"size": size, "lr": base[0]["lr"], "steps": steps, "seconds": seconds}
 
 
 def body(found: dict[str, list[Row]]) -> str:
-    batches = list(dict.fromkeys(row["size"] for row in found["batch"]))
     names = list(dict.fromkeys(row["optimizer"] for row in found["batch"]))
-    rows = {(row["size"], row["optimizer"]): row for row in found["batch"]}
     lines = [["batch", *(f"{name}: steps, seconds (rate)" for name in names)]]
-    for size in batches:
-        lines.append([f"{size:,}", *(_shown(rows[size, name]) for name in names)])
+    for size in dict.fromkeys(row["size"] for row in found["batch"]):
+        lines.append([f"{size:,}", *(_shown(row) for row in found["batch"] if row["size"] == size)])
     gains = [["network", "AdamW's rate", "LLQR's steps", "LLQR's time"]]
     for name, label in (("width", "width"), ("layers", "hidden layers")):
         for row in found[name]:

@@ -22,6 +22,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from llqr import LLQR
 from llqr_lab.bench.measure import one_thread
+from llqr_lab.bench.race import WIDEST, one_more, rounded
 from llqr_lab.bench.unseen_tasks import UNSEEN
 from llqr_lab.errors import RunError
 from llqr_lab.results import bar, check_page, markdown_table, provenance, say, write_json, write_page
@@ -31,7 +32,6 @@ BASES = {"SGDM": "sgdm", "AdamW": "adamw"}
 SCHEDULES = ("cosine", "constant")
 FACTORS = (1 / 3, 1.0, 3.0)
 """Times the base's best rate."""
-WIDEN, WIDEST = 3.0, 3
 HARM = 1.02
 """The ratio of last losses above which LLQR is said to do harm."""
 Row = dict[str, Any]
@@ -60,12 +60,10 @@ def main(
     for task in tasks:
         UNSEEN[task].load(data, 0)  # so that data that isn't there is told before the first run
     bench = Comparison(data, jobs, steps)
-    rates = bench.best_rates(tasks, seeds[0])
-    rows = bench.rows(rates, seeds)
+    rows = bench.rows(bench.best_rates(tasks, seeds[0]), seeds)
     command = f"llqr bench unseen {' '.join(tasks)} --seeds {','.join(map(str, seeds))} --steps {steps}"
     write_json(output, {**provenance(command, seeds[0]), "steps": steps, "seeds": list(seeds), "rows": rows})
-    console = Console()
-    say(console, f"{body(rows)}\nWrote {output}")
+    say(Console(), f"{body(rows)}\nWrote {output}")
     if page is not None:
         write_page(page, COMMAND, body(rows))
 
@@ -85,7 +83,7 @@ class Comparison:
             runs = {Trial(*key, False, "cosine", rate, seed, self.steps): key for key in coming for rate in coming[key]}
             for run, result in self.results(list(runs)).items():
                 ends[runs[run]][run.rate] = math.inf if result["last"] is None else result["last"]
-            coming = {key: wider for key in coming if (wider := _wider(ends[key]))}
+            coming = {key: wider for key in coming if (wider := one_more(ends[key]))}
         for (task, base), found in ends.items():
             if min(found.values()) == math.inf:
                 raise RunError(f"{base} diverged on {task} at every rate that was tried: {sorted(found)}")
@@ -94,7 +92,7 @@ class Comparison:
     def rows(self, rates: dict[tuple[str, str], float], seeds: Sequence[int]) -> list[Row]:
         """One for each task, base, schedule and rate: the last losses of both, and their ratio."""
         places = [
-            (task, base, schedule, factor, _rounded(factor * rate))
+            (task, base, schedule, factor, rounded(factor * rate))
             for (task, base), rate in rates.items()
             for schedule in SCHEDULES
             for factor in FACTORS
@@ -198,18 +196,6 @@ def cell(row: Row) -> str:
     return f"**{ratio}** ({ends})" if row["harm"] else f"{ratio} ({ends})"
 
 
-def _wider(ends: dict[float, float]) -> list[float]:
-    """One rate more where the best is at an edge."""
-    best = min(ends, key=lambda rate: ends[rate])
-    if ends[best] == math.inf or best not in (min(ends), max(ends)):
-        return []
-    return [_rounded(best * (WIDEN if best == max(ends) else 1 / WIDEN))]
-
-
 def _mean(results: Sequence[Row]) -> float | None:
     ends = [each["last"] for each in results]
     return None if None in ends else fmean(ends)
-
-
-def _rounded(rate: float) -> float:
-    return float(f"{rate:.2g}")

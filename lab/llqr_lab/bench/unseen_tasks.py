@@ -80,11 +80,6 @@ def _fashion(folder: Path | None) -> Tensor:
     return images.take(torch.arange(len(images.labels))).flatten(1).float() / 255
 
 
-def _reconstruction(folder: Path | None, seed: int) -> Draw:
-    pixels = _fashion(folder)
-    return _rows(pixels, pixels, 256, seed)
-
-
 # a vision transformer
 
 
@@ -109,19 +104,10 @@ class CharacterLSTM(nn.Module):
         return self.head(hidden)  # type: ignore[no-any-return]
 
 
-def _characters(folder: Path | None, seed: int) -> Draw:
-    windows = shakespeare(folder).training(32, 64, seed)
-    return lambda step: (windows[step].inputs, windows[step].targets)
-
-
 # a regression: four smooth functions of eight numbers, with noise
 
 
-def regressor() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
-
-
-def _functions(folder: Path | None, seed: int) -> Draw:
+def _functions(seed: int) -> Draw:
     with own_randomness("functions", 0):
         inputs, first, second = torch.randn(4096, 8), torch.randn(8, 16), torch.randn(16, 4) / 4
         targets = torch.sin(inputs @ first / 2) @ second
@@ -204,15 +190,27 @@ def graphs(size: int = 32, nodes: int = 24, farthest: int = 5) -> Batch:
 
 UNSEEN: dict[str, Unseen] = {
     "autoencoder": Unseen(
-        autoencoder, _reconstruction, functional.binary_cross_entropy_with_logits, sgdm=(0.3, 1.0, 3.0)
+        autoencoder,
+        lambda folder, seed: _rows(_fashion(folder), _fashion(folder), 256, seed),
+        functional.binary_cross_entropy_with_logits,
+        sgdm=(0.3, 1.0, 3.0),
     ),
     "vit": Unseen(
         partial(ViT, width=64, heads=4, layers=3),
         lambda folder, seed: _rows(*_cifar(folder), 64, seed),
         functional.cross_entropy,
     ),
-    "lstm": Unseen(CharacterLSTM, _characters, every_place, sgdm=(0.3, 1.0, 3.0)),
-    "regression": Unseen(regressor, _functions, functional.mse_loss),
+    "lstm": Unseen(
+        CharacterLSTM,
+        lambda folder, seed: shakespeare(folder).training(32, 64, seed).__getitem__,
+        every_place,
+        sgdm=(0.3, 1.0, 3.0),
+    ),
+    "regression": Unseen(
+        lambda: nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4)),
+        lambda folder, seed: _functions(seed),
+        functional.mse_loss,
+    ),
     "unet": Unseen(UNet, lambda folder, seed: _made(shapes, seed), functional.cross_entropy),
     "gnn": Unseen(GraphNet, lambda folder, seed: _made(graphs, seed), every_place),
 }

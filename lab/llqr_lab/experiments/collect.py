@@ -95,16 +95,15 @@ def save(results: list[Result], path: Path) -> None:
 
 
 def curve(lines: list[dict[str, Any]]) -> dict[str, list[float | None]]:
-    """Every so-many-th line, the last one always, by the name of what was measured."""
+    """Every so-many-th line, the last one always, by the name of what was measured; of a float six digits."""
     stride = max(1, math.ceil(len(lines) / POINTS))
     kept = [line for number, line in enumerate(lines, 1) if number % stride == 0 or number == len(lines)]
     names = ("step", "seconds", "train_loss", "train_accuracy", "valid_loss", "test_loss", "test_accuracy", "refits")
-    return {name: [_short(line.get(name)) for line in kept] for name in names if any(name in line for line in kept)}
-
-
-def _short(number: float | None) -> float | None:
-    """Six digits, which a figure can't show."""
-    return float(f"{number:.6g}") if isinstance(number, float) else number
+    columns = {name: [line.get(name) for line in kept] for name in names if any(name in line for line in kept)}
+    return {
+        name: [float(f"{each:.6g}") if isinstance(each, float) else each for each in column]
+        for name, column in columns.items()
+    }
 
 
 def value(result: Result) -> float | None:

@@ -104,23 +104,16 @@ def _divergence(wrapper: Wrapper, model: nn.Module) -> Divergence:
 
 
 def _structure(wrapper: Wrapper) -> str | Structure:
-    kinds = {"kfac": Kronecker, "ekfac": EigenKronecker}
-    kind = kinds.get(wrapper.structure)
-    if kind is None or kind() == kind(max_dim=wrapper.max_dim):
-        return wrapper.structure
-    return kind(max_dim=wrapper.max_dim)
+    kind = {"kfac": Kronecker, "ekfac": EigenKronecker}.get(wrapper.structure)
+    return wrapper.structure if kind is None else kind(max_dim=wrapper.max_dim)
 
 
 def _solver(inner: Inner, share: Callable[[], float]) -> Solver:
-    match inner.name:
-        case "sgdm":
-            found: SGDM | InnerAdam = SGDM(lr=inner.lr, momentum=inner.momentum, clip=inner.clip or None)
-        case "adam":
-            found = InnerAdam(lr=inner.lr, clip=inner.clip or None)
-        case "cg":
-            return ConjugateGradient()
-        case _:
-            return ScaleFree()
+    if inner.name in ("cg", "scale-free"):
+        return ConjugateGradient() if inner.name == "cg" else ScaleFree()
+    clip = inner.clip or None
+    sgdm = inner.name == "sgdm"
+    found = SGDM(lr=inner.lr, momentum=inner.momentum, clip=clip) if sgdm else InnerAdam(lr=inner.lr, clip=clip)
     return found if inner.schedule == "constant" else Decaying(found, share)
 
 
