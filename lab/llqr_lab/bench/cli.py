@@ -117,8 +117,7 @@ def unseen(
     page: options.Page = None,
 ) -> None:
     """Tasks that nothing was chosen by: LLQR over its base at a third, one and three times the base's best rate."""
-    from llqr_lab.bench.unseen import main
-    from llqr_lab.bench.unseen_tasks import UNSEEN
+    from llqr_lab.bench.unseen import UNSEEN, main
 
     check_names(tasks or [], UNSEEN, "unseen task")
     main(tasks or list(UNSEEN), seed_list(seeds), steps, data, jobs or os.cpu_count() or 1, output, page)

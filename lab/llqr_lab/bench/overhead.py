@@ -22,7 +22,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from llqr import LLQR
 from llqr.wrapper import often_at_first
 from llqr_lab.bench.measure import one_thread
-from llqr_lab.bench.unseen_tasks import every_place
+from llqr_lab.bench.unseen import every_place
 from llqr_lab.experiments.optimizers import fits
 from llqr_lab.models.convolutional import ResNet18, mlp, picture_net
 from llqr_lab.models.transformers import GPT

@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from statistics import fmean, mean, median
@@ -29,8 +30,7 @@ from llqr_lab.experiments.loop import Run
 from llqr_lab.experiments.presets import resolve
 from llqr_lab.experiments.sweep import sweep
 from llqr_lab.results import bar, check_page, provenance, say, write_json, write_page
-from llqr_lab.tasks.base import to_device
-from llqr_lab.tasks.named import task_of
+from llqr_lab.tasks import task_of, to_device
 
 # who races, on what, and at which learning rates
 
@@ -69,9 +69,9 @@ ENTRIES = (
 )
 
 
-def course_of(steps: int) -> dict[str, Any]:
-    """So many steps, evaluated at the end; the training loss is recorded after every fiftieth part."""
-    return {"epochs": 0, "steps": steps, "evaluate_every": steps, "record_every": steps // 50}
+def course_of(steps: int, parts: int = 50) -> dict[str, Any]:
+    """So many steps, evaluated at the end; the training loss is recorded after each of so many parts."""
+    return {"epochs": 0, "steps": steps, "evaluate_every": steps, "record_every": max(1, steps // parts)}
 
 
 @dataclass(frozen=True)
@@ -182,24 +182,20 @@ class Race:
     def chosen(self, grids: Grids, runners: Sequence[Entry], seeds: Sequence[int]) -> dict[Entry, list[float]]:
         """The best rate of each who has one. Where others come close to it with the first seed, all seeds decide, by their
         mean."""
-        close = {entry: self._close(grids[entry.name][1]) for entry in runners}
-        self.run({entry: rates for entry, rates in close.items() if rates}, seeds)
-        return {entry: [self._least(entry, rates, seeds)] for entry, rates in close.items() if rates}
+        close = {entry: rates for entry in runners if (rates := self._close(grids[entry.name][1]))}
+        self.run(close, seeds)
+
+        def mean_end(entry: Entry, rate: float) -> float:
+            results = self.results(entry, [rate], seeds)
+            return mean(end(each, self._course) for each in results) if len(results) == len(seeds) else math.inf
+
+        return {entry: [min(rates, key=partial(mean_end, entry))] for entry, rates in close.items()}
 
     def _close(self, results: list[Result]) -> list[float]:
         """The best rates, from the best on: those whose ends differ by less than seeds do."""
         ends = self._ends(results)
         finite = sorted((lr for lr in ends if ends[lr] < math.inf), key=lambda lr: ends[lr])
         return [lr for lr in finite if ends[lr] <= (1 + TIE) * ends[finite[0]]]
-
-    def _least(self, entry: Entry, rates: Sequence[float], seeds: Sequence[int]) -> float:
-        """The rate with the least mean of the ends."""
-
-        def mean_end(rate: float) -> float:
-            results = self.results(entry, [rate], seeds)
-            return mean(end(each, self._course) for each in results) if len(results) == len(seeds) else math.inf
-
-        return min(rates, key=mean_end)
 
     def step_seconds(self, best: Mapping[Entry, Sequence[float]], seed: int, data: Path | None) -> Times:
         """Everybody's at their best rates, in turns; kept beside the runs, for as long as the same ones are timed."""
@@ -315,7 +311,10 @@ def summary(
     task: str, course: Course, grids: Grids, finals: dict[str, list[Result]], seeds: int, times: Times
 ) -> list[Row]:
     """A row an optimizer: its rate, steps and seconds to each target (medians of the seeds), how it ended, and its memory."""
-    targets = _targets(course, finals)
+    targets: dict[str, float] = {THE_END: 0.0}
+    if course.reached != "test_accuracy":
+        ends = {name: common_end(finals.get(name, [])) for name in TARGETS}
+        targets = {name: loss for name, loss in ends.items() if loss is not None}
     rows = []
     for name, (_, tried) in grids.items():
         results, seconds = finals.get(name, []), times.get(name)
@@ -407,13 +406,6 @@ def _side(results: list[Result], steps: Sequence[float | None], times: list[floa
         "score": _middle([value(each) for each in results]),
         "curve": results[0]["curve"] if results else None,
     }
-
-
-def _targets(course: Course, finals: Mapping[str, list[Result]]) -> dict[str, float]:
-    if course.reached == "test_accuracy":
-        return {THE_END: 0.0}
-    ends = {name: common_end(finals.get(name, [])) for name in TARGETS}
-    return {name: found for name, found in ends.items() if found is not None}
 
 
 def common_end(results: Sequence[Result]) -> float | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from llqr_lab.bench.race import ENTRIES, Course, Performed, Race, at_rates_of_bases, finite
+from llqr_lab.bench.race import ENTRIES, Course, Performed, Race, at_rates_of_bases, course_of, finite
 from llqr_lab.experiments.collect import Result, reached_at
 from llqr_lab.experiments.reproduction import shares
 from llqr_lab.figures.style import BLUE, GREEN, GREY, ORANGE, drawing
@@ -28,19 +28,6 @@ BATCHES = {32: 4000, 128: 2000, 512: 800, 2048: 400}
 WIDTHS, DEPTHS = (64, 256, 1024), (1, 2, 4, 8)
 RACERS = ("AdamW", "Muon", "SOAP", "LLQR on AdamW")
 COLOURS = dict(zip(RACERS, (GREY, GREEN, ORANGE, BLUE), strict=True))
-
-
-def _length(steps: int) -> dict[str, Any]:
-    return {"epochs": 0, "steps": steps, "evaluate_every": steps, "record_every": max(1, steps // 100)}
-
-
-def by_batch(size: int, steps: int) -> Course:
-    changes = {"batch": size, "schedule.name": "constant", **_length(steps)}
-    return Course("fashion-convnet", changes, target=LOSS)
-
-
-def by_form(name: str, size: int, steps: int) -> Course:
-    return Course("fashion-mlp", {f"model.{name}": size, **_length(steps)})
 
 
 def main(
@@ -58,7 +45,8 @@ def main(
     found: dict[str, list[Row]] = {"batch": [], "width": [], "layers": []}
     quick = scale == "smoke"
     for size, steps in {4: 4, 8: 4}.items() if quick else BATCHES.items():
-        race = Race(by_batch(size, steps), scale, runs, perform)
+        constant = {"batch": size, "schedule.name": "constant", **course_of(steps, 100)}
+        race = Race(Course("fashion-convnet", constant, target=LOSS), scale, runs, perform)
         entries = [entry for entry in ENTRIES if entry.name in RACERS]
         best = race.chosen(race.grids(entries, seeds[0]), entries, seeds)
         for entry in entries:
@@ -66,7 +54,8 @@ def main(
             found["batch"].append(_racer(size, entry.name, rates, race.results(entry, rates, seeds)))
     for name, sizes in (("width", WIDTHS), ("layers", DEPTHS)):
         for size in (4, 8) if quick else sizes:
-            race = Race(by_form(name, size, 4 if quick else 600), scale, runs, perform)
+            form = {f"model.{name}": size, **course_of(4 if quick else 600, 100)}
+            race = Race(Course("fashion-mlp", form), scale, runs, perform)
             entries = [entry for entry in ENTRIES if entry.base == "adamw"]
             best = race.chosen(race.grids(entries[:1], seeds[0]), entries[:1], seeds)
             wrapped = at_rates_of_bases(entries, best)
@@ -139,7 +128,6 @@ def draw(found: dict[str, list[Row]], path: Path) -> None:
 
 
 def _logarithmic(axes: Axes, ticks: list[int], label: str) -> None:
-    axes.set_xscale("log")
+    axes.set(xscale="log", xlabel=label)
     axes.set_xticks(ticks, [f"{each:,}" for each in ticks])
     axes.minorticks_off()
-    axes.set_xlabel(label)

@@ -45,13 +45,15 @@ def fashion(folder: Path | None = None) -> Pictures:
     """Fashion-MNIST from its four original files: 60,000 + 10,000 grey pictures of clothes, 28 × 28, ten classes."""
     paths = [data_path(folder, name, FASHION_SOURCE) for name in FASHION_FILES]
     contents = [read_idx(path) for path in paths]
+    parts = []
     for images, labels, path in zip(contents[::2], contents[1::2], paths[::2], strict=True):
         if images.dim() != 3 or labels.dim() != 1 or len(images) != len(labels):
             shapes = f"sides {tuple(images.shape)} and {tuple(labels.shape)}"
             raise DataError(
                 f"'{path}' and its labels don't belong together, with {shapes}: get both from {FASHION_SOURCE}"
             )
-    train, test = ((images.unsqueeze(1), labels) for images, labels in zip(contents[::2], contents[1::2], strict=True))
+        parts.append((images.unsqueeze(1), labels))
+    train, test = parts
     return pictures_in_memory("Fashion-MNIST", train, test, 10)
 
 
@@ -184,28 +186,23 @@ def image_folder(root: Path, side: int = 256, fit: str = "shorter") -> Pictures:
         raise unknown("fit", fit, FITS)
     if side < 1:
         raise LLQRError(f"pictures have a side of at least 1 pixel, not {side}")
-    parts = {part: _class_folders(root / part) for part in ("train", "val")}
-    alone = sorted(set(parts["train"]) ^ set(parts["val"]))
-    if alone:
+    train, val = (_class_folders(root / part, side, fit) for part in ("train", "val"))
+    both = [{name.partition("/")[0] for name in part.names} for part in (train, val)]
+    if alone := sorted(both[0] ^ both[1]):
         listed = f"{', '.join(alone[:5])}{', …' if len(alone) > 5 else ''}"
         raise DataError(
             f"'{root}': the classes of train and val differ, by {listed}; both need a folder for each class"
         )
-    train, val = (_listed(root / part, classes, side, fit) for part, classes in parts.items())
-    return Pictures(train, val, len(parts["train"]), IMAGENET_NORMALISATION)
+    return Pictures(train, val, len(both[0]), IMAGENET_NORMALISATION)
 
 
-def _class_folders(part: Path) -> tuple[str, ...]:
+def _class_folders(part: Path, side: int, fit: str) -> FilePictures:
     if not part.is_dir():
         raise DataError(f"there is no folder '{part}': pictures are looked for in train/<class>/ and val/<class>/")
     with os.scandir(part) as entries:
-        names = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
-    if not names:
+        classes = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+    if not classes:
         raise DataError(f"there is no class folder in '{part}'")
-    return tuple(names)
-
-
-def _listed(part: Path, classes: tuple[str, ...], side: int, fit: str) -> FilePictures:
     names: list[str] = []
     labels: list[int] = []
     for label, name in enumerate(classes):

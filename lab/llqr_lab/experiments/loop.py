@@ -27,8 +27,7 @@ from llqr_lab.experiments.config import Config, Schedule
 from llqr_lab.experiments.folder import RunFolder
 from llqr_lab.experiments.optimizers import fits, optimizer, rate, scheduler
 from llqr_lab.results import provenance
-from llqr_lab.tasks.base import Task, to_device
-from llqr_lab.tasks.named import task_of
+from llqr_lab.tasks import Task, right_answers, task_of, to_device
 
 CHECKPOINT_SECONDS = 60.0
 """Between checkpoints; when they are written changes nothing but how much is done again after a stop."""
@@ -200,7 +199,7 @@ class Run:
         self.scheduler.step()
         self.step += 1
         self.diverged = not math.isfinite(loss)
-        right, seen = self.task.counts(outputs[0], batch.targets)
+        right, seen = right_answers(outputs[0], batch.targets, self.task.ignored)
         self._losses, self._counted = self._losses + loss, self._counted + 1
         self._right, self._seen = self._right + right, self._seen + seen
         if self.device.type != "cpu":

@@ -20,7 +20,7 @@ from llqr_lab.data.batches import Batch
 from llqr_lab.errors import ConfigError, suggestion
 from llqr_lab.experiments.config import DISTRIBUTIONAL, Base, Config, Inner, Schedule, Wrapper
 from llqr_lab.experiments.peers import PEERS
-from llqr_lab.tasks.base import Task
+from llqr_lab.tasks import Task
 
 
 @dataclass(frozen=True, repr=False)
