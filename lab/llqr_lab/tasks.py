@@ -17,7 +17,7 @@ from llqr_lab.data.batches import Batch, Batches, TensorBatches, tensor_batches_
 from llqr_lab.data.files import WHOLE
 from llqr_lab.data.picture_sets import pictures
 from llqr_lab.data.pictures import Augmentation, imbalanced
-from llqr_lab.data.sequences import characters_of, modular_arithmetic, shakespeare, vocabulary
+from llqr_lab.data.sequences import characters_of, modular_arithmetic, shakespeare
 from llqr_lab.data.translation import (
     PAD,
     START,
@@ -360,7 +360,7 @@ class Grokking(Task):
         by_heart: bool = True,
     ) -> None:
         """`by_heart`: what is understood before the training set is known by heart doesn't count, as in the paper."""
-        self.model = {"words": vocabulary(p), **model}
+        self.model = {"words": p + 2, **model}
         self.by_heart = by_heart
         data = modular_arithmetic(operation, p, train, seed)
         self.examples = len(data.train_targets)

@@ -5,6 +5,7 @@ import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from llqr_lab.errors import RunError, check_names
@@ -21,18 +22,17 @@ Result = dict[str, Any]
 
 def collected(source: Path) -> list[Result]:
     """The finished runs under a folder, or in a file that `save` wrote."""
+    broken = (ValueError, KeyError, TypeError, AttributeError)
     if source.is_file():
         try:
             return [checked(each) for each in read_json(source.read_text(encoding="utf-8"))["runs"]]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise RunError(
-                f"'{source}' isn't a file of results ({error!r}): name one that `llqr table --save` wrote"
-            ) from None
+        except broken as error:
+            told = f"'{source}' isn't a file of results ({error!r})"
+            raise RunError(f"{told}: name one that `llqr table --save` wrote") from None
     if not source.is_dir():
         raise RunError(f"there is no '{source}': name the folder of runs, or a file of results")
-    folders = [RunFolder(path.parent) for path in sorted(source.rglob("result.json"))]
     found = []
-    for folder in folders:
+    for folder in (RunFolder(path.parent) for path in sorted(source.rglob("result.json"))):
         try:
             settings = tomllib.loads(folder.config.read_text(encoding="utf-8")) if folder.begun else {}
             result = folder.read_result()
@@ -42,10 +42,9 @@ def collected(source: Path) -> list[Result]:
                     "damaged. Remove the run, and make it again"
                 )
             found.append(checked({**result, "settings": settings, "curve": curve(folder.read_metrics())}))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise RunError(
-                f"the run in '{folder.path}' has a result that isn't whole ({error!r}): remove its result.json, and resume it"
-            ) from None
+        except broken as error:
+            told = f"the run in '{folder.path}' has a result that isn't whole ({error!r})"
+            raise RunError(f"{told}: remove its result.json, and resume it") from None
     return found
 
 
@@ -147,8 +146,5 @@ def summary(values: Iterable[float]) -> Summary | None:
     known = list(values)
     if not known:
         return None
-    mean = math.fsum(known) / len(known)
-    if len(known) == 1:
-        return Summary(mean, None, 1)
-    variance = math.fsum((each - mean) ** 2 for each in known) / (len(known) - 1)
-    return Summary(mean, math.sqrt(variance / len(known)), len(known))
+    error = stdev(known) / math.sqrt(len(known)) if len(known) > 1 else None
+    return Summary(fmean(known), error, len(known))

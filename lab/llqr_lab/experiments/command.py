@@ -33,8 +33,7 @@ def list_presets() -> None:
 
 def configuration(target: str, scale: str | None, method: str | None, seed: int | None, changes: list[str]) -> Config:
     """Of a preset's name, or of a file, whose runs never pass for a preset's."""
-    path = Path(target)
-    by_hand = dict(map(parse_change, changes))
+    path, by_hand = Path(target), dict(map(parse_change, changes))
     if path.suffix != ".toml":
         return resolve(target, scale or "cpu", method or "base", seed or 0, by_hand)
     if scale or method:

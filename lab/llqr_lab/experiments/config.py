@@ -164,10 +164,9 @@ def read(path: Path) -> Config:
     """The configuration in a TOML file."""
     try:
         return parsed(tomllib.loads(path.read_text(encoding="utf-8")))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"'{path}' isn't TOML: {error}") from None
-    except ConfigError as error:
-        raise ConfigError(f"'{path}': {error}") from None
+    except (ConfigError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        what = ":" if isinstance(error, ConfigError) else " isn't TOML:"
+        raise ConfigError(f"'{path}'{what} {error}") from None
 
 
 def parsed(table: Mapping[str, Any]) -> Config:
