@@ -106,8 +106,8 @@ HELD_OUT = {"test_accuracy": "test error, %", "valid_loss": "validation loss", "
 def _held_out(results: list[Result]) -> str:
     """What tells most of how good a run is, of what all of them have measured."""
     accuracy = results[0]["score"] in ("test_accuracy", "steps_to_target")
-    names = [name for name in HELD_OUT if accuracy or name != "test_accuracy"]
-    return next(name for name in names if all(name in each["curve"] for each in results))
+    known = (name for name in HELD_OUT if all(name in each["curve"] for each in results))
+    return next(name for name in known if accuracy or name != "test_accuracy")
 
 
 def _band(axes: Axes, rows: list[Result], along: str, name: str, label: str, colour: str, style: str) -> None:
