@@ -5,7 +5,6 @@ import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any
 
 from llqr_lab.errors import RunError, check_names
@@ -146,5 +145,8 @@ def summary(values: Iterable[float]) -> Summary | None:
     known = list(values)
     if not known:
         return None
-    error = stdev(known) / math.sqrt(len(known)) if len(known) > 1 else None
-    return Summary(fmean(known), error, len(known))
+    mean = math.fsum(known) / len(known)
+    if len(known) == 1:
+        return Summary(mean, None, 1)
+    variance = math.fsum((each - mean) ** 2 for each in known) / (len(known) - 1)
+    return Summary(mean, math.sqrt(variance / len(known)), len(known))
