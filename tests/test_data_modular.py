@@ -7,7 +7,7 @@ import torch
 
 from llqr.errors import LLQRError
 from llqr_lab.data.batches import TensorBatches, tensor_batches_in_order
-from llqr_lab.data.sequences import OPERATIONS, equations, modular_arithmetic, vocabulary
+from llqr_lab.data.sequences import OPERATIONS, equations, modular_arithmetic
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -18,7 +18,7 @@ def test_every_pair_occurs_once_and_every_equation_holds(operation: str) -> None
     assert len(pairs) == len(inputs) == (p * (p - 1) if operation in ("divide", "exponentiate") else p * p)
     assert inputs[:, 1].unique().tolist() == [p]
     assert inputs[:, 3].unique().tolist() == [p + 1]
-    assert int(inputs.max()) == vocabulary(p) - 1
+    assert int(inputs.max()) == p + 1
     for (a, _, b, _), c in zip(inputs.tolist(), targets.tolist(), strict=True):
         power = 1
         for _ in range(b):

@@ -12,8 +12,7 @@ from torch.nn import functional
 
 from llqr_lab.data.translation import PAD, START, STOP, Part, all_batches, padded
 from llqr_lab.errors import DataError
-from llqr_lab.tasks.base import scores
-from llqr_lab.tasks.translation import Hypothesis, Translating, beam_search, length_limit, translate
+from llqr_lab.tasks import Hypothesis, Translating, beam_search, length_limit, scores, translate
 
 WORDS = 7
 SOURCES = [[4, 5, 6, STOP], [6, STOP], [5, 5, 4, 4, 6, 5, STOP], [4, 6, STOP]]

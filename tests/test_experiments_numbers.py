@@ -22,7 +22,7 @@ from llqr_lab.experiments.sweep import Job, _started, ablation_grid, configurati
 from llqr_lab.experiments.table import cells, gains, shown, times, verdict
 from llqr_lab.figures.experiments import _point
 from llqr_lab.options import seed_list
-from llqr_lab.tasks.grokking import Grokking
+from llqr_lab.tasks import Grokking
 
 
 def result(method: str, score: float | None, seconds: float = 10.0, **more: Any) -> dict[str, Any]:
@@ -282,7 +282,7 @@ def test_the_inner_rate_falls_with_the_training(tmp_path: Path) -> None:
     """½(1 + cos πk/n) of it at step k of n, so that the refits of a run are those of constant rates one after another."""
     from llqr.solvers import SGDM
     from llqr_lab.experiments.optimizers import Decaying, optimizer
-    from llqr_lab.tasks.named import task_of
+    from llqr_lab.tasks import task_of
 
     config = resolve("grokking-add", "smoke", "kfac-ngd", 0, {"llqr.solver.schedule": "cosine", "llqr.every": 1})
     task = task_of(config, None)
@@ -312,7 +312,7 @@ def test_a_refit_has_a_batch_of_its_own_where_it_is_asked_for() -> None:
     import torch
 
     from llqr_lab.experiments.loop import Run
-    from llqr_lab.tasks.named import task_of
+    from llqr_lab.tasks import task_of
 
     found = []
     for fresh in (False, True):

@@ -61,7 +61,8 @@ def test_kfac_is_its_formula() -> None:
     slopes = torch.autograd.grad(loss_of(before), list(before.parameters()))
     by_name = dict(zip((name for name, _ in before.named_parameters()), slopes, strict=True))
     seen, damping = observed(before), 0.01
-    optimizer = KFAC(model, lr=1.0, momentum=0.0, weight_decay=0.1, damping=damping, clip=1e9)
+    optimizer = KFAC(model, lr=1.0, momentum=0.0, weight_decay=0.1, damping=damping)
+    optimizer.clip = 1e9
     optimizer.step(lambda: loss_of(model).backward())
     moved = {name: before.get_parameter(name) - p for name, p in model.named_parameters()}
     slopes_of = {name: slope + 0.1 * before.get_parameter(name) for name, slope in by_name.items()}
@@ -87,7 +88,9 @@ def test_kfac_is_its_formula() -> None:
 def test_kfac_shortens_all_gradients_together() -> None:
     model = network()
     before = [p.detach().clone() for p in model.parameters()]
-    KFAC(model, lr=1.0, momentum=0.0, clip=0.5).step(lambda: loss_of(model).backward())
+    optimizer = KFAC(model, lr=1.0, momentum=0.0)
+    optimizer.clip = 0.5
+    optimizer.step(lambda: loss_of(model).backward())
     steps = [(p.detach() - old).norm() for p, old in zip(model.parameters(), before, strict=True)]
     assert float(torch.stack(steps).norm()) == pytest.approx(0.5)
 
@@ -95,7 +98,8 @@ def test_kfac_shortens_all_gradients_together() -> None:
 def test_adafisher_is_its_formula() -> None:
     """Two looks: θ ← θ - lr m̂/F̃, F̃ = diag(A)' ⊗ diag(G)' + λ, both averaged with γ; BatchNorm's is diag(G)' + λ."""
     model = network()
-    optimizer = AdaFisher(model, lr=0.01, momentum=0.9, damping=0.02, memory=0.7, every=1)
+    optimizer = AdaFisher(model, lr=0.01, momentum=0.9, damping=0.02, every=1)
+    optimizer.memory = 0.7
     means = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     kept: dict[str, Tensor] = {}
     for count in (1, 2):

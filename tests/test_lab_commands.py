@@ -13,10 +13,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from llqr_lab.bench import measure, overhead
+from llqr_lab.bench import exact_training, measure, overhead
+from llqr_lab.bench.exact_problems import PROBLEMS, cole_hopf, points
 from llqr_lab.cli import app
-from llqr_lab.exact_training import bench as exact_training
-from llqr_lab.exact_training.problems import PROBLEMS, cole_hopf, points
 from llqr_lab.results import write_json
 
 PNG = b"\x89PNG"

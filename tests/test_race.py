@@ -14,8 +14,11 @@ from torch import nn
 from typer.testing import CliRunner
 
 from llqr import LLQR
-from llqr_lab.bench.courses import COURSES, ENTRIES, Course, Entry
 from llqr_lab.bench.race import (
+    COURSES,
+    ENTRIES,
+    Course,
+    Entry,
     Race,
     common_end,
     main,
@@ -35,7 +38,7 @@ from llqr_lab.experiments.loop import Run, train
 from llqr_lab.experiments.optimizers import base_of, optimizer
 from llqr_lab.experiments.peers import PEERS, MuonInFloat32, Several, muon
 from llqr_lab.experiments.presets import resolve
-from llqr_lab.tasks.named import task_of
+from llqr_lab.tasks import task_of
 from small_lab import batch, small
 
 NEEDS = {"soap": "pytorch_optimizer", "shampoo": "pytorch_optimizer", "singd": "singd"}

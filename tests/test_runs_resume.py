@@ -16,7 +16,7 @@ from llqr_lab.experiments.config import Config
 from llqr_lab.experiments.folder import RunFolder
 from llqr_lab.experiments.loop import StoppedError, listening, train
 from llqr_lab.experiments.presets import resolve
-from llqr_lab.tasks.grokking import Grokking
+from llqr_lab.tasks import Grokking
 from ranks import PRELOADED
 
 RUNS = {

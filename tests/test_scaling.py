@@ -29,7 +29,7 @@ from test_distributed_memory import Peak
 SMALL: dict[str, Any] = {
     "gpt": (lambda: GPT(40, 12, 68, 2, 2), (2, 12)),
     "llama": (lambda: llama(40, 16, 200, 2, 2), (3, 8)),
-    "resnet": (lambda: ResNet50(5, width=8, blocks=(1, 1, 1, 1)), (2, 3, 64, 64)),
+    "resnet": (lambda: ResNet50(classes=5, width=8, blocks=(1, 1, 1, 1)), (2, 3, 64, 64)),
     "a side beyond max_dim": (lambda: nn.Sequential(nn.Linear(6, 8200), nn.Tanh(), nn.Linear(8200, 3)), (4, 6)),
 }
 """Sides of at most 192, longer ones, and one that is kept by its diagonal."""

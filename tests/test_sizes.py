@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from llqr_lab.bench import sizes
-from llqr_lab.bench.courses import COURSES, Course
-from llqr_lab.bench.race import end
+from llqr_lab.bench import race, sizes
+from llqr_lab.bench.race import COURSES, Course, end
 from llqr_lab.experiments.command import folder_of
 from llqr_lab.experiments.loop import train
 
@@ -64,7 +63,7 @@ def test_the_command_writes_tables_a_file_and_a_figure(tmp_path: Path, monkeypat
             if not folder.done:
                 train(config, folder, None, torch.device("cpu"))
 
-    monkeypatch.setattr(sizes, "sweep", perform)
+    monkeypatch.setattr(race, "sweep", perform)
     output, figure, page = tmp_path / "sizes.json", tmp_path / "sizes.png", tmp_path / "page.md"
     sizes.main("smoke", [0], tmp_path, None, 1, output, figure, page)
     found = json.loads(output.read_text(encoding="utf-8"))

@@ -12,8 +12,18 @@ import torch
 from typer.testing import CliRunner
 
 from llqr_lab.bench import unseen
-from llqr_lab.bench.unseen import Comparison, Trial, body, cell
-from llqr_lab.bench.unseen_tasks import UNSEEN, CharacterLSTM, autoencoder, every_place, graphs, shapes
+from llqr_lab.bench.unseen import (
+    UNSEEN,
+    CharacterLSTM,
+    Comparison,
+    Trial,
+    autoencoder,
+    body,
+    cell,
+    every_place,
+    graphs,
+    shapes,
+)
 from llqr_lab.cli import app
 
 GENERATED = ("regression", "unet", "gnn")

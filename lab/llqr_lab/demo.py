@@ -1,7 +1,5 @@
 """`llqr demo`: one training loop on digits, with SGD and momentum and with AdamW, alone and with LLQR around them."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -10,7 +8,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW, Optimizer
@@ -120,28 +117,26 @@ def show(output: Path, seed: int, steps: int) -> None:
         "Seconds are processor time of the training steps, on one thread.",
         highlight=False,
     )
-    show_table(console, table(curves, steps))
-    draw(curves, TARGET, output)
-    say(console, f"Wrote {output}")
-
-
-def table(curves: Mapping[str, Curve], steps: int) -> Table:
     headers = [f"loss after\n{steps} steps", "test\naccuracy", "seconds"]
-    headers += [f"{what} to\nloss {TARGET:g}" for what in ("steps", "seconds")]
-    made = simple_table(None, "optimizer", *headers)
+    table = simple_table(None, "optimizer", *headers, *(f"{what} to\nloss {TARGET:g}" for what in ("steps", "seconds")))
     for name, curve in curves.items():
-        place = curve.reached(TARGET)
+        place, ends = (
+            curve.reached(TARGET),
+            (f"{curve.losses[-1]:.2g}", f"{curve.accuracy:.1%}", f"{curve.seconds[-1]:.1f}"),
+        )
         there = (f"> {curve.steps[-1]}", "–")
         if place is not None:
             there = (str(curve.steps[place]), f"{curve.seconds[place]:.1f}")
-        made.add_row(name, f"{curve.losses[-1]:.2g}", f"{curve.accuracy:.1%}", f"{curve.seconds[-1]:.1f}", *there)
-    return made
+        table.add_row(name, *ends, *there)
+    show_table(console, table)
+    draw(curves, TARGET, output)
+    say(console, f"Wrote {output}")
 
 
 LINES = ((ORANGE, "--", "s"), (ORANGE, "-", "o"), (GREEN, "--", "^"), (GREEN, "-", "D"), (SKY, "-.", "v"))
 
 
-def draw(curves: Mapping[str, Curve], target: float, path: Path, log_seconds: bool = False) -> None:
+def draw(curves: Mapping[str, Curve], target: float, path: Path) -> None:
     """Training losses by steps and by seconds, one curve for each optimizer; at most five."""
     with drawing(path, 10, 4.5) as figure:
         by_steps, by_seconds = figure.subplots(1, 2, sharey=True)
@@ -150,10 +145,7 @@ def draw(curves: Mapping[str, Curve], target: float, path: Path, log_seconds: bo
             for axes, at in ((by_steps, curve.steps), (by_seconds, curve.seconds)):
                 axes.plot(at, curve.losses, markevery=max(1, len(curve.steps) // 10), **how)
         for axes, label in ((by_steps, "training steps"), (by_seconds, "seconds of training")):
-            axes.set_yscale("log")
+            axes.set(yscale="log", xlabel=label)
             axes.axhline(target, color=GREY, linestyle=":", linewidth=1.2)
-            axes.set_xlabel(label)
         by_steps.set_ylabel("training loss")
         by_steps.legend(loc="lower left")
-        if log_seconds:
-            by_seconds.set_xscale("log")

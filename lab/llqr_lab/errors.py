@@ -1,7 +1,5 @@
 """Errors that a person can do something about: each message says what is wrong and what to do. They import nothing heavy."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from difflib import get_close_matches
 

@@ -1,7 +1,5 @@
 """What the command line takes, checked before any work, so that no result is computed and then lost."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -50,6 +48,7 @@ Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of everythin
 Seeds = Annotated[str, typer.Option(help="Seeds: 0-4, or 0,1,7. Learning rates are chosen with the first.")]
 Runs = Annotated[Path, typer.Option(help="The folder of runs; what is there isn't repeated.")]
 Jobs = Annotated[int | None, typer.Option(min=1, help="Runs at a time; else one for each core.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Rounds; medians are reported.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads of torch; else its own choice.")]
 Output = Annotated[Path, typer.Option(callback=writable_file, help="The JSON file to write.")]
 Picture = Annotated[Path, typer.Option(callback=writable_picture, help="The picture to write.")]

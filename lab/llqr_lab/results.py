@@ -1,7 +1,5 @@
 """What every result carries, and how commands show theirs: JSON and text files, pages, tables, progress bars."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform
@@ -24,22 +22,18 @@ from llqr_lab.errors import RunError
 
 def provenance(command: str, seed: int) -> dict[str, Any]:
     """The command, the seed, the versions and the size of the machine; nothing that names the machine or a path on it."""
-    # in a container a process may use fewer cores than the machine has
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    try:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        memory = None
     return {
         "command": command,
         "seed": seed,
         "versions": {"llqr": version("llqr"), "python": platform.python_version(), "torch": str(torch.__version__)},
-        "cores": cores,
-        "memory_bytes": _memory_bytes(),
+        # in a container a process may use fewer cores than the machine has
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": memory,
     }
-
-
-def _memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return None
 
 
 def read_json(text: str | bytes) -> Any:

@@ -5,8 +5,6 @@ line search. As in the paper R is a network of two layers with one parameter eac
 its loss is the mean output.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -212,11 +210,6 @@ class Descent:
         steps = self.points[: self.iterations]
         return sum(float(torch.linalg.eigvalsh(hessian(point))[0]) < 0 for point in steps) / len(steps)
 
-    def summary(self, target: float) -> dict[str, Any]:
-        names = ("iterations", "diverged", "mean_cosine", "indefinite")
-        numbers = {name: getattr(self, name) for name in names}
-        return {**numbers, "reached": self.reached(target), "loss": self.losses[-1]}
-
 
 @dataclass(frozen=True)
 class Setting:
@@ -269,22 +262,20 @@ Descents = dict[str, Descent]
 
 def descend(plan: Plan, done: Callable[[], None] = lambda: None) -> tuple[Descents, Descents]:
     """The runs of both settings, by name; `done` is called after each of the two."""
-    classic: Descents = {"Newton": plan.classic.run(newton), "Riccati": plan.classic.run(riccati)}
-    for every in plan.scalar_periods:
-        classic[f"LLQR scalars, every {every}"] = plan.classic.run(scalars(every, CONVERGED))
-    for every in plan.dense_periods:
-        classic[f"LLQR dense, every {every}"] = plan.classic.run(dense(every, CONVERGED))
-    classic |= dict([plan.classic.best_momentum()]) | {"diagonal Hessian": plan.classic.run(diagonal_newton)}
-    done()
-    valley: Descents = {"Newton": plan.valley.run(newton)}
-    for every in plan.valley_periods:
-        valley[f"LLQR scalars, every {every}"] = plan.valley.run(scalars(every, PAPER, plan.inner_steps))
+
+    def runs(setting: Setting, directions: dict[str, Direction]) -> Descents:
+        found = {name: setting.run(direction) for name, direction in directions.items()}
+        found |= dict([setting.best_momentum()]) | {"diagonal Hessian": setting.run(diagonal_newton)}
+        done()
+        return found
+
+    many = {f"LLQR scalars, every {every}": scalars(every, CONVERGED) for every in plan.scalar_periods}
+    many |= {f"LLQR dense, every {every}": dense(every, CONVERGED) for every in plan.dense_periods}
+    rare = {f"LLQR scalars, every {n}": scalars(n, PAPER, plan.inner_steps) for n in plan.valley_periods}
     first = plan.valley_periods[0]
-    valley[f"LLQR dense, every {first}"] = plan.valley.run(dense(first, PAPER, plan.inner_steps))
-    valley |= {"gradient alone": plan.valley.run(steepest)} | dict([plan.valley.best_momentum()])
-    valley["diagonal Hessian"] = plan.valley.run(diagonal_newton)
-    done()
-    return classic, valley
+    rare |= {f"LLQR dense, every {first}": dense(first, PAPER, plan.inner_steps), "gradient alone": steepest}
+    classic = runs(plan.classic, {"Newton": newton, "Riccati": riccati, **many})
+    return classic, runs(plan.valley, {"Newton": newton, **rare})
 
 
 def main(output: Path, loss_figure: Path, paths_figure: Path, quick: bool) -> None:
@@ -298,16 +289,16 @@ def main(output: Path, loss_figure: Path, paths_figure: Path, quick: bool) -> No
         ("classic", plan.classic, classic, "U fitted to convergence"),
         ("valley", plan.valley, valley, f"U fitted by the paper's SGDM(lr=1e-4), {plan.inner_steps} steps"),
     ):
-        rows = [{"method": method, **run.summary(setting.target)} for method, run in runs.items()]
-        content[name] = rows
-        title = f"{how}; from {setting.start} at rate {setting.rate:g}"
-        table = simple_table(
-            title, "method", f"iterations to {setting.target:g}", "final loss", "mean cosine", "indefinite"
-        )
-        for row in rows:
-            late = f"diverged at {row['iterations']}" if row["diverged"] else f"not in {row['iterations']}"
-            numbers = (f"{row['loss']:.2g}", f"{row['mean_cosine']:.4f}", f"{row['indefinite']:.0%}")
-            table.add_row(row["method"], late if row["reached"] is None else str(row["reached"]), *numbers)
+        content[name] = []
+        headers = (f"iterations to {setting.target:g}", "final loss", "mean cosine", "indefinite")
+        table = simple_table(f"{how}; from {setting.start} at rate {setting.rate:g}", "method", *headers)
+        for method, run in runs.items():
+            told = {each: getattr(run, each) for each in ("iterations", "diverged", "mean_cosine", "indefinite")}
+            reached, loss = run.reached(setting.target), run.losses[-1]
+            content[name].append({"method": method, **told, "reached": reached, "loss": loss})
+            late = f"{'diverged at' if run.diverged else 'not in'} {run.iterations}"
+            numbers = (f"{loss:.2g}", f"{run.mean_cosine:.4f}", f"{run.indefinite:.0%}")
+            table.add_row(method, late if reached is None else str(reached), *numbers)
         show_table(console, table)
     write_json(output, {**provenance(f"llqr rosenbrock{' --quick' if quick else ''}", seed=0), **content})
     draw_losses(plan, classic, valley, loss_figure)
@@ -341,20 +332,16 @@ def _style(name: str, runs: Descents) -> dict[str, Any]:
 def draw_losses(plan: Plan, classic: Descents, valley: Descents, path: Path) -> None:
     """The loss against the iteration, with U fitted to convergence (left) and by the paper's inner solver (right)."""
     with drawing(path, 12, 6.6) as figure:
-        for axes, setting, runs in zip(
-            figure.subplots(1, 2), (plan.classic, plan.valley), (classic, valley), strict=True
-        ):
+        left, right = figure.subplots(1, 2)
+        for axes, setting, runs in ((left, plan.classic, classic), (right, plan.valley, valley)):
             for name, run in runs.items():
                 label = f"{name} (diverges)" if run.diverged else name
                 axes.plot(range(len(run.losses)), run.losses, label=label, **_style(name, runs))
             finished = [run.iterations for run in runs.values() if run.reached(setting.target) is not None]
-            axes.set_xlim(0, 1.03 * max(finished, default=setting.most))
-            axes.set_yscale("log")
-            axes.set_ylim(top=min(axes.get_ylim()[1], 1e3))
             how = "to convergence" if runs is classic else "by the paper's inner solver"
-            axes.set_title(f"U fitted {how}\nfrom {setting.start}, rate {setting.rate:g}")
-            axes.set_xlabel("iteration")
-            axes.set_ylabel("loss")
+            axes.set(yscale="log", title=f"U fitted {how}\nfrom {setting.start}, rate {setting.rate:g}")
+            axes.set(xlabel="iteration", ylabel="loss", xlim=(0, 1.03 * max(finished, default=setting.most)))
+            axes.set_ylim(top=min(axes.get_ylim()[1], 1e3))
             _legend(axes)
 
 
@@ -375,13 +362,10 @@ def draw_paths(classic: Descents, path: Path) -> None:
             left.plot(x[-1], y[-1], "o", color=STYLES[name.partition(",")[0]]["color"], markersize=5)
         left.plot(*runs["Newton"].points[0].tolist(), "ks", markersize=5)
         left.plot(A, A**2, "k*", markersize=11)
-        left.set_xlabel("x")
-        left.set_ylabel("y")
+        left.set(xlabel="x", ylabel="y", title="paths over level curves (half a decade apart)")
         left.grid(False)
-        left.set_title("paths over level curves (half a decade apart)")
-        along = [
-            cosine(diagonal_newton(point), newton(point)) for point in runs[scalar].points[: runs[scalar].iterations]
-        ]
+        own = runs[scalar].points[: runs[scalar].iterations]
+        along = [cosine(diagonal_newton(point), newton(point)) for point in own]
         drawn: list[tuple[str, list[float], dict[str, Any]]] = [
             (f"{scalar}, on its own path", runs[scalar].cosines, STYLES["LLQR scalars"]),
             ("diagonal Hessian, on its own path", runs["diagonal Hessian"].cosines, STYLES["diagonal Hessian"]),
@@ -389,10 +373,7 @@ def draw_paths(classic: Descents, path: Path) -> None:
         ]
         for label, cosines, style in drawn:
             right.plot(range(1, len(cosines) + 1), cosines, label=label, **style)
-        right.set_xscale("log")
-        right.set_ylim(-1.08, 1.08)
-        right.set_xlabel("iteration")
-        right.set_title("cosine with Newton's direction")
+        right.set(xscale="log", ylim=(-1.08, 1.08), xlabel="iteration", title="cosine with Newton's direction")
         _legend(left)
         _legend(right)
 

@@ -4,8 +4,6 @@ Nothing is trained. A network is built without numbers (torch's meta device), an
 weights are linear maps, what is kept of each, how it is inverted, and which rank owns it. Torch counts the operations.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -37,19 +35,14 @@ COMMAND = "llqr scaling --page"
 aten = torch.ops.aten
 
 
-def _qr(shape: Sequence[int], *_: Any, **__: Any) -> int:
-    """By Householder's reflections, and Q from them."""
-    *batch, n, r = shape
-    return prod(batch) * (4 * n * r * r - 4 * r**3 // 3)
-
-
 def _cubed(factor: float) -> Callable[..., int]:
     return lambda shape, *_, **__: round(factor * prod(shape) * shape[-1])
 
 
 OPERATIONS: dict[Any, Any] = {
     aten.baddbmm_: lambda _, left, right, **__: 2 * prod(left) * right[-1],
-    aten.linalg_qr: _qr,
+    # by Householder's reflections, and Q from them
+    aten.linalg_qr: lambda s, *_, **__: prod(s[:-2]) * (4 * s[-2] * s[-1] ** 2 - 4 * s[-1] ** 3 // 3),
     aten._linalg_eigh: _cubed(9),
     aten.linalg_cholesky_ex: _cubed(1 / 3),
     aten.cholesky_inverse: _cubed(2 / 3),
@@ -60,8 +53,7 @@ OPERATIONS: dict[Any, Any] = {
 def operations(job: Callable[[], Any]) -> tuple[Any, int]:
     """What a job returns; additions and multiplications in its matrix products and factorisations."""
     with FlopCounterMode(display=False, custom_mapping=OPERATIONS) as counter:
-        result = job()
-    return result, counter.get_total_flops()
+        return job(), counter.get_total_flops()
 
 
 class WithoutNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -302,7 +294,7 @@ def at(name: str, devices: int, sharded: bool) -> Cost:
 
 
 def table() -> str:
-    """What is written into the page."""
+    """What is written into the page; bytes with two digits."""
     header = ["network", "parameters", "batch", "devices", "`U m`", "refit", "average"]
     rows = [[*header, "held", "in a refit", "sent: step", "refit"]]
     for name, network in NETWORKS.items():
@@ -312,16 +304,13 @@ def table() -> str:
             found = at(name, devices, sharded)
             way = "" if devices == 1 else " FSDP2" if sharded else " DDP"
             shares = [f"{100 * x / found.training:.2g}%" for x in (found.apply, found.refit)]
-            sizes = [amount(x) for x in (found.held, found.in_refit, found.step_bytes, found.refit_bytes)]
+            sizes = []
+            for x in (found.held, found.in_refit, found.step_bytes, found.refit_bytes):
+                unit, letter = (1e9, "G") if x >= 1e9 else (1e6, "M")
+                sizes.append(f"{float(f'{x / unit:.2g}'):g} {letter}B" if x else "–")
             row = [name, f"{size / 1e6:,.0f} M", batch]
             rows.append([*row, f"{devices}{way}", *shares, f"{100 * found.share:.2g}%", *sizes])
     return markdown_table(rows)
-
-
-def amount(size: int) -> str:
-    """Bytes with two digits."""
-    unit, name = (1e9, "GB") if size >= 1e9 else (1e6, "MB")
-    return f"{float(f'{size / unit:.2g}'):g} {name}" if size else "–"
 
 
 LINES = {"GPT-2": (GREEN, False), "GPT-2 XL": (ORANGE, True), "LLaMA": (BLUE, True)}
@@ -346,8 +335,7 @@ def draw(path: Path) -> None:
         right.set_ylabel("memory of LLQR per device, GB\n(dotted: in a refit)")
         for axes in (left, right):
             axes.set_xscale("log", base=4)
-            axes.set_yscale("log")
+            axes.set(yscale="log", xlabel="devices that share the batch")
             axes.xaxis.set_major_formatter("{x:g}")
             axes.yaxis.set_major_formatter("{x:g}")
-            axes.set_xlabel("devices that share the batch")
         left.legend()

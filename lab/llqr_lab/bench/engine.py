@@ -4,15 +4,13 @@ A training step is forward, backward and AdamW. All jobs of a network take turns
 job's seconds over the mean of the training steps before and after it.
 """
 
-from __future__ import annotations
-
 import copy
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -27,7 +25,6 @@ from llqr_lab.models.transformers import GrokkingTransformer
 from llqr_lab.results import bar, provenance, say, show_table, simple_table, write_json
 
 Row = dict[str, Any]
-Done = Callable[[], None]
 Job = Callable[[], object]
 
 
@@ -89,29 +86,37 @@ class Bench:
 
     def product(self, divergence: str) -> Job:
         """One product with a curvature that was recorded before."""
-        q = self.build(divergence)
-        q.curvature(q.gradient)
+        q = self.first_product(divergence)
         return lambda: q.curvature(q.gradient)
 
-    def first_product(self, divergence: str) -> None:
+    def first_product(self, divergence: str) -> QuadraticModel:
         """What a refit pays before its first inner step: recording, the gradient, and one product."""
         q = self.build(divergence)
         q.curvature(q.gradient)
-
-    def refit(self, structure: str, solver: Solver, steps: int) -> float:
-        """Build and fit; the objective that it reaches."""
-        return fit(self.build("kl"), structure, solver, steps).history[-1]
+        return q
 
 
 def main(output: Path, seed: int, repeats: int, quick: bool) -> None:
     """Run, write the results, and print the tables."""
-    networks = QUICK if quick else NETWORKS
+    networks, rows = QUICK if quick else NETWORKS, list[Row]()
+    objective: dict[str, float] = {}
     with bar(len(networks) + 1, "measuring") as done:
-        rows = [_products(size, seed, repeats, done) for size in networks]
-        fits = _fits(networks[0], seed, repeats)
+        for size in networks:
+            bench = Bench(size, seed)
+            jobs: dict[str, Job] = {name: bench.product(name) for name in DIVERGENCES}
+            jobs |= {f"record {name}": partial(bench.first_product, name) for name in DIVERGENCES}
+            rows.append({**asdict(size), **in_training_steps(bench, jobs, repeats, PATIENCE if repeats > 1 else 0.0)})
+            done()
+        bench = Bench(networks[0], seed)
+
+        def refit(name: str, structure: str, solver: Solver, steps: int) -> None:
+            objective[name] = fit(bench.build("kl"), structure, solver, steps).history[-1]
+
+        fits = in_training_steps(bench, {name: partial(refit, name, *how) for name, how in FITS.items()}, repeats)
         done()
     settings = {"repeats": repeats, "threads": torch.get_num_threads(), "training_step": "forward, backward, AdamW"}
-    result = {"settings": settings, "products": rows, "fits": fits}
+    measured = {**asdict(networks[0]), **fits, "objective": objective}
+    result = {"settings": settings, "products": rows, "fits": measured}
     command = f"llqr bench engine --seed {seed} --repeats {repeats}{' --quick' if quick else ''}"
     write_json(output, {**provenance(command, seed), **result})
     console = Console()
@@ -119,29 +124,7 @@ def main(output: Path, seed: int, repeats: int, quick: bool) -> None:
     say(console, f"Wrote {output}")
 
 
-def _products(size: Size, seed: int, repeats: int, done: Done) -> Row:
-    bench = Bench(size, seed)
-    jobs: dict[str, Job] = {divergence: bench.product(divergence) for divergence in DIVERGENCES}
-    jobs |= {f"record {divergence}": partial(bench.first_product, divergence) for divergence in DIVERGENCES}
-    ratios, train = in_training_steps(bench, jobs, repeats, PATIENCE if repeats > 1 else 0.0)
-    done()
-    return {**asdict(size), "train_seconds": train, "ratios": ratios}
-
-
-def _fits(size: Size, seed: int, repeats: int) -> Row:
-    bench = Bench(size, seed)
-    objective: dict[str, float] = {}
-
-    def refit(name: str) -> None:
-        objective[name] = bench.refit(*FITS[name])
-
-    ratios, train = in_training_steps(bench, {name: partial(refit, name) for name in FITS}, repeats)
-    return {**asdict(size), "train_seconds": train, "ratios": ratios, "objective": objective}
-
-
-def in_training_steps(
-    bench: Bench, jobs: Mapping[str, Job], repeats: int, patience: float = 0.0
-) -> tuple[dict[str, float], float]:
+def in_training_steps(bench: Bench, jobs: Mapping[str, Job], repeats: int, patience: float = 0.0) -> Row:
     """The median of each job's seconds over those of the training steps around it, and the median training step.
 
     In `repeats` rounds, or as many more as fit into so many seconds.
@@ -152,10 +135,10 @@ def in_training_steps(
     while rounds < repeats or (rounds < MOST * repeats and time.perf_counter() - begun < patience):
         for name, job in jobs.items():
             spent = _seconds(job)
-            steps.append(statistics.median(_seconds(bench.train) for _ in range(BETWEEN)))
+            steps.append(median(_seconds(bench.train) for _ in range(BETWEEN)))
             ratios[name].append(2 * spent / (steps[-2] + steps[-1]))
         rounds += 1
-    return {name: statistics.median(values) for name, values in ratios.items()}, statistics.median(steps)
+    return {"train_seconds": median(steps), "ratios": {name: median(values) for name, values in ratios.items()}}
 
 
 def _seconds(job: Job) -> float:

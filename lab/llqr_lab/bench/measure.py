@@ -1,13 +1,11 @@
 """Memory and threads: what the benchmarks measure with, on a machine that others use too."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -42,45 +40,28 @@ def peak_memory(prepare: Callable[..., Job], *arguments: Any) -> tuple[int | Non
 
 
 def _peak(prepare: Callable[..., Job], arguments: tuple[Any, ...]) -> tuple[int | None, Any]:
-    _give_back_freed_memory()
+    if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "mallopt"):
+        # large blocks go back to the system when they are freed: otherwise what the preparation freed is kept, and a job that
+        # fits into that seems to need nothing
+        for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+            library.mallopt(option, 2**16)
     with one_thread():
         job = prepare(*arguments)
-        _forget_peak()
-        before = _peak_resident()
+        with suppress(OSError):  # where Linux lets us, a new peak begins at what is resident now
+            Path("/proc/self/clear_refs").write_text("5")
+        before = peak_resident()
         result = job()
-        after = _peak_resident()
+        after = peak_resident()
     # Linux counts resident pages roughly, so that a job that takes next to nothing can seem to give some back
     return None if before is None or after is None else max(0, after - before), result
 
 
-def _give_back_freed_memory() -> None:
-    """Have the C library return large blocks to the system when they are freed.
-
-    Otherwise it keeps what the preparation freed, and a job that fits into that seems to need nothing.
-    """
-    if sys.platform == "linux":
-        library = ctypes.CDLL(None)
-        if hasattr(library, "mallopt"):
-            largest_kept = 2**16
-            for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
-                library.mallopt(option, largest_kept)
-
-
-def _forget_peak() -> None:
-    """Where Linux lets us, begin a new peak at what is resident now."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return
-
-
-def _peak_resident() -> int | None:
+def peak_resident() -> int | None:
     """VmHWM rather than ru_maxrss where there is one: the latter is handed down from the process that spawned this one."""
     status = Path("/proc/self/status")
-    if status.exists():
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
+    for line in status.read_text().splitlines() if status.exists() else ():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
     if os.name != "posix":
         return None
     import resource

@@ -5,8 +5,6 @@ taken. What the process holds before (network, batch, direction) isn't counted. 
 product.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -6,8 +6,6 @@ the steps after these. A network whose steps are too long for that is timed over
 medians of its steps with a refit and of those without, by the default schedule.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,12 +17,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.optim import SGD, AdamW, Optimizer
 
 from llqr import LLQR
 from llqr.wrapper import often_at_first
 from llqr_lab.bench.measure import one_thread
+from llqr_lab.bench.unseen import every_place
 from llqr_lab.experiments.optimizers import fits
 from llqr_lab.models.convolutional import ResNet18, mlp, picture_net
 from llqr_lab.models.transformers import GPT
@@ -80,9 +78,7 @@ class Trainer:
         """One training step: clear, forward, backward, step."""
         before, begun = fits(self.optimizer), time.process_time()
         self.optimizer.zero_grad()
-        output = self.model(self.inputs)
-        loss = functional.cross_entropy(output.flatten(0, -2), self.targets.flatten())
-        loss.backward()  # type: ignore[no-untyped-call]
+        every_place(self.model(self.inputs), self.targets).backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.seconds.append(time.process_time() - begun)
         self.refits.append(fits(self.optimizer) > before)
@@ -115,26 +111,21 @@ def measure(
         rounds.append(pair)
         done()
     base, own = ([median(times) for times in zip(*(pair[k].seconds for pair in rounds), strict=True)] for k in (0, 1))
-    refits = rounds[0][1].refits
-    step = median(base)
-    plain, refit = (_median([s for s, had in zip(own, refits, strict=True) if had == kind]) for kind in (False, True))
+    step, kinds = median(base), list(zip(own, rounds[0][1].refits, strict=True))
+    found = ([s for s, had in kinds if had == kind] for kind in (False, True))
+    plain, refit = (median(some) if some else None for some in found)
     together = [(refit if each else plain) or plain or refit or 0.0 for each in schedule]
-    timed = count >= FIRST + LATER
     return {
         "summary": subject.summary,
         "base": subject.base,
         "steps": count,
         "base_seconds": step,
-        "plain": None if plain is None else plain / step,
-        "refit": None if refit is None else refit / step,
+        "plain": plain and plain / step,
+        "refit": refit and refit / step,
         "refits": [sum(schedule[part]) for part in PARTS],
         "by_medians": [sum(together[part]) / (len(together[part]) * step) for part in PARTS],
-        "as_timed": [sum(own[part]) / sum(base[part]) for part in PARTS] if timed else None,
+        "as_timed": [sum(own[part]) / sum(base[part]) for part in PARTS] if count >= FIRST + LATER else None,
     }
-
-
-def _median(values: Sequence[float]) -> float | None:
-    return median(values) if values else None
 
 
 def table(rows: Sequence[Row]) -> Table:

@@ -7,11 +7,11 @@ Every run is a folder as `llqr train` makes them, so a race that was stopped goe
 repeats nothing.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from statistics import fmean, mean, median
@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from llqr_lab.bench.courses import COURSES, WIDEN, WIDEST, Course, Entry
 from llqr_lab.bench.measure import one_thread
 from llqr_lab.bench.race_page import COMMAND, THE_END, Row, body, draw
 from llqr_lab.errors import RunError
@@ -31,8 +30,99 @@ from llqr_lab.experiments.loop import Run
 from llqr_lab.experiments.presets import resolve
 from llqr_lab.experiments.sweep import sweep
 from llqr_lab.results import bar, check_page, provenance, say, write_json, write_page
-from llqr_lab.tasks.base import to_device
-from llqr_lab.tasks.named import task_of
+from llqr_lab.tasks import task_of, to_device
+
+# who races, on what, and at which learning rates
+
+STEPS_OF_SGD = (0.03, 0.1, 0.3)
+STEPS_OF_ADAM = (1e-3, 3e-3, 1e-2)
+WIDEN = 3.0
+"""The factor between rates; where the best is the first or the last of a grid, one more is tried beyond it, and so on."""
+WIDEST = 3
+"""How often."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An optimizer in the race."""
+
+    name: str
+    base: str
+    rates: tuple[float, ...]
+    method: str = "base"
+
+    def changes(self, rate: float) -> dict[str, Any]:
+        averaging = {"base.beta2": 0.99} if self.base in ("adamw", "muon", "singd") else {}
+        return {"base.name": self.base, "base.lr": rate, **averaging}
+
+
+ENTRIES = (
+    Entry("SGDM", "sgdm", STEPS_OF_SGD),
+    Entry("AdamW", "adamw", STEPS_OF_ADAM),
+    Entry("Muon", "muon", STEPS_OF_ADAM),
+    Entry("SOAP", "soap", STEPS_OF_ADAM),
+    Entry("Shampoo", "shampoo", STEPS_OF_SGD),
+    Entry("SINGD", "singd", STEPS_OF_ADAM),
+    Entry("LLQR on SGDM", "sgdm", STEPS_OF_SGD, "default"),
+    Entry("LLQR on AdamW", "adamw", STEPS_OF_ADAM, "default"),
+    Entry("LLQR on Muon", "muon", STEPS_OF_ADAM, "default"),
+)
+
+
+def course_of(steps: int, parts: int = 50) -> dict[str, Any]:
+    """So many steps, evaluated at the end; the training loss is recorded after each of so many parts."""
+    return {"epochs": 0, "steps": steps, "evaluate_every": steps, "record_every": max(1, steps // parts)}
+
+
+@dataclass(frozen=True)
+class Course:
+    """A task of the race: a preset, and what is changed of it for everybody."""
+
+    preset: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    cpu: Mapping[str, Any] = field(default_factory=dict)
+    """What is changed at the scale `cpu` only, so that a race takes some hours."""
+    without: tuple[str, ...] = ()
+    """Bases that can't run here: torch's Muon is for matrices, and a ResNet has none inside."""
+    reached: str = "train_loss"
+    """What is to be reached: the training loss of the plain bases, or the test accuracy at which a task says it is over."""
+
+    target: float | None = None
+    """A training loss at which the task is over: who is there in the fewest steps is best."""
+
+    def of_length(self, steps: int | None) -> "Course":
+        """The same over so many steps; one that says itself when it is over may take as many."""
+        if steps is None:
+            return self
+        longer = course_of(steps) if self.reached == "train_loss" else {"steps": steps}
+        return replace(self, cpu={**self.cpu, **longer})
+
+    @property
+    def runners(self) -> list[Entry]:
+        return [entry for entry in ENTRIES if entry.base not in self.without]
+
+
+PLAIN = {"base.weight_decay": 0.0}
+COURSES = {
+    "fashion-mlp": Course("fashion-mlp", cpu=course_of(600)),
+    "fashion-convnet": Course("fashion-convnet", cpu=course_of(600)),
+    # one block in each of ResNet-20's three stages: ResNet-8
+    "cifar10": Course(
+        "cifar10-resnet18-sgdm", PLAIN, {"model.blocks": [1, 1, 1], "batch": 64, **course_of(400)}, without=("muon",)
+    ),
+    "shakespeare": Course("shakespeare-gpt-sgdm", cpu=course_of(600)),
+    "modular-addition": Course(
+        "grokking-add", {"data.by_heart": False}, {"steps": 500, "evaluate_every": 10}, reached="test_accuracy"
+    ),
+    "multi30k": Course(
+        "multi30k-transformer-adamw",
+        {**PLAIN, "data.beam": 0},
+        {"batch": 1024, "schedule.warmup": 60, **course_of(400)},
+    ),
+}
+
+
+# the race
 
 Grids = dict[str, tuple[float | None, list[Result]]]
 """Of each optimizer: its rate with the best end, and the runs that say so."""
@@ -78,52 +168,45 @@ class Race:
             wider: dict[Entry, Sequence[float]] = {}
             for entry, rates in coming.items():
                 results = found[entry.name][1] + self.results(entry, rates, [seed])
-                best = self._first(results)
-                found[entry.name] = best, results
-                tried = {*entry.rates, *(each["lr"] for each in results)}
-                if best is not None and best in (min(tried), max(tried)):
-                    wider[entry] = [_rounded(best / WIDEN if best == min(tried) else best * WIDEN)]
+                ends = dict.fromkeys(entry.rates, math.inf) | self._ends(results)
+                best = min(ends, key=lambda rate: ends[rate])
+                found[entry.name] = best if ends[best] < math.inf else None, results
+                if more := one_more(ends):
+                    wider[entry] = more
             coming = wider
         return found
+
+    def _ends(self, results: list[Result]) -> dict[float, float]:
+        return {each["lr"]: end(each, self._course) for each in results}
 
     def chosen(self, grids: Grids, runners: Sequence[Entry], seeds: Sequence[int]) -> dict[Entry, list[float]]:
         """The best rate of each who has one. Where others come close to it with the first seed, all seeds decide, by their
         mean."""
-        close = {entry: self._close(grids[entry.name][1]) for entry in runners}
-        self.run({entry: rates for entry, rates in close.items() if rates}, seeds)
-        return {entry: [self._least(entry, rates, seeds)] for entry, rates in close.items() if rates}
+        close = {entry: rates for entry in runners if (rates := self._close(grids[entry.name][1]))}
+        self.run(close, seeds)
 
-    def _close(self, results: list[Result]) -> list[float]:
-        """The best rates, from the best on: those whose ends differ by less than seeds do."""
-        ends = {each["lr"]: end(each, self._course) for each in results}
-        finite = sorted((lr for lr in ends if ends[lr] < math.inf), key=lambda lr: ends[lr])
-        return [lr for lr in finite if ends[lr] <= (1 + TIE) * ends[finite[0]]]
-
-    def _least(self, entry: Entry, rates: Sequence[float], seeds: Sequence[int]) -> float:
-        """The rate with the least mean of the ends."""
-
-        def mean_end(rate: float) -> float:
+        def mean_end(entry: Entry, rate: float) -> float:
             results = self.results(entry, [rate], seeds)
             return mean(end(each, self._course) for each in results) if len(results) == len(seeds) else math.inf
 
-        return min(rates, key=mean_end)
+        return {entry: [min(rates, key=partial(mean_end, entry))] for entry, rates in close.items()}
 
-    def _first(self, results: list[Result]) -> float | None:
-        ends = {each["lr"]: end(each, self._course) for each in results}
-        best = min(ends, key=lambda lr: ends[lr], default=None)
-        return None if best is None or ends[best] == math.inf else best
+    def _close(self, results: list[Result]) -> list[float]:
+        """The best rates, from the best on: those whose ends differ by less than seeds do."""
+        ends = self._ends(results)
+        finite = sorted((lr for lr in ends if ends[lr] < math.inf), key=lambda lr: ends[lr])
+        return [lr for lr in finite if ends[lr] <= (1 + TIE) * ends[finite[0]]]
 
     def step_seconds(self, best: Mapping[Entry, Sequence[float]], seed: int, data: Path | None) -> Times:
         """Everybody's at their best rates, in turns; kept beside the runs, for as long as the same ones are timed."""
         configs = {entry.name: self._configuration(entry, rates[0], seed)[0] for entry, rates in best.items()}
-        if not configs:
-            return {}
         labels = {name: config.label for name, config in configs.items()}
         which = blake2b(json.dumps(labels).encode(), digest_size=8).hexdigest()
         path = self._runs / self._course.preset / self._scale / f"seconds-{which}.json"
-        known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        if known:
-            return dict(known["seconds"])
+        if not configs:
+            return {}
+        if path.is_file():
+            return dict(json.loads(path.read_text(encoding="utf-8"))["seconds"])
         steps = 2 if self._scale == "smoke" else TIMED
         with bar(ROUNDS * len(configs) * math.ceil(steps / TURN), "timing steps") as done:
             found = step_seconds(configs, data, ROUNDS, done, steps)
@@ -142,13 +225,45 @@ class Race:
 
 def end(result: Result, course: Course) -> float:
     """How a run ended: its last training loss, or the steps that it took to be over; the less the better."""
-    if result["diverged"]:
-        return math.inf
     if course.target is not None:
         found = reached_at(result, course.target)
     else:
         found = result.get("steps_to_target") if course.reached == "test_accuracy" else last_loss(result)
-    return math.inf if found is None else float(found)
+    return math.inf if found is None or result["diverged"] else float(found)
+
+
+def one_more(ends: Mapping[float, float]) -> list[float]:
+    """A rate beyond the best of these ends where that is the first or the last; to two digits, as a folder's name has it."""
+    best = min(ends, key=lambda rate: ends[rate])
+    if ends[best] == math.inf or best not in (min(ends), max(ends)):
+        return []
+    return [rounded(best / WIDEN if best == min(ends) else best * WIDEN)]
+
+
+def rounded(rate: float) -> float:
+    """To two digits: three times 0.3 is 0.9."""
+    return float(f"{rate:.2g}")
+
+
+class Performed:
+    """The runs of a benchmark as it wants them, and whether all came to their end; its results, when all is done."""
+
+    def __init__(self, command: str, page: Path | None, runs: Path, data: Path | None, jobs: int) -> None:
+        check_page(page, command)
+        self.console, self.failed, self._page, self._command = Console(), False, page, command
+        self._how = runs, data, jobs, "auto", self.console
+
+    def __call__(self, wanted: Wanted) -> None:
+        self.failed |= sweep(wanted, *self._how) is False
+
+    def report(self, body: str, *written: Path) -> None:
+        say(self.console, f"{body}\nWrote {' and '.join(map(str, written))}")
+        if self.failed:
+            raise RunError(
+                "some runs came to no end (above): the same command goes on with them, and writes the page then"
+            )
+        if self._page is not None:
+            write_page(self._page, self._command, body)
 
 
 def main(
@@ -166,12 +281,7 @@ def main(
     steps: int | None = None,
 ) -> None:
     """`untuned`: LLQR has no rates of its own, and runs at its base's only. `steps`: of each course, in place of its own."""
-    console, failed = Console(), list[bool]()
-    check_page(page, COMMAND)
-
-    def perform(wanted: Wanted) -> None:
-        failed.append(sweep(wanted, runs, data, jobs, "auto", console) is False)
-
+    perform = Performed(COMMAND, page, runs, data, jobs)
     rows: list[Row] = []
     at_base: list[Row] = []
     some = (f" --optimizers '{','.join(entries)}'" if entries else "") + " --untuned" * untuned
@@ -194,18 +304,17 @@ def main(
         found = {"scale": scale, "seeds": list(seeds), "rows": rows, "untuned": at_base}
         write_json(output, {**provenance(command, seeds[0]), **found})
     draw(rows, at_base, figure)
-    say(console, f"{body(rows, at_base)}\nWrote {output} and {figure}")
-    if any(failed):
-        raise RunError("some runs came to no end (above): the same command goes on with them, and writes the page then")
-    if page is not None:
-        write_page(page, COMMAND, body(rows, at_base))
+    perform.report(body(rows, at_base), output, figure)
 
 
 def summary(
     task: str, course: Course, grids: Grids, finals: dict[str, list[Result]], seeds: int, times: Times
 ) -> list[Row]:
     """A row an optimizer: its rate, steps and seconds to each target (medians of the seeds), how it ended, and its memory."""
-    targets = _targets(course, finals)
+    targets: dict[str, float] = {THE_END: 0.0}
+    if course.reached != "test_accuracy":
+        ends = {name: common_end(finals.get(name, [])) for name in TARGETS}
+        targets = {name: loss for name, loss in ends.items() if loss is not None}
     rows = []
     for name, (_, tried) in grids.items():
         results, seconds = finals.get(name, []), times.get(name)
@@ -214,7 +323,7 @@ def summary(
                 "task": task,
                 "optimizer": name,
                 "lr": results[0]["lr"] if results else None,
-                "tried": {f"{each['lr']:g}": _number(end(each, course)) for each in tried},
+                "tried": {f"{each['lr']:g}": finite(end(each, course)) for each in tried},
                 "diverged": sorted({f"{each['lr']:g}" for each in (*tried, *results) if each["diverged"]}),
                 "seeds": seeds,
                 "targets": {
@@ -260,7 +369,8 @@ def untuned_rows(
         others = {each["seed"]: each for each in results}
         pairs = [(each, others[each["seed"]]) for each in finals[base] if each["seed"] in others]
         targets = [last_loss(own) for own, _ in pairs]
-        ends = [_end(own, course) for own, _ in pairs]
+        whole = [None if own["diverged"] else float(own["steps"]) for own, _ in pairs]
+        ends = [place(own, course, 0.0) for own, _ in pairs] if course.reached == "test_accuracy" else whole
         there = [place(other, course, target) for (_, other), target in zip(pairs, targets, strict=True)]
         alone = _side([own for own, _ in pairs], ends, times[base])
         around = _side([other for _, other in pairs], there, times[entry.name])
@@ -279,17 +389,10 @@ def untuned_rows(
                 for own, there in zip(alone[what], around[what], strict=True)
                 if own is not None
             ]
-            row[f"{what}_ratio"] = _number(median(ratios)) if ratios else None
-            row[f"{what}_ratios"] = [_number(each) for each in ratios]
+            row[f"{what}_ratio"] = finite(median(ratios)) if ratios else None
+            row[f"{what}_ratios"] = [finite(each) for each in ratios]
         rows.append(row)
     return rows
-
-
-def _end(result: Result, course: Course) -> float | None:
-    """The steps of a run that came to its end."""
-    if course.reached == "test_accuracy":
-        return place(result, course, 0.0)
-    return None if result["diverged"] else float(result["steps"])
 
 
 def _side(results: list[Result], steps: Sequence[float | None], times: list[float]) -> Row:
@@ -303,13 +406,6 @@ def _side(results: list[Result], steps: Sequence[float | None], times: list[floa
         "score": _middle([value(each) for each in results]),
         "curve": results[0]["curve"] if results else None,
     }
-
-
-def _targets(course: Course, finals: Mapping[str, list[Result]]) -> dict[str, float]:
-    if course.reached == "test_accuracy":
-        return {THE_END: 0.0}
-    ends = {name: common_end(finals.get(name, [])) for name in TARGETS}
-    return {name: found for name, found in ends.items() if found is not None}
 
 
 def common_end(results: Sequence[Result]) -> float | None:
@@ -332,13 +428,9 @@ def _reached(results: list[Result], course: Course, target: float, seeds: int, t
 
 def place(result: Result, course: Course, target: float | None) -> float | None:
     """The step at which a run was there for the first time; None if it diverged in the end, or there is no target."""
-    if result["diverged"]:
+    if result["diverged"] or (target is None and course.reached != "test_accuracy"):
         return None
-    if course.reached == "test_accuracy":
-        return result.get("steps_to_target")
-    if target is None:
-        return None
-    return reached_at(result, target)
+    return result.get("steps_to_target") if course.reached == "test_accuracy" else reached_at(result, target or 0.0)
 
 
 def _middle(values: Sequence[float | None]) -> float | None:
@@ -346,12 +438,7 @@ def _middle(values: Sequence[float | None]) -> float | None:
     return median(known) if known and len(known) == len(values) else None
 
 
-def _rounded(rate: float) -> float:
-    """To two digits: three times 0.3 is 0.9, and a folder's name says so."""
-    return float(f"{rate:.2g}")
-
-
-def _number(value: float) -> float | None:
+def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 

@@ -1,7 +1,5 @@
 """The race as tables (docs/benchmarks.md; `llqr bench race --page` writes them) and as a picture."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -71,19 +69,13 @@ def everybody(rows: Sequence[Row]) -> list[list[str]]:
     goals = [rows[0]["targets"][label]["loss"] for label in labels]
     score = next((row["score_name"] for row in rows if row["score_name"]), "")
     names = [label if goal is None else f"{label}'s {goal:.4g}" for label, goal in zip(labels, goals, strict=True)]
-    header = [
-        "optimizer",
-        "rate",
-        "training loss (least, most)",
-        SCORES.get(score, score),
-        *(f"to {name}: steps, seconds" for name in names),
-    ]
-    header += ["ms a step", "MB"]
+    header = ["optimizer", "rate", "training loss (least, most)", SCORES.get(score, score)]
+    header += [*(f"to {name}: steps, seconds" for name in names), "ms a step", "MB"]
     lines = []
     for row in rows:
         times = [reached(row["targets"][label], row["seeds"]) for label in labels]
         ends = [shown(row["lr"], "{:g}"), _spread(row), shown(row["score"], "{:.4g}")]
-        rest = [shown(_times(row["step_seconds"], 1e3), "{:.1f}"), shown(_times(row["peak_bytes"], 1e-6), "{:.0f}")]
+        rest = [shown(row["step_seconds"], "{:.1f}", 1e3), shown(row["peak_bytes"], "{:.0f}", 1e-6)]
         lines.append([row["optimizer"], *ends, *times, *rest])
     return [header, *lines]
 
@@ -113,12 +105,8 @@ def reached(target: Row, seeds: int) -> str:
     return f"{target['steps']:.0f}, {target['seconds']:.1f}"
 
 
-def _times(number: float | None, factor: float) -> float | None:
-    return None if number is None else factor * number
-
-
-def shown(number: float | None, form: str) -> str:
-    return "–" if number is None else form.format(number)
+def shown(number: float | None, form: str, unit: float = 1.0) -> str:
+    return "–" if number is None else form.format(unit * number)
 
 
 # the picture
@@ -190,10 +178,7 @@ def _line(axes: Axes, name: str, at: list[float], curve: dict[str, list[Any]]) -
 
 
 def _labelled(axes: Axes, title: str, below: str) -> None:
-    axes.set_title(title)
-    axes.set_yscale("log")
+    axes.set(title=title, yscale="log", xlabel=below, ylabel="training loss")
     axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
     for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
         ticks("{x:g}")
-    axes.set_xlabel(below)
-    axes.set_ylabel("training loss")

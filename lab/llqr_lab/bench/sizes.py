@@ -5,8 +5,6 @@ By width and depth: AdamW at its best rate, and LLQR on AdamW at that rate; the 
 last loss, over AdamW's. Runs are folders, as in the race: what was stopped goes on.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,16 +12,12 @@ from statistics import median
 from typing import Any
 
 from matplotlib.axes import Axes
-from rich.console import Console
 
-from llqr_lab.bench.courses import ENTRIES, Course
-from llqr_lab.bench.race import Race, Wanted, at_rates_of_bases
-from llqr_lab.errors import RunError
+from llqr_lab.bench.race import ENTRIES, Course, Performed, Race, at_rates_of_bases, course_of, finite
 from llqr_lab.experiments.collect import Result, reached_at
 from llqr_lab.experiments.reproduction import shares
-from llqr_lab.experiments.sweep import sweep
 from llqr_lab.figures.style import BLUE, GREEN, GREY, ORANGE, drawing
-from llqr_lab.results import check_page, markdown_table, provenance, say, write_json, write_page
+from llqr_lab.results import markdown_table, provenance, write_json
 
 COMMAND = "llqr bench sizes --page"
 Row = dict[str, Any]
@@ -36,19 +30,6 @@ RACERS = ("AdamW", "Muon", "SOAP", "LLQR on AdamW")
 COLOURS = dict(zip(RACERS, (GREY, GREEN, ORANGE, BLUE), strict=True))
 
 
-def _length(steps: int) -> dict[str, Any]:
-    return {"epochs": 0, "steps": steps, "evaluate_every": steps, "record_every": max(1, steps // 100)}
-
-
-def by_batch(size: int, steps: int) -> Course:
-    changes = {"batch": size, "schedule.name": "constant", **_length(steps)}
-    return Course("fashion-convnet", changes, target=LOSS)
-
-
-def by_form(name: str, size: int, steps: int) -> Course:
-    return Course("fashion-mlp", {f"model.{name}": size, **_length(steps)})
-
-
 def main(
     scale: str,
     seeds: Sequence[int],
@@ -59,17 +40,13 @@ def main(
     figure: Path,
     page: Path | None = None,
 ) -> None:
-    console, failed = Console(), list[bool]()
-    check_page(page, COMMAND)
-
-    def perform(wanted: Wanted) -> None:
-        failed.append(sweep(wanted, runs, data, jobs, "auto", console) is False)
-
+    perform = Performed(COMMAND, page, runs, data, jobs)
     command = f"llqr bench sizes --scale {scale} --seeds {','.join(map(str, seeds))}"
     found: dict[str, list[Row]] = {"batch": [], "width": [], "layers": []}
     quick = scale == "smoke"
     for size, steps in {4: 4, 8: 4}.items() if quick else BATCHES.items():
-        race = Race(by_batch(size, steps), scale, runs, perform)
+        constant = {"batch": size, "schedule.name": "constant", **course_of(steps, 100)}
+        race = Race(Course("fashion-convnet", constant, target=LOSS), scale, runs, perform)
         entries = [entry for entry in ENTRIES if entry.name in RACERS]
         best = race.chosen(race.grids(entries, seeds[0]), entries, seeds)
         for entry in entries:
@@ -77,7 +54,8 @@ def main(
             found["batch"].append(_racer(size, entry.name, rates, race.results(entry, rates, seeds)))
     for name, sizes in (("width", WIDTHS), ("layers", DEPTHS)):
         for size in (4, 8) if quick else sizes:
-            race = Race(by_form(name, size, 4 if quick else 600), scale, runs, perform)
+            form = {f"model.{name}": size, **course_of(4 if quick else 600, 100)}
+            race = Race(Course("fashion-mlp", form), scale, runs, perform)
             entries = [entry for entry in ENTRIES if entry.base == "adamw"]
             best = race.chosen(race.grids(entries[:1], seeds[0]), entries[:1], seeds)
             wrapped = at_rates_of_bases(entries, best)
@@ -86,43 +64,30 @@ def main(
             found[name].append(_gain(size, base, own))
     write_json(output, {**provenance(command, seeds[0]), "scale": scale, "seeds": list(seeds), "loss": LOSS, **found})
     draw(found, figure)
-    say(console, f"{body(found)}\nWrote {output} and {figure}")
-    if any(failed):
-        raise RunError("some runs came to no end (above): the same command goes on with them, and writes the page then")
-    if page is not None:
-        write_page(page, COMMAND, body(found))
+    perform.report(body(found), output, figure)
 
 
 def _racer(size: int, name: str, rates: Sequence[float], results: list[Result]) -> Row:
     """Medians over the seeds; None where one of them never came to the loss."""
-    places = {along: [reached_at(each, LOSS, along) for each in results] for along in ("step", "seconds")}
-    middle = {
-        along: median(math.inf if each is None else each for each in some) if some else math.inf
-        for along, some in places.items()
-    }
-    finite = {along: at if math.isfinite(at) else None for along, at in middle.items()}
-    return {"size": size, "optimizer": name, "lr": rates[0] if rates else None, **finite}
+    middle = {}
+    for along in ("step", "seconds"):
+        places = [reached_at(each, LOSS, along) for each in results]
+        middle[along] = finite(median(math.inf if at is None else at for at in places) if places else math.inf)
+    return {"size": size, "optimizer": name, "lr": rates[0] if rates else None, **middle}
 
 
 def _gain(size: int, base: list[Result], own: list[Result]) -> Row:
     others = {each["seed"]: each for each in own}
     pairs = [shares(each, others[each["seed"]]) for each in base]
-    steps, seconds = (median(each) for each in zip(*pairs, strict=True))
-    finite = {"steps": steps, "seconds": seconds}
-    return {
-        "size": size,
-        "lr": base[0]["lr"],
-        **{what: share if math.isfinite(share) else None for what, share in finite.items()},
-    }
+    steps, seconds = (finite(median(each)) for each in zip(*pairs, strict=True))
+    return {"size": size, "lr": base[0]["lr"], "steps": steps, "seconds": seconds}
 
 
 def body(found: dict[str, list[Row]]) -> str:
-    batches = list(dict.fromkeys(row["size"] for row in found["batch"]))
     names = list(dict.fromkeys(row["optimizer"] for row in found["batch"]))
-    rows = {(row["size"], row["optimizer"]): row for row in found["batch"]}
     lines = [["batch", *(f"{name}: steps, seconds (rate)" for name in names)]]
-    for size in batches:
-        lines.append([f"{size:,}", *(_shown(rows[size, name]) for name in names)])
+    for size in dict.fromkeys(row["size"] for row in found["batch"]):
+        lines.append([f"{size:,}", *(_shown(row) for row in found["batch"] if row["size"] == size)])
     gains = [["network", "AdamW's rate", "LLQR's steps", "LLQR's time"]]
     for name, label in (("width", "width"), ("layers", "hidden layers")):
         for row in found[name]:
@@ -163,7 +128,6 @@ def draw(found: dict[str, list[Row]], path: Path) -> None:
 
 
 def _logarithmic(axes: Axes, ticks: list[int], label: str) -> None:
-    axes.set_xscale("log")
+    axes.set(xscale="log", xlabel=label)
     axes.set_xticks(ticks, [f"{each:,}" for each in ticks])
     axes.minorticks_off()
-    axes.set_xlabel(label)

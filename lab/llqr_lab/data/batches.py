@@ -3,8 +3,6 @@
 Whoever asks, in whichever process and order, batch number k of a seed is the same, its augmentation included.
 """
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager

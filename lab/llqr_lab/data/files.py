@@ -1,7 +1,5 @@
 """Files of data sets: where they are, reading them without trust, and where to keep what is made from them."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -22,6 +20,8 @@ from torch import Tensor
 from llqr_lab.errors import DataError, MissingDataError
 
 VARIABLE = "LLQR_DATA"
+WHOLE = {"cifar10": 50_000, "cifar100": 50_000, "imagenet": 1_281_167, "iwslt14": 160_239, "multi30k": 29_000}
+"""How much there is to learn from in these, of which the files at hand may be a part."""
 T = TypeVar("T")
 
 
@@ -107,20 +107,16 @@ def read_npz(path: Path, side: int, source: str) -> list[tuple[Tensor, Tensor]]:
         missing = [key for key in KEYS if key not in file.files]
         if missing:
             raise DataError(f"'{path}' has no {', '.join(missing)}: get it again from {source}")
-        arrays = {key: file[key] for key in KEYS}
-    for key, array in arrays.items():
-        if key.startswith("x") and (array.shape[1:] != (side, side, 3) or array.dtype != np.uint8):
-            shape = f"{array.dtype} of {array.shape}, not bytes of (pictures, {side}, {side}, 3)"
+        arrays = [file[key] for key in KEYS]
+    parts = []
+    for key, images, labels in zip(KEYS[::2], arrays[::2], arrays[1::2], strict=True):
+        if images.shape[1:] != (side, side, 3) or images.dtype != np.uint8:
+            shape = f"{images.dtype} of {images.shape}, not bytes of (pictures, {side}, {side}, 3)"
             raise DataError(f"{key} in '{path}' is {shape}: get it again from {source}")
-        if key.startswith("y") and array.dtype.kind not in "iu":
-            raise DataError(f"labels in '{path}' are {array.dtype}, not integers: get it again from {source}")
-    return [
-        (
-            torch.from_numpy(arrays[f"x_{part}"]).permute(0, 3, 1, 2),
-            torch.from_numpy(arrays[f"y_{part}"].astype(np.int64)),
-        )
-        for part in ("train", "test")
-    ]
+        if labels.dtype.kind not in "iu":
+            raise DataError(f"labels in '{path}' are {labels.dtype}, not integers: get it again from {source}")
+        parts.append((torch.from_numpy(images).permute(0, 3, 1, 2), torch.from_numpy(labels.astype(np.int64))))
+    return parts
 
 
 def cache_folder() -> Path:

@@ -1,12 +1,13 @@
 """Data sets of pictures: scikit-learn's digits, Fashion-MNIST, CIFAR and what stands in for it, ImageNet and a sample of it."""
 
-from __future__ import annotations
-
 import gzip
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,8 +17,8 @@ from torch import Tensor
 from llqr.errors import LLQRError, unknown
 from llqr_lab.data.batches import Split
 from llqr_lab.data.files import data_folder, data_path, read_npz, reading, tar_members, unpacked
-from llqr_lab.data.pictures import Normalisation, Pictures, pictures_in_memory
-from llqr_lab.errors import DataError
+from llqr_lab.data.pictures import Augmentation, Normalisation, Pictures, pictures_in_memory, reduced
+from llqr_lab.errors import DataError, check_names
 
 
 def digits(train: int = 1400) -> Split:
@@ -44,13 +45,15 @@ def fashion(folder: Path | None = None) -> Pictures:
     """Fashion-MNIST from its four original files: 60,000 + 10,000 grey pictures of clothes, 28 × 28, ten classes."""
     paths = [data_path(folder, name, FASHION_SOURCE) for name in FASHION_FILES]
     contents = [read_idx(path) for path in paths]
+    parts = []
     for images, labels, path in zip(contents[::2], contents[1::2], paths[::2], strict=True):
         if images.dim() != 3 or labels.dim() != 1 or len(images) != len(labels):
             shapes = f"sides {tuple(images.shape)} and {tuple(labels.shape)}"
             raise DataError(
                 f"'{path}' and its labels don't belong together, with {shapes}: get both from {FASHION_SOURCE}"
             )
-    train, test = ((images.unsqueeze(1), labels) for images, labels in zip(contents[::2], contents[1::2], strict=True))
+        parts.append((images.unsqueeze(1), labels))
+    train, test = parts
     return pictures_in_memory("Fashion-MNIST", train, test, 10)
 
 
@@ -183,28 +186,23 @@ def image_folder(root: Path, side: int = 256, fit: str = "shorter") -> Pictures:
         raise unknown("fit", fit, FITS)
     if side < 1:
         raise LLQRError(f"pictures have a side of at least 1 pixel, not {side}")
-    parts = {part: _class_folders(root / part) for part in ("train", "val")}
-    alone = sorted(set(parts["train"]) ^ set(parts["val"]))
-    if alone:
+    train, val = (_class_folders(root / part, side, fit) for part in ("train", "val"))
+    both = [{name.partition("/")[0] for name in part.names} for part in (train, val)]
+    if alone := sorted(both[0] ^ both[1]):
         listed = f"{', '.join(alone[:5])}{', …' if len(alone) > 5 else ''}"
         raise DataError(
             f"'{root}': the classes of train and val differ, by {listed}; both need a folder for each class"
         )
-    train, val = (_listed(root / part, classes, side, fit) for part, classes in parts.items())
-    return Pictures(train, val, len(parts["train"]), IMAGENET_NORMALISATION)
+    return Pictures(train, val, len(both[0]), IMAGENET_NORMALISATION)
 
 
-def _class_folders(part: Path) -> tuple[str, ...]:
+def _class_folders(part: Path, side: int, fit: str) -> FilePictures:
     if not part.is_dir():
         raise DataError(f"there is no folder '{part}': pictures are looked for in train/<class>/ and val/<class>/")
     with os.scandir(part) as entries:
-        names = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
-    if not names:
+        classes = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+    if not classes:
         raise DataError(f"there is no class folder in '{part}'")
-    return tuple(names)
-
-
-def _listed(part: Path, classes: tuple[str, ...], side: int, fit: str) -> FilePictures:
     names: list[str] = []
     labels: list[int] = []
     for label, name in enumerate(classes):
@@ -247,3 +245,36 @@ def random_pictures(
         return (patterns[labels] + noise).clamp(0, 255).byte(), labels
 
     return pictures_in_memory("generated pictures", part(train), part(test), classes)
+
+
+# by the names that configurations have for them; docs/experiments.md lists them, with sources and licences
+
+CROPPED: dict[str, Callable[[Path | None], Pictures]] = {
+    "cifar10": partial(cifar, "cifar10"),
+    "cifar100": partial(cifar, "cifar100"),
+    "tiny-imagenet32": tiny_imagenet32,
+}
+"""Of 32 × 32 pixels or averaged to fewer, cropped with padding and flipped in training."""
+SCALED: dict[str, Callable[..., Pictures]] = {"imagenet": imagenet, "imagenette": imagenette}
+"""Of any size: brought to 8/7 of the wanted side, then cropped and flipped in training."""
+
+
+def pictures(
+    name: str, folder: Path | None, pixels: int = 0, **options: Any
+) -> tuple[Pictures, Augmentation, int | None]:
+    """The pictures, what training does to them, and the side of the crop that is tested on."""
+    if name in SCALED:
+        side = pixels or 224
+        return SCALED[name](folder, side=side * 8 // 7, **options), Augmentation(size=side, flip=True), side
+    if name == "random-pictures":
+        made = random_pictures(pixels=pixels or 16, **options)
+        return made, Augmentation(padding=2, flip=True), None
+    if name not in (*CROPPED, "fashion"):
+        check_names([name], [*CROPPED, "fashion", *SCALED, "random-pictures"], "data set of pictures")
+    if options or (pixels and name == "fashion"):
+        given = ", ".join(["pixels"] * bool(pixels) + list(options))
+        raise DataError(f"{name} has a size of its own: leave out {given}")
+    if name == "fashion":
+        return fashion(folder), Augmentation(), None
+    side = pixels or SIDE
+    return reduced(CROPPED[name](folder), side), Augmentation(padding=side // 8, flip=True), None

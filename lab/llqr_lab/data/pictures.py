@@ -3,8 +3,6 @@
 Random changes are by kornia, a batch at a time. All random numbers are torch's own on the CPU: `own_randomness` decides.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -170,7 +168,7 @@ class Normalisation:
     deviation: tuple[float, ...]
 
     @staticmethod
-    def of(images: Tensor) -> Normalisation:
+    def of(images: Tensor) -> "Normalisation":
         """What makes each channel of these uint8 pictures have mean 0 and deviation 1."""
         means, deviations = [], []
         levels = torch.arange(256, dtype=torch.float64) / 255
@@ -198,19 +196,32 @@ class Pictures:
     classes: int
     normalisation: Normalisation
 
-    def training(self, size: int, seed: int, augmentation: Augmentation = NOTHING) -> TrainingPictures:
+    def training(self, size: int, seed: int, augmentation: Augmentation = NOTHING) -> "TrainingPictures":
         """Training batches by the step's number."""
         return TrainingPictures(self.train, self.normalisation, size, seed, augmentation)
 
-    def testing(self, size: int, crop: int | None = None) -> PicturesInOrder:
+    def testing(self, size: int, crop: int | None = None) -> "PicturesInOrder":
         """All test pictures in order, nothing random about them; with `crop`, the middle square of this side."""
         return PicturesInOrder(self.test, self.normalisation, size, crop)
 
 
 def pictures_in_memory(where: str, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], classes: int) -> Pictures:
-    """Pictures (uint8 NCHW) with labels, checked; `where` they are from is what errors name."""
+    """Pictures (uint8 NCHW) with labels, checked before any training; `where` they are from is what errors name."""
     for part, (images, labels) in (("training", train), ("test", test)):
-        check_pictures(where, part, images, labels, classes)
+        wrong = ""
+        if images.dim() != 4 or images.dtype != torch.uint8:
+            wrong = f"{part} pictures must be bytes with four sides, not {images.dtype} of {tuple(images.shape)}"
+        elif images.numel() == 0:
+            wrong = f"there are no {part} pictures, or they are empty: {tuple(images.shape)}"
+        elif labels.dim() != 1 or labels.dtype.is_floating_point or labels.dtype in (torch.bool, torch.complex64):
+            wrong = f"{part} labels must be integers in one row, not {labels.dtype} of {tuple(labels.shape)}"
+        elif len(labels) != len(images):
+            wrong = f"there are {len(images)} {part} pictures and {len(labels)} labels"
+        elif int(labels.min()) < 0 or int(labels.max()) >= classes:
+            wanted = f"of {classes} classes they must be 0 to {classes - 1}"
+            wrong = f"{part} labels run from {int(labels.min())} to {int(labels.max())}; {wanted}"
+        if wrong:
+            raise DataError(f"{where}: {wrong}")
     if train[0].shape[1:] != test[0].shape[1:]:
         shapes = [" × ".join(map(str, images.shape[1:])) for images, _ in (train, test)]
         raise DataError(f"{where}: training pictures are {shapes[0]} and test pictures {shapes[1]}; they must be alike")
@@ -226,43 +237,16 @@ def reduced(pictures: Pictures, side: int) -> Pictures:
         return pictures
     if side < 1 or before % side:
         raise DataError(f"pictures of {before} pixels can be averaged to a divisor of that, not to {side}: data.pixels")
-    train, test = (
-        MemoryPictures(
-            nn.functional.avg_pool2d(each.images.float(), before // side).round().to(torch.uint8), each.labels
-        )
-        for each in parts
-    )
+    small = [nn.functional.avg_pool2d(each.images.float(), before // side).round().byte() for each in parts]
+    train, test = (MemoryPictures(images, each.labels) for images, each in zip(small, parts, strict=True))
     return Pictures(train, test, pictures.classes, Normalisation.of(train.images))
-
-
-def check_pictures(where: str, part: str, images: Tensor, labels: Tensor, classes: int) -> None:
-    """Whether these can be trained on; told before any training begins."""
-    if images.dim() != 4 or images.dtype != torch.uint8:
-        kind = f"{images.dtype} of {tuple(images.shape)}"
-        raise DataError(f"{where}: {part} pictures must be bytes with four sides, not {kind}")
-    if images.numel() == 0:
-        raise DataError(f"{where}: there are no {part} pictures, or they are empty: {tuple(images.shape)}")
-    if labels.dim() != 1 or labels.dtype.is_floating_point or labels.dtype in (torch.bool, torch.complex64):
-        kind = f"{labels.dtype} of {tuple(labels.shape)}"
-        raise DataError(f"{where}: {part} labels must be integers in one row, not {kind}")
-    if len(labels) != len(images):
-        raise DataError(f"{where}: there are {len(images)} {part} pictures and {len(labels)} labels")
-    low, high = (int(each) for each in labels.long().aminmax())
-    if low < 0 or high >= classes:
-        wanted = f"of {classes} classes they must be 0 to {classes - 1}"
-        raise DataError(f"{where}: {part} labels run from {low} to {high}; {wanted}")
 
 
 class TrainingPictures:
     """Batches of augmented, normalised pictures; number k is made of (seed, k) alone."""
 
     def __init__(
-        self,
-        source: PictureSource,
-        normalisation: Normalisation,
-        size: int,
-        seed: int,
-        augmentation: Augmentation = NOTHING,
+        self, source: PictureSource, normalisation: Normalisation, size: int, seed: int, augmentation: Augmentation
     ) -> None:
         self.source, self.normalisation, self.augmentation = source, normalisation, augmentation
         self.seed = seed

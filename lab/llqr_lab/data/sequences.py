@@ -1,7 +1,5 @@
 """Sequences of tokens: text as characters, each to be predicted from those before it; and arithmetic modulo a prime."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import isqrt
@@ -30,7 +28,7 @@ class Characters:
     test: Tensor
     where: str
 
-    def training(self, size: int, context: int, seed: int) -> CharacterBatches:
+    def training(self, size: int, context: int, seed: int) -> "CharacterBatches":
         """Random windows of the training part, by the step's number."""
         return CharacterBatches(self._long_enough(self.train, "training", context), size, context, seed)
 
@@ -109,7 +107,7 @@ OPERATIONS: dict[str, Callable[[int, int, int], int]] = {
 def modular_arithmetic(operation: str, prime: int = 97, fraction: float = 0.6, seed: int = 0) -> Split:
     """Inputs (N, 4) are the tokens [a, ∘, b, =], targets the numbers c; of all pairs, `fraction` are for training.
 
-    Tokens are the numbers 0 … p - 1, then p for the operation and p + 1 for "=": `vocabulary(p)` of them. All pairs of
+    Tokens are the numbers 0 … p - 1, then p for the operation and p + 1 for "=": p + 2 of them. All pairs of
     numbers occur, but for division and powers those with b = 0. Powers take b as an ordinary number.
     """
     if not 0 < fraction < 1:
@@ -134,8 +132,3 @@ def equations(operation: str, prime: int = 97) -> tuple[Tensor, Tensor]:
     pairs = [(a, b) for a in range(prime) for b in range(1 if operation in ("divide", "exponentiate") else 0, prime)]
     inputs = torch.tensor([[a, prime, b, prime + 1] for a, b in pairs])
     return inputs, torch.tensor([apply(a, b, prime) for a, b in pairs])
-
-
-def vocabulary(prime: int = 97) -> int:
-    """How many tokens there are: the numbers, the operation and the equals sign."""
-    return prime + 2

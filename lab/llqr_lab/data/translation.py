@@ -1,7 +1,5 @@
 """Translation: pairs of sentences, cut into words (Moses) and pieces (byte pair encoding), as numbers in batches of tokens."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random
@@ -21,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from llqr_lab.data.batches import Batch, check_step, mixed, shuffled
 from llqr_lab.data.files import cached, data_path, reading
-from llqr_lab.errors import DataError, MissingDataError
+from llqr_lab.errors import DataError, MissingDataError, check_names
 
 
 @dataclass(frozen=True)
@@ -50,6 +48,11 @@ class Pairs(NamedTuple):
     target: list[str]
     dropped: int = 0
     """Pairs left out because a side was empty, or too long."""
+
+    @staticmethod
+    def of(pairs: Iterable[tuple[str, str]], dropped: int = 0) -> "Pairs":
+        source, target = zip(*pairs, strict=True)
+        return Pairs(list(source), list(target), dropped)
 
 
 class ParallelText(NamedTuple):
@@ -86,13 +89,12 @@ def _pairs(folder: Path, corpus: Corpus, part: str) -> Pairs:
     if len(source) != len(target):
         counts = f"'{paths[0]}' has {len(source)} lines and '{paths[1]}' has {len(target)}"
         raise DataError(f"{counts}: they aren't translations of each other; get both again, from the same place")
-    whole = [pair for pair in zip(source, target, strict=True) if all(pair)]
-    empty = len(source) - len(whole)
-    if empty and (part != "train" or not whole):
-        first = next(number for number, pair in enumerate(zip(source, target, strict=True), 1) if not all(pair))
-        lines = f"line {first} of '{paths[0]}' or '{paths[1]}' is empty ({empty} such lines)"
+    pairs = list(zip(source, target, strict=True))
+    empty = [number for number, pair in enumerate(pairs, 1) if not all(pair)]
+    if empty and (part != "train" or len(empty) == len(pairs)):
+        lines = f"line {empty[0]} of '{paths[0]}' or '{paths[1]}' is empty ({len(empty)} such lines)"
         raise DataError(f"{lines}: what is scored has to be whole; get both again, or take the line out of both")
-    return Pairs([pair[0] for pair in whole], [pair[1] for pair in whole], empty)
+    return Pairs.of((pair for pair in pairs if all(pair)), len(empty))
 
 
 def _file(folder: Path, part: str, language: str) -> Path | None:
@@ -120,18 +122,14 @@ ACTIONS = {"laufen": "run", "spielen": "play", "warten": "wait", "schlafen": "sl
 def made_up(count: int, seed: int) -> Pairs:
     """Such as "drei Hunde und zwei Katzen warten." and "three dogs and two cats wait."."""
     draw = random.Random(seed)
-    source, target = [], []
+    pairs = []
     for _ in range(count):
         groups = [(draw.choice(list(NUMBERS)), draw.choice(list(THINGS))) for _ in range(draw.randint(1, 3))]
         action = draw.choice(list(ACTIONS))
-        source.append(" und ".join(f"{number} {thing}" for number, thing in groups) + f" {action}.")
-        target.append(" and ".join(f"{NUMBERS[n]} {THINGS[t]}" for n, t in groups) + f" {ACTIONS[action]}.")
-    return Pairs(source, target)
-
-
-def tiny_text() -> ParallelText:
-    """Made up, so that translation can be tried with nothing at hand."""
-    return ParallelText(Corpus("", False, "made up"), made_up(200, 0), made_up(20, 1), made_up(20, 2))
+        source = " und ".join(f"{number} {thing}" for number, thing in groups)
+        target = " and ".join(f"{NUMBERS[number]} {THINGS[thing]}" for number, thing in groups)
+        pairs.append((f"{source} {action}.", f"{target} {ACTIONS[action]}."))
+    return Pairs.of(pairs)
 
 
 END = " "
@@ -157,13 +155,11 @@ class Subwords:
 
     def split(self, words: str) -> list[str]:
         """Words with whitespace between them, as pieces; a letter that wasn't learned is UNKNOWN_PIECE."""
-        return [piece for word in words.split() for piece in self._word(word)]
-
-    def _word(self, word: str) -> list[str]:
-        # Every word is taken apart once: a corpus has many times more words than different ones.
-        if word not in self._known:
-            self._known[word] = [token.value for token in self._model.tokenize(word)]
-        return self._known[word]
+        found = words.split()
+        for word in found:  # every word is taken apart once: a corpus has many times more words than different ones
+            if word not in self._known:
+                self._known[word] = [token.value for token in self._model.tokenize(word)]
+        return [piece for word in found for piece in self._known[word]]
 
 
 def join(pieces: Iterable[str]) -> str:
@@ -238,7 +234,7 @@ class Dictionary:
         self._numbers = {piece: number for number, piece in enumerate(self.pieces, len(SPECIAL))}
 
     @classmethod
-    def of(cls, text: Iterable[Sequence[str]]) -> Dictionary:
+    def of(cls, text: Iterable[Sequence[str]]) -> "Dictionary":
         """All pieces of a text, equally common ones by the alphabet."""
         counts = Counter(piece for pieces in text for piece in pieces)
         return cls(sorted(counts, key=lambda piece: (-counts[piece], piece)))
@@ -270,10 +266,15 @@ class Part(NamedTuple):
     references: list[str]
     """What translations are scored against: raw text, or detokenised where the corpus comes tokenised. None in training."""
 
-    def first(self, sentences: int) -> Part:
+    def first(self, sentences: int) -> "Part":
         """So many of them; 0: all."""
         some = slice(sentences or None)
         return Part(self.source[some], self.target[some], self.references[some])
+
+    def batch(self, group: Iterable[int]) -> Batch:
+        """((source, target_in), target_out), padded on the right: w… </s>, <s> w… and w… </s>."""
+        sources, targets = zip(*((self.source[i], self.target[i]) for i in group), strict=True)
+        return Batch((padded(sources), padded([[START, *target[:-1]] for target in targets])), padded(targets))
 
 
 @dataclass(frozen=True)
@@ -334,6 +335,15 @@ def prepared(text: ParallelText, merges: int = 10_000) -> Translation:
     )
 
 
+def corpus(name: str, folder: Path | None, merges: int) -> Translation:
+    """By its name; tiny-translation is made up, so that translation can be tried with nothing at hand."""
+    check_names([name], [*CORPORA, "tiny-translation"], "corpus")
+    if name == "tiny-translation":
+        made = ParallelText(Corpus("", False, "made up"), made_up(200, 0), made_up(20, 1), made_up(20, 2))
+        return prepared(made, merges)
+    return prepared(parallel_text(name, folder), merges)
+
+
 LONGEST, RATIO = 175, 1.5
 
 
@@ -346,12 +356,7 @@ def cleaned(pairs: Pairs) -> Pairs:
             whole.append((source, target))
     if not whole:
         raise ValueError(f"no training pair has at most {LONGEST} words a side and a ratio of at most {RATIO}")
-    return Pairs([pair[0] for pair in whole], [pair[1] for pair in whole], len(pairs.source) - len(whole))
-
-
-def batch(sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> Batch:
-    """((source, target_in), target_out), padded on the right: w… </s>, <s> w… and w… </s>."""
-    return Batch((padded(sources), padded([[START, *target[:-1]] for target in targets])), padded(targets))
+    return Pairs.of(whole, len(pairs.source) - len(whole))
 
 
 def padded(sentences: Sequence[Sequence[int]]) -> Tensor:
@@ -397,12 +402,9 @@ class TranslationBatches:
     def __getitem__(self, step: int) -> Batch:
         check_step(step)
         epoch, place = divmod(step, self.steps_per_epoch)
-        group = self.groups[int(shuffled(self.steps_per_epoch, self.seed, epoch)[place])]
-        return batch([self.part.source[i] for i in group], [self.part.target[i] for i in group])
+        return self.part.batch(self.groups[int(shuffled(self.steps_per_epoch, self.seed, epoch)[place])])
 
 
 def all_batches(part: Part, tokens: int) -> list[Batch]:
     """Every sentence once, for the loss of a part."""
-    return [
-        batch([part.source[i] for i in group], [part.target[i] for i in group]) for group in groups(part, tokens, 0)
-    ]
+    return [part.batch(group) for group in groups(part, tokens, 0)]

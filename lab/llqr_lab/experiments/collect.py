@@ -1,7 +1,5 @@
 """Results of many runs: from their folders, or from the one small file that is kept of them."""
 
-from __future__ import annotations
-
 import math
 import tomllib
 from collections.abc import Iterable
@@ -23,18 +21,17 @@ Result = dict[str, Any]
 
 def collected(source: Path) -> list[Result]:
     """The finished runs under a folder, or in a file that `save` wrote."""
+    broken = (ValueError, KeyError, TypeError, AttributeError)
     if source.is_file():
         try:
             return [checked(each) for each in read_json(source.read_text(encoding="utf-8"))["runs"]]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise RunError(
-                f"'{source}' isn't a file of results ({error!r}): name one that `llqr table --save` wrote"
-            ) from None
+        except broken as error:
+            told = f"'{source}' isn't a file of results ({error!r})"
+            raise RunError(f"{told}: name one that `llqr table --save` wrote") from None
     if not source.is_dir():
         raise RunError(f"there is no '{source}': name the folder of runs, or a file of results")
-    folders = [RunFolder(path.parent) for path in sorted(source.rglob("result.json"))]
     found = []
-    for folder in folders:
+    for folder in (RunFolder(path.parent) for path in sorted(source.rglob("result.json"))):
         try:
             settings = tomllib.loads(folder.config.read_text(encoding="utf-8")) if folder.begun else {}
             result = folder.read_result()
@@ -44,10 +41,9 @@ def collected(source: Path) -> list[Result]:
                     "damaged. Remove the run, and make it again"
                 )
             found.append(checked({**result, "settings": settings, "curve": curve(folder.read_metrics())}))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise RunError(
-                f"the run in '{folder.path}' has a result that isn't whole ({error!r}): remove its result.json, and resume it"
-            ) from None
+        except broken as error:
+            told = f"the run in '{folder.path}' has a result that isn't whole ({error!r})"
+            raise RunError(f"{told}: remove its result.json, and resume it") from None
     return found
 
 
@@ -97,16 +93,15 @@ def save(results: list[Result], path: Path) -> None:
 
 
 def curve(lines: list[dict[str, Any]]) -> dict[str, list[float | None]]:
-    """Every so-many-th line, the last one always, by the name of what was measured."""
+    """Every so-many-th line, the last one always, by the name of what was measured; of a float six digits."""
     stride = max(1, math.ceil(len(lines) / POINTS))
     kept = [line for number, line in enumerate(lines, 1) if number % stride == 0 or number == len(lines)]
     names = ("step", "seconds", "train_loss", "train_accuracy", "valid_loss", "test_loss", "test_accuracy", "refits")
-    return {name: [_short(line.get(name)) for line in kept] for name in names if any(name in line for line in kept)}
-
-
-def _short(number: float | None) -> float | None:
-    """Six digits, which a figure can't show."""
-    return float(f"{number:.6g}") if isinstance(number, float) else number
+    columns = {name: [line.get(name) for line in kept] for name in names if any(name in line for line in kept)}
+    return {
+        name: [float(f"{each:.6g}") if isinstance(each, float) else each for each in column]
+        for name, column in columns.items()
+    }
 
 
 def value(result: Result) -> float | None:

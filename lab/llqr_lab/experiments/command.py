@@ -1,7 +1,5 @@
 """`llqr train`: one run, in its folder, with a bar."""
 
-from __future__ import annotations
-
 import re
 import time
 import tomllib
@@ -35,8 +33,7 @@ def list_presets() -> None:
 
 def configuration(target: str, scale: str | None, method: str | None, seed: int | None, changes: list[str]) -> Config:
     """Of a preset's name, or of a file, whose runs never pass for a preset's."""
-    path = Path(target)
-    by_hand = dict(map(parse_change, changes))
+    path, by_hand = Path(target), dict(map(parse_change, changes))
     if path.suffix != ".toml":
         return resolve(target, scale or "cpu", method or "base", seed or 0, by_hand)
     if scale or method:
@@ -102,21 +99,14 @@ def run(
     if folder.done:
         say(console, f"The run in '{folder.path}' is done.")
         return folder.read_result()
-    how = f"scale {config.scale}, method {config.label}: {trained_by(config)}"
-    say(console, f"{config.preset} at {how}. In '{folder.path}'.")
+    how = f"{config.base.name} alone, without LLQR (--method default is with it)"
+    if config.default_llqr or config.llqr is not None:
+        whose, rest = ("LLQR", ", nothing set") if config.default_llqr else ("the paper's LLQR", "")
+        how = f"{whose} around {config.base.name}{rest}"
+    say(console, f"{config.preset} at scale {config.scale}, method {config.label}: {how}. In '{folder.path}'.")
     with progress(console, f"{config.preset} {config.label}", resume) as report:
         warn = lambda message: say(console, message, "yellow")  # noqa: E731
         return train(config, folder, data, chosen, workers, checkpoint_seconds, report, warn)
-
-
-def trained_by(config: Config) -> str:
-    """The optimizer of a run, in words."""
-    base = config.base.name
-    if config.default_llqr:
-        return f"LLQR around {base}, nothing set"
-    if config.llqr is not None:
-        return f"the paper's LLQR around {base}"
-    return f"{base} alone, without LLQR (--method default is with it)"
 
 
 def device_of(name: str) -> torch.device:

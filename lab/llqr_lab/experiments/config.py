@@ -1,7 +1,5 @@
 """What a run is set by: dataclasses that go to TOML and back, and refuse keys that they don't know."""
 
-from __future__ import annotations
-
 import dataclasses
 import tomllib
 import types
@@ -141,7 +139,7 @@ class Config:
     def to_toml(self) -> str:
         return tomli_w.dumps(_plain(self))
 
-    def changed(self, changes: Mapping[str, Any]) -> Config:
+    def changed(self, changes: Mapping[str, Any]) -> "Config":
         """With settings replaced, by dotted names: {"llqr.every": 100}."""
         table = _plain(self)
         for key in sorted(changes, key=lambda key: not key.endswith("name")):
@@ -158,7 +156,7 @@ class Config:
             place[last] = value
         return parsed(table)
 
-    def by_hand(self, changes: Mapping[str, Any]) -> Config:
+    def by_hand(self, changes: Mapping[str, Any]) -> "Config":
         """With settings replaced, and a note of it."""
         for name in ("preset", "scale", "method", "seed", "changes"):
             if name in changes:
@@ -171,16 +169,13 @@ def read(path: Path) -> Config:
     """The configuration in a TOML file."""
     try:
         return parsed(tomllib.loads(path.read_text(encoding="utf-8")))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"'{path}' isn't TOML: {error}") from None
-    except ConfigError as error:
-        raise ConfigError(f"'{path}': {error}") from None
+    except (ConfigError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        what = ":" if isinstance(error, ConfigError) else " isn't TOML:"
+        raise ConfigError(f"'{path}'{what} {error}") from None
 
 
 def parsed(table: Mapping[str, Any]) -> Config:
     """The configuration that a table of TOML is, checked."""
-    if isinstance(table.get("llqr"), Mapping) and table["llqr"].get("sample") == 1.0:  # of runs from before it went
-        table = {**table, "llqr": {name: value for name, value in table["llqr"].items() if name != "sample"}}
     config = typing.cast(Config, _made(Config, table, ""))
     _check(config)
     return config
@@ -223,17 +218,13 @@ def _made(kind: type, table: Any, where: str) -> Any:
     if not isinstance(table, Mapping):
         raise ConfigError(f"{where or 'the configuration'} should be a group of settings, not {table!r}")
     hints = typing.get_type_hints(kind)
-    known = {each.name: each for each in dataclasses.fields(kind)}
     for name in table:
-        if name not in known:
-            raise ConfigError(f"there is no setting '{where}{name}'{suggestion(name, known)}")
-    missing = [
-        name
-        for name, each in known.items()
-        if name not in table and each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
-    ]
-    if missing:
-        raise ConfigError(f"the setting '{where}{missing[0]}' is missing")
+        if name not in hints:
+            raise ConfigError(f"there is no setting '{where}{name}'{suggestion(name, hints)}")
+    for each in dataclasses.fields(kind):
+        needed = each.default is each.default_factory is dataclasses.MISSING
+        if needed and each.name not in table:
+            raise ConfigError(f"the setting '{where}{each.name}' is missing")
     return kind(**{name: _value(hints[name], value, where + name) for name, value in table.items()})
 
 
@@ -311,12 +302,10 @@ def _check(config: Config) -> None:
             raise ConfigError(f"'{name}' should be a number below {LARGEST:g}, not {value}")
         if isinstance(value, int | float) and not name.startswith(("model.", "data.")) and value < 0:
             raise ConfigError(f"'{name}' can't be negative, and is {value}")
-    for name in POSITIVE:
-        if name in settings and not settings[name] > 0:
-            raise ConfigError(f"'{name}' should be positive, and is {settings[name]}")
-    for name in FRACTIONS:
-        if name in settings and not 0 <= settings[name] < 1:
-            raise ConfigError(f"'{name}' should be at least 0 and below 1, and is {settings[name]}")
+        if name in POSITIVE and not value > 0:
+            raise ConfigError(f"'{name}' should be positive, and is {value}")
+        if name in FRACTIONS and not 0 <= value < 1:
+            raise ConfigError(f"'{name}' should be at least 0 and below 1, and is {value}")
     if config.llqr and not config.llqr.intermediate and config.llqr.intermediate_weight != 0.1:
         raise ConfigError(
             "'llqr.intermediate_weight' has no effect without 'llqr.intermediate': name the modules there"

@@ -13,12 +13,9 @@ written, and their checksums; a run that goes on cuts off what came later, and w
 a file that was edited, or lost a part, is noticed.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os
-import pickle
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -29,23 +26,9 @@ from typing import IO, Any
 import torch
 from filelock import FileLock, Timeout
 
-from llqr_lab.errors import ConfigError, RunError
+from llqr_lab.errors import ConfigError, LabError, RunError
 from llqr_lab.experiments.config import Config, differences, read
 from llqr_lab.results import read_json, write_json
-
-UNUSABLE = (
-    RuntimeError,
-    EOFError,
-    KeyError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    IndexError,
-    pickle.UnpicklingError,
-    zipfile.BadZipFile,
-    OSError,
-)
-"""What reading and restoring a checkpoint may end in."""
 
 LOCK_SECONDS = 0.5
 """How long a run waits for its lock: longer than it takes to ask whether it is running."""
@@ -74,14 +57,13 @@ class RunFolder:
     def running(self) -> bool:
         """Whether a process is at work on it now."""
         lock = self.path / ".lock"
-        if self.done or not lock.exists():
-            return False
-        try:
-            FileLock(lock).acquire(timeout=0).lock.release()
-        except Timeout:
-            return True
-        except OSError:
-            return False  # a folder that may only be read: nobody trains in it
+        if not self.done and lock.exists():
+            try:
+                FileLock(lock).acquire(timeout=0).lock.release()
+            except Timeout:
+                return True
+            except OSError:
+                return False  # a folder that may only be read: nobody trains in it
         return False
 
     def last_words(self) -> str:
@@ -143,28 +125,31 @@ class RunFolder:
 
     def load(self, restore: Callable[[dict[str, Any]], None]) -> list[str]:
         """Restore the newest checkpoint that can be, cut the logs to its length, and tell what was wrong with newer ones."""
-        troubles = []
-        lengths: list[int] = []
-        for path in self.checkpoints:
-            if path.is_file():
-                try:
-                    state = _read_checkpoint(path)
-                    lengths = list(state["lengths"])
-                    for log, length in zip(self._logs, lengths, strict=False):
-                        if _length(log) < length:
-                            raise ValueError(f"{log.name} is shorter than when it was written")
-                    if edited := self._edited_since(state):
-                        raise ValueError(f"{edited[0]} isn't what it was: it has been edited, or damaged")
-                    restore(state)
-                    break
-                except UNUSABLE as error:
-                    troubles.append(f"'{path.name}' can't be used ({_told(error)})")
+        troubles, lengths = [], [0] * len(self._logs)
+        for path in filter(Path.is_file, self.checkpoints):
+            try:
+                with zipfile.ZipFile(path) as archive:  # torch doesn't look at the checksums that are in the file
+                    damaged = archive.testzip()
+                if damaged:
+                    raise ValueError(f"{damaged} in it is damaged")
+                state = dict(torch.load(path, weights_only=True, map_location="cpu"))
+                for log, length in zip(self._logs, state["lengths"], strict=True):
+                    if _length(log) < length:
+                        raise ValueError(f"{log.name} is shorter than when it was written")
+                if edited := self._edited_since(state):
+                    raise ValueError(f"{edited[0]} isn't what it was: it has been edited, or damaged")
+                restore(state)
+                lengths = state["lengths"]
+                break
+            except LabError:
+                raise
+            except Exception as error:  # whatever reading and restoring may end in
+                troubles.append(f"'{path.name}' can't be used ({_told(error)})")
         else:
             if troubles:
                 raise RunError(
                     f"the run in '{self.path}' can't go on: {'; '.join(troubles)}. Remove these files to start over"
                 )
-        lengths += [0] * (len(self._logs) - len(lengths))  # of a checkpoint from before there were so many
         for log, length in zip(self._logs, lengths, strict=True):
             if log.exists():
                 os.truncate(log, length)
@@ -197,19 +182,20 @@ class RunFolder:
             raise RunError(f"'{self.result}' isn't a result ({error}): remove it, and resume the run") from None
 
     def _edited_since(self, state: dict[str, Any]) -> list[str]:
-        """The files that aren't what they were at a checkpoint, as far as they went; an old one has no checksums."""
-        kept = zip(self._logs, state["lengths"], state.get("checksums", ()), strict=False)
+        """The files that aren't what they were at a checkpoint, as far as they went."""
+        kept = zip(self._logs, state["lengths"], state["checksums"], strict=True)
         return [log.name for log, length, checksum in kept if _checksum(log, length) != checksum]
 
     def edited(self, result: dict[str, Any] | None) -> list[str]:
         """The files that aren't what they were when the result was written, or without one at the newest checkpoint."""
-        newest = self.checkpoints[0]
-        if result is None and (self.running or not newest.is_file()):
-            return []
         if result is None:
+            if self.running or not self.checkpoints[0].is_file():
+                return []
             try:
-                return self._edited_since(torch.load(newest, map_location="cpu", weights_only=True, mmap=True))
-            except UNUSABLE:
+                return self._edited_since(
+                    torch.load(self.checkpoints[0], map_location="cpu", weights_only=True, mmap=True)
+                )
+            except Exception:
                 return []  # resuming says what is wrong with it
         known = result.get("checksums")
         known = known if isinstance(known, dict) else {}
@@ -243,32 +229,21 @@ def _disk(run: Path) -> Iterator[None]:
     """What a full disk or a missing permission looks like to a person."""
     try:
         yield
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        raise RunError(_unwritten(run, "the disk is full" if full else str(error))) from None
-    except RuntimeError as error:
-        # what torch.save makes of a write that fails
-        if "PytorchStreamWriter" not in str(error) and "enforce fail" not in str(error):
+    except (OSError, RuntimeError) as error:
+        failed = "PytorchStreamWriter" in str(error) or "enforce fail" in str(error)  # a write of torch.save's
+        if isinstance(error, RuntimeError) and not failed:
             raise
-        raise RunError(_unwritten(run, f"the disk is full, or has failed: {_told(error)}")) from None
-
-
-def _unwritten(run: Path, why: str) -> str:
-    return f"the run in '{run}' couldn't be written ({why}); make room, then go on with --resume: no checkpoint is lost"
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        why = f"the disk is full, or has failed: {_told(error)}" if failed else str(error)
+        raise RunError(
+            f"the run in '{run}' couldn't be written ({'the disk is full' if full else why}); make room, then go on with "
+            "--resume: no checkpoint is lost"
+        ) from None
 
 
 def _told(error: Exception) -> str:
     """What an error says, in a line."""
     return next(iter(str(error).splitlines()), type(error).__name__)
-
-
-def _read_checkpoint(path: Path) -> dict[str, Any]:
-    """Its content, whole: torch doesn't look at the checksums that are in the file."""
-    with zipfile.ZipFile(path) as archive:
-        damaged = archive.testzip()
-    if damaged:
-        raise ValueError(f"{damaged} in it is damaged")
-    return dict(torch.load(path, weights_only=True, map_location="cpu"))
 
 
 def _checksum(path: Path, length: int | None = None) -> str:

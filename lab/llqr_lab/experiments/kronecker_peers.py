@@ -10,8 +10,6 @@ the layer's block of the Fisher matrix is about A ⊗ G (Martens & Grosse 2015; 
 the training labels. Other parameters are stepped by momentum alone, at the same rate.
 """
 
-from __future__ import annotations
-
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable
@@ -45,23 +43,39 @@ class OnLayers(Optimizer):
     """θ ← θ - lr · direction, from gradient + weight_decay · θ and what is known of each layer: at every so-many-th step its
     inputs and gradients are looked at."""
 
+    usual: int
+    """Steps between looks, where nothing else is said."""
+    watched: tuple[type, ...]
+
     def __init__(
-        self, model: nn.Module, lr: float, momentum: float, weight_decay: float, every: int, watched: tuple[type, ...]
+        self,
+        model: nn.Module,
+        lr: float,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        damping: float = 1e-3,
+        every: int | None = None,
     ) -> None:
         settings = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "steps": 0}
         super().__init__(model.parameters(), settings)
-        self.every = every
+        self.damping, self.every = damping, every or self.usual
         affine = (each for each in model.modules() if isinstance(getattr(each, "weight", None), nn.Parameter))
-        self.layers: list[Any] = [each for each in affine if isinstance(each, watched) and _in_one_group(each)]
+        whole = (each for each in affine if isinstance(each, self.watched) and getattr(each, "groups", 1) == 1)
+        self.layers: list[Any] = list(whole)
         self.seen: list[tuple[Any, Tensor, Tensor]] = []
+        alive = weakref.ref(self)
+
+        def hook(layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+            if (optimizer := alive()) is not None:
+                optimizer.listen(layer, args[0].detach(), output)
+
         for layer in self.layers:
-            layer.register_forward_hook(_listening(weakref.ref(self)))
+            layer.register_forward_hook(hook)
 
     def listen(self, layer: nn.Module, inputs: Tensor, output: Tensor) -> None:
         due = self.param_groups[0]["steps"] % self.every == 0
-        if (
-            due and output.requires_grad and any(layer is each for each in self.layers)
-        ):  # not one of a copy of the model
+        own = any(layer is each for each in self.layers)  # not one of a copy of the model
+        if due and own and output.requires_grad:
             output.register_hook(lambda gradient: self.seen.append((layer, inputs, gradient.detach())))  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
@@ -81,13 +95,8 @@ class OnLayers(Optimizer):
 
     def known_layers(self, slopes: Slopes) -> list[Any]:
         """Those that something is known of, with all their parameters among these."""
-        return [
-            layer
-            for layer in self.layers
-            if layer.weight in slopes
-            and (layer.bias is None or layer.bias in slopes)
-            and "G" in self.state[layer.weight]
-        ]
+        known = (layer for layer in self.layers if "G" in self.state[layer.weight])
+        return [each for each in known if each.weight in slopes and (each.bias is None or each.bias in slopes)]
 
     def momentum(self, slopes: Slopes, share: float) -> Slopes:
         """b ← momentum · b + share · slope."""
@@ -105,35 +114,11 @@ class OnLayers(Optimizer):
     def directions(self, slopes: Slopes) -> Slopes: ...
 
 
-def _listening(optimizer: weakref.ref[OnLayers]) -> Callable[[nn.Module, tuple[Any, ...], Tensor], None]:
-    def hook(layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        alive = optimizer()
-        if alive is not None:
-            alive.listen(layer, args[0].detach(), output)
-
-    return hook
-
-
-def _in_one_group(layer: nn.Module) -> bool:
-    return getattr(layer, "groups", 1) == 1
-
-
 class KFAC(OnLayers):
     """[W b] ← (G + √λ/π)⁻¹ [W b] (A + π√λ)⁻¹ of gradients, π² = mean(diag A) / mean(diag G): the damping λ of A ⊗ G in two
     factors. All of them together are then shortened to a norm of `clip`, and go into the momentum."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        lr: float,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
-        damping: float = 1e-3,
-        every: int = 10,
-        clip: float = 1.0,
-    ) -> None:
-        super().__init__(model, lr, momentum, weight_decay, every, LAYERS)
-        self.damping, self.clip = damping, clip
+    usual, watched, clip = 10, LAYERS, 1.0
 
     def look(self, layer: Any, inputs: Tensor, gradients: Tensor) -> None:
         a, g = sides(layer, inputs, gradients)
@@ -168,18 +153,7 @@ class AdaFisher(OnLayers):
     in no such layer.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        lr: float,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
-        damping: float = 1e-3,
-        memory: float = 0.8,
-        every: int = 100,
-    ) -> None:
-        super().__init__(model, lr, momentum, weight_decay, every, (*LAYERS, *NORMS))
-        self.damping, self.memory = damping, memory
+    usual, watched, memory = 100, (*LAYERS, *NORMS), 0.8
 
     def look(self, layer: Any, inputs: Tensor, gradients: Tensor) -> None:
         if isinstance(layer, NORMS):

@@ -4,12 +4,9 @@ Everything that a step depends on is in the checkpoint (model, optimizer with U,
 step's number (the batch), so that the metrics of a run that was killed are those of one that wasn't, bit for bit.
 """
 
-from __future__ import annotations
-
 import math
 import shlex
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,19 +20,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from llqr.diagnostics import Monitor
+from llqr_lab.bench.measure import peak_resident
 from llqr_lab.data.batches import Batch, mixed, own_randomness, stream
 from llqr_lab.errors import ConfigError
 from llqr_lab.experiments.config import Config, Schedule
 from llqr_lab.experiments.folder import RunFolder
 from llqr_lab.experiments.optimizers import fits, optimizer, rate, scheduler
 from llqr_lab.results import provenance
-from llqr_lab.tasks.base import Task, to_device
-from llqr_lab.tasks.named import task_of
-
-try:
-    import resource
-except ImportError:  # Windows has none
-    resource = None  # type: ignore[assignment]
+from llqr_lab.tasks import Task, right_answers, task_of, to_device
 
 CHECKPOINT_SECONDS = 60.0
 """Between checkpoints; when they are written changes nothing but how much is done again after a stop."""
@@ -143,7 +135,10 @@ class Run:
         self.steps = config.steps or math.ceil(config.epochs * epoch)
         self.evaluate_every = config.evaluate_every or epoch
         self.step = 0
-        self.optimizer: Optimizer = optimizer(config, self.model, task, self._inner_share, self._fresh)
+        falling = Schedule("cosine")
+        self.optimizer: Optimizer = optimizer(
+            config, self.model, task, lambda: rate(falling, self.step, self.steps), self._fresh
+        )
         self.scheduler = scheduler(config.schedule, self.optimizer, self.steps)
         torch.manual_seed(mixed("training", config.seed))
         self.lr = config.base.lr
@@ -159,9 +154,6 @@ class Run:
         self.over = self.diverged = self.learned = False
         self.latest: dict[str, Any] = {}
         self._begin_interval()
-
-    def _inner_share(self) -> float:
-        return rate(Schedule("cosine"), self.step, self.steps)
 
     def _fresh(self) -> Batch:
         """A batch that no step is trained on."""
@@ -184,8 +176,7 @@ class Run:
             yield batch
 
     def _begin_interval(self) -> None:
-        self._losses, self._right, self._seen = 0.0, 0, 0
-        self._counted = 0
+        self._losses, self._counted, self._right, self._seen = 0.0, 0, 0, 0
 
     def advance(self, batch: Batch) -> None:
         """One step."""
@@ -198,8 +189,7 @@ class Run:
             output = self.model(*batch.inputs)
             loss = self.task.loss(output, batch.targets)
             loss.backward()  # type: ignore[no-untyped-call]
-            if self.config.clip_norm:
-                nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
+            self._clip(self.model)
             outputs.append(output.detach())
             return loss
 
@@ -209,7 +199,7 @@ class Run:
         self.scheduler.step()
         self.step += 1
         self.diverged = not math.isfinite(loss)
-        right, seen = self.task.counts(outputs[0], batch.targets)
+        right, seen = right_answers(outputs[0], batch.targets, self.task.ignored)
         self._losses, self._counted = self._losses + loss, self._counted + 1
         self._right, self._seen = self._right + right, self._seen + seen
         if self.device.type != "cpu":
@@ -226,14 +216,9 @@ class Run:
 
     def monitor(self, record: Callable[[dict[str, Any]], None]) -> Monitor | None:
         """What looks at the coming steps; None where nobody asked."""
-        wanted, clip = self.config.diagnostics, self.config.clip_norm
+        wanted = self.config.diagnostics
         if not wanted.every:
             return None
-
-        def clipped(model: nn.Module) -> None:
-            if clip:
-                nn.utils.clip_grad_norm_(model.parameters(), clip)
-
         return Monitor(
             self.model,
             self.optimizer,
@@ -244,8 +229,12 @@ class Run:
             damping=wanted.damping,
             products=wanted.products,
             weights=self.task.weights,
-            prepare=clipped,
+            prepare=self._clip,
         )
+
+    def _clip(self, model: nn.Module) -> None:
+        if self.config.clip_norm:
+            nn.utils.clip_grad_norm_(model.parameters(), self.config.clip_norm)
 
     def measure(self, evaluated: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
         """Metrics of the steps since the last time, of the model now if it is `evaluated`, and the seconds so far."""
@@ -257,7 +246,10 @@ class Run:
             "train_accuracy": self._right / max(1, self._seen),
         }
         if evaluated:
-            metrics |= self._evaluation()
+            self.model.eval()
+            with torch.no_grad(), self.timed("evaluation_seconds"):
+                found = self.task.evaluate(self.model, self.device)
+            metrics |= {name: _finite(value) for name, value in found.items()}
         times = {"seconds": self.seconds}
         if self.stats is not None:
             known = vars(self.stats)
@@ -272,11 +264,6 @@ class Run:
         self.latest = metrics
         self._begin_interval()
         return metrics, times
-
-    def _evaluation(self) -> dict[str, float | None]:
-        self.model.eval()
-        with torch.no_grad(), self.timed("evaluation_seconds"):
-            return {name: _finite(value) for name, value in self.task.evaluate(self.model, self.device).items()}
 
     def shown(self) -> dict[str, Any]:
         """For the progress bar."""
@@ -308,10 +295,8 @@ class Run:
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         self.step, self.seconds, self.latest = state["step"], state["seconds"], state["latest"]
-        self.spent |= state.get("spent", {})  # a checkpoint of before this was measured has none
+        self.spent, self.learned, self.lr = state["spent"], state["learned"], state["lr"]
         self.over, self.diverged = state["over"]
-        self.learned = state.get("learned", False)
-        self.lr = state["lr"]
         self.threads_changed = state["threads"] != torch.get_num_threads()
         if state["clock"] != self.clock_name:
             self.clock_name = "mixed"
@@ -333,18 +318,18 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _command(config: Config) -> str:
-    """What makes this run again."""
-    where = f"llqr train {config.preset} --scale {config.scale} --method {config.method} --seed {config.seed}"
-    return " ".join([where, *(f"--set {shlex.quote(change)}" for change in config.changes)])
-
-
 def _result(config: Config, run: Run, folder: RunFolder, device: torch.device) -> dict[str, Any]:
     run.model.eval()
     with torch.no_grad(), run.timed("evaluation_seconds"):
         finals = {} if run.diverged else run.task.finals(run.model, device)
     lines = folder.read_metrics()
     stats = vars(run.stats) if run.stats is not None else {}
+    where = f"llqr train {config.preset} --scale {config.scale} --method {config.method} --seed {config.seed}"
+    command = " ".join([where, *(f"--set {shlex.quote(change)}" for change in config.changes)])
+    with own_randomness("weights", config.seed):
+        start = dict(_built(run.task).named_parameters())
+    # an optimizer that skips some parameters would be compared for nothing
+    trained = [(name, p.detach().cpu()) for name, p in run.model.named_parameters() if p.requires_grad]
     return {
         "preset": config.preset,
         "scale": config.scale,
@@ -355,7 +340,7 @@ def _result(config: Config, run: Run, folder: RunFolder, device: torch.device) -
         "batch": config.batch,
         "examples": run.task.examples,
         "whole": run.task.whole,
-        **provenance(_command(config), config.seed),
+        **provenance(command, config.seed),
         "device": device.type,
         "threads": torch.get_num_threads(),
         "clock": run.clock_name,
@@ -363,32 +348,11 @@ def _result(config: Config, run: Run, folder: RunFolder, device: torch.device) -
         "steps": run.step,
         "seconds": run.seconds,
         "refit_wall_seconds": stats.get("seconds", 0.0),
-        "peak_bytes": _peak_bytes(device),
-        "unmoved": _unmoved(run),
+        "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident(),
+        "unmoved": [name for name, parameter in trained if torch.equal(parameter, start[name])],
         **run.spent,
         "preconditioner_bytes": stats.get("memory", 0),
         "diverged": run.diverged,
         **run.task.summary(lines),
         "last": {**lines[-1], **finals},
     }
-
-
-def _peak_bytes(device: torch.device) -> int | None:
-    """The most memory that this process has had; on a GPU, that its tensors there had."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if resource is None:
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
-
-
-def _unmoved(run: Run) -> list[str]:
-    """The parameters that are where they were at the start: an optimizer that skips some would be compared for nothing."""
-    with own_randomness("weights", run.config.seed):
-        start = dict(_built(run.task).named_parameters())
-    return [
-        name
-        for name, parameter in run.model.named_parameters()
-        if parameter.requires_grad and torch.equal(parameter.detach().cpu(), start[name])
-    ]

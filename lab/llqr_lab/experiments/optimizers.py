@@ -1,7 +1,5 @@
 """The optimizer and the learning rate's schedule that a configuration asks for."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,7 +20,7 @@ from llqr_lab.data.batches import Batch
 from llqr_lab.errors import ConfigError, suggestion
 from llqr_lab.experiments.config import DISTRIBUTIONAL, Base, Config, Inner, Schedule, Wrapper
 from llqr_lab.experiments.peers import PEERS
-from llqr_lab.tasks.base import Task
+from llqr_lab.tasks import Task
 
 
 @dataclass(frozen=True, repr=False)
@@ -106,23 +104,18 @@ def _divergence(wrapper: Wrapper, model: nn.Module) -> Divergence:
 
 
 def _structure(wrapper: Wrapper) -> str | Structure:
-    kinds = {"kfac": Kronecker, "ekfac": EigenKronecker}
-    kind = kinds.get(wrapper.structure)
+    kind = {"kfac": Kronecker, "ekfac": EigenKronecker}.get(wrapper.structure)
     if kind is None or kind() == kind(max_dim=wrapper.max_dim):
         return wrapper.structure
     return kind(max_dim=wrapper.max_dim)
 
 
 def _solver(inner: Inner, share: Callable[[], float]) -> Solver:
-    match inner.name:
-        case "sgdm":
-            found: SGDM | InnerAdam = SGDM(lr=inner.lr, momentum=inner.momentum, clip=inner.clip or None)
-        case "adam":
-            found = InnerAdam(lr=inner.lr, clip=inner.clip or None)
-        case "cg":
-            return ConjugateGradient()
-        case _:
-            return ScaleFree()
+    if inner.name in ("cg", "scale-free"):
+        return ConjugateGradient() if inner.name == "cg" else ScaleFree()
+    clip = inner.clip or None
+    sgdm = inner.name == "sgdm"
+    found = SGDM(lr=inner.lr, momentum=inner.momentum, clip=clip) if sgdm else InnerAdam(lr=inner.lr, clip=clip)
     return found if inner.schedule == "constant" else Decaying(found, share)
 
 

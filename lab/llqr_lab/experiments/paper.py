@@ -3,8 +3,6 @@
 From its tables on ResNet-18, on other CIFAR architectures, on ImageNet and IWSLT14, and on the comparison at batch size 256.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

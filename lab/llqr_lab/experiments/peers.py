@@ -5,8 +5,6 @@ Some of them are for matrices only, or for the layers that they know: AdamW then
 learning rate, which is how these optimizers are used.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -89,12 +87,17 @@ class MuonInFloat32(Muon):
 
 
 def muon(base: Base, model: nn.Module) -> Optimizer:
-    """For the matrices inside; embeddings, the last layer, convolutions and vectors are AdamW's."""
-    inside = _matrices_inside(model)
-    chosen = MuonInFloat32(
-        inside, lr=base.lr, momentum=0.95, weight_decay=base.weight_decay, adjust_lr_fn="match_rms_adamw"
-    )
-    return Several([chosen, *_rest(base, model, inside)])
+    """For the matrices of linear layers and attention; embeddings and what they share, the last layer, convolutions and
+    vectors are AdamW's."""
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear | nn.MultiheadAttention)]
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    outside = {id(p) for module in (*layers[-1:], *tables) for p in module.parameters()}
+    found = dict.fromkeys(p for module in layers for p in module.parameters(recurse=False))
+    inside = [p for p in found if p.dim() == 2 and id(p) not in outside]
+    if not inside:
+        raise ConfigError("muon is for matrices inside a network, and this one has none")
+    settings: dict[str, Any] = {"weight_decay": base.weight_decay, "adjust_lr_fn": "match_rms_adamw"}
+    return Several([MuonInFloat32(inside, lr=base.lr, momentum=0.95, **settings), *_rest(base, model, inside)])
 
 
 def soap(base: Base, model: nn.Module) -> Optimizer:
@@ -136,34 +139,14 @@ def singd(base: Base, model: nn.Module) -> Optimizer:
     return Several([chosen, *_rest(base, model, inside)], resumable=False)
 
 
-def kfac(base: Base, model: nn.Module) -> Optimizer:
-    return KFAC(model, base.lr, base.momentum, base.weight_decay)
-
-
-def adafisher(base: Base, model: nn.Module) -> Optimizer:
-    return AdaFisher(model, base.lr, base.momentum, base.weight_decay)
-
-
 PEERS: Mapping[str, Callable[[Base, nn.Module], Optimizer]] = {
     "muon": muon,
     "soap": soap,
     "shampoo": shampoo,
     "singd": singd,
-    "kfac": kfac,
-    "adafisher": adafisher,
+    "kfac": lambda base, model: KFAC(model, base.lr, base.momentum, base.weight_decay),
+    "adafisher": lambda base, model: AdaFisher(model, base.lr, base.momentum, base.weight_decay),
 }
-
-
-def _matrices_inside(model: nn.Module) -> list[nn.Parameter]:
-    """Of linear layers and attention, but for the last layer and what an embedding shares."""
-    layers = [module for module in model.modules() if isinstance(module, nn.Linear | nn.MultiheadAttention)]
-    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    outside = {id(p) for module in (*layers[-1:], *tables) for p in module.parameters()}
-    found = dict.fromkeys(p for module in layers for p in module.parameters(recurse=False))
-    inside = [p for p in found if p.dim() == 2 and id(p) not in outside]
-    if not inside:
-        raise ConfigError("muon is for matrices inside a network, and this one has none")
-    return inside
 
 
 def _rest(base: Base, model: nn.Module, taken: Iterable[nn.Parameter]) -> list[Optimizer]:

@@ -1,7 +1,5 @@
 """`llqr table`: ours beside the paper's, one table for each preset and scale, never mixed."""
 
-from __future__ import annotations
-
 from statistics import median
 
 from rich.console import Console
@@ -108,15 +106,11 @@ def seeds(rows: list[Result]) -> str:
 
 
 def shown(found: Summary | None, unit: float) -> str:
+    """The mean with four digits that count and its error with two, and all that are before the point."""
     if found is None:
         return "–"
-    mean = _digits(unit * found.mean, 4)
-    return mean if found.error is None else f"{mean} ± {_digits(unit * found.error, 2)}"
-
-
-def _digits(number: float, count: int) -> str:
-    """So many digits that count, and all that are before the point."""
-    return f"{number:.0f}" if number >= 10**count else f"{number:.{count}g}"
+    numbers = [(unit * found.mean, 4)] + ([] if found.error is None else [(unit * found.error, 2)])
+    return " ± ".join(f"{x:.0f}" if x >= 10**digits else f"{x:.{digits}g}" for x, digits in numbers)
 
 
 def times(rows: list[Result], base: list[Result]) -> str:
@@ -137,17 +131,13 @@ def verdict(group: list[Result]) -> str:
     if not rows:
         return ""
     if not scores(base):
-        return (
-            "The base came to no score: there is nothing to compare with." if base else "There is no run of the base."
-        )
+        none = "The base came to no score: there is nothing to compare with."
+        return none if base else "There is no run of the base."
     said: dict[str, list[str]] = {}
     for method, own in rows.items():
-        failed = 1 - len(scores(own)) / len(own)
+        failed, usual = (1 - len(scores(some)) / len(some) for some in (own, base))
         label = method if not failed else f"{method} ({seeds(own)} seeds came to a score)"
-        if failed > 1 - len(scores(base)) / len(base):
-            kind = "failed more often than the base"
-        else:
-            kind = compared(summary(gains(own, base)))
+        kind = "failed more often than the base" if failed > usual else compared(summary(gains(own, base)))
         said.setdefault(kind, []).append(label)
     return "; ".join(f"{kind}: {', '.join(names)}" for kind, names in said.items()) + "."
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,8 @@ def curves(groups: list[list[Result]], path: Path) -> None:
     if alone:
         panels = [(groups[0], name, by) for name in ("train_loss", panels[0][1]) for by in ("step", "seconds")]
     lines = math.ceil(len(panels) / 2)
-    styles = dict(zip(_all_methods(groups), itertools.cycle(LINES), strict=False))
+    names = dict.fromkeys(method for group in groups for method in methods_of(group))
+    styles = dict(zip(names, itertools.cycle(LINES), strict=False))
     with drawing(path, 11, 4.25 * lines) as figure:
         grid = figure.subplots(
             lines, 2, sharey="row" if alone else False, sharex="col" if alone else False, squeeze=False
@@ -80,12 +81,9 @@ def curves(groups: list[list[Result]], path: Path) -> None:
                 rows = [each for each in results if each["method"] == method]
                 diverged = sum(each["diverged"] for each in rows)
                 label = f"{method} ({diverged} of {len(rows)} diverged)" if diverged else method
-                colour, style = styles[method]
-                view = _error if name == "test_accuracy" else _same
-                _band(axes, rows, along, name, view, colour=colour, style=style, label=label)
-            axes.set_xlabel("training steps" if along == "step" else "seconds of training")
-            axes.set_ylabel(HELD_OUT.get(name, "training loss"))
-            axes.set_yscale("log")
+                _band(axes, rows, along, name, label, *styles[method])
+            below = "training steps" if along == "step" else "seconds of training"
+            axes.set(xlabel=below, ylabel=HELD_OUT.get(name, "training loss"), yscale="log")
             # plain numbers, also between the powers of ten where there are few of these
             for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
                 ticks(LogFormatter(minor_thresholds=(1.5, 0.5)))
@@ -102,52 +100,31 @@ def curves(groups: list[list[Result]], path: Path) -> None:
             figure.suptitle(_title(groups[0]), fontsize="medium")
 
 
-def _all_methods(groups: list[list[Result]]) -> list[str]:
-    return list(dict.fromkeys(method for group in groups for method in methods_of(group)))
-
-
 HELD_OUT = {"test_accuracy": "test error, %", "valid_loss": "validation loss", "test_loss": "test loss"}
 
 
 def _held_out(results: list[Result]) -> str:
     """What tells most of how good a run is, of what all of them have measured."""
     accuracy = results[0]["score"] in ("test_accuracy", "steps_to_target")
-    names = [name for name in HELD_OUT if accuracy or name != "test_accuracy"]
-    return next(name for name in names if all(name in each["curve"] for each in results))
+    known = (name for name in HELD_OUT if all(name in each["curve"] for each in results))
+    return next(name for name in known if accuracy or name != "test_accuracy")
 
 
-def _same(number: float) -> float:
-    return number
-
-
-def _error(accuracy: float) -> float:
-    return max(100 * (1 - accuracy), 0.01)  # the axis is logarithmic
-
-
-def _band(
-    axes: Axes,
-    rows: list[Result],
-    along: str,
-    name: str,
-    view: Callable[[float], float],
-    *,
-    colour: str,
-    style: str,
-    label: str,
-) -> None:
-    """The mean over seeds, and the standard error around it where there are several.
+def _band(axes: Axes, rows: list[Result], along: str, name: str, label: str, colour: str, style: str) -> None:
+    """The mean over seeds, and the standard error around it where there are several; of an accuracy, the error in percent.
 
     Between its evaluations and after its end a run has the value that it had; one that diverged is left out from there on.
     """
     looked = [
         [s for s, v in zip(row["curve"]["step"], row["curve"][name], strict=True) if v is not None] for row in rows
     ]
-    steps = max(looked, key=lambda some: some[-1] if some else 0)
     at, means, errors = [], [], []
-    for step in steps:
+    for step in max(looked, key=lambda some: some[-1] if some else 0):
         points = [point for row in rows if (point := _point(row, step, along, name)) is not None]
-        found = summary(view(measured) for _, measured in points)
-        if found:
+        values = [measured for _, measured in points]
+        if name == "test_accuracy":
+            values = [max(100 * (1 - each), 0.01) for each in values]  # the axis is logarithmic
+        if found := summary(values):
             at.append(math.fsum(place for place, _ in points) / len(points))
             means.append(found.mean)
             errors.append(found.error or 0.0)

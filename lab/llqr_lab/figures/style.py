@@ -1,7 +1,5 @@
 """How figures look: a palette that the colour-blind can tell apart (Okabe and Ito's), and fonts that survive a page."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

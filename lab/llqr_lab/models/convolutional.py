@@ -1,7 +1,5 @@
 """Convolutional networks: small ones, ResNet, VGG, wide ResNet and PyramidNet."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -61,13 +59,10 @@ class PaddedShortcut(nn.Module):
         self.new, self.stride, self.mean = after - before, stride, mean
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.stride != 1:
-            # places left over at the edge count, as they do for a padded convolution
-            x = (
-                functional.avg_pool2d(x, self.stride, ceil_mode=True)
-                if self.mean
-                else x[:, :, :: self.stride, :: self.stride]
-            )
+        if self.stride != 1 and self.mean:  # places left over at the edge count, as they do for a padded convolution
+            x = functional.avg_pool2d(x, self.stride, ceil_mode=True)
+        elif self.stride != 1:
+            x = x[:, :, :: self.stride, :: self.stride]
         return functional.pad(x, (0, 0, 0, 0, 0, self.new))
 
 
@@ -160,12 +155,13 @@ class ResNet(nn.Module):
     def __init__(
         self,
         block: type[BasicBlock] | type[Bottleneck],
-        blocks: Sequence[int],
-        width: int,
-        classes: int,
-        channels: int,
         large: bool = False,
         shortcut: Shortcut = projection,
+        *,
+        classes: int = 10,
+        channels: int = 3,
+        width: int = 64,
+        blocks: Sequence[int] = (2, 2, 2, 2),
     ) -> None:
         super().__init__()
         self.stem = convolution(channels, width, 7, 2) if large else convolution(channels, width)
@@ -181,31 +177,12 @@ class ResNet(nn.Module):
         return self.head(hidden.mean((2, 3)))  # type: ignore[no-any-return]
 
 
-class ResNet18(ResNet):
-    """Four stages of two basic blocks, with the stem for small pictures that is usual on CIFAR."""
-
-    def __init__(
-        self, classes: int = 10, channels: int = 3, width: int = 64, blocks: Sequence[int] = (2, 2, 2, 2)
-    ) -> None:
-        super().__init__(BasicBlock, blocks, width, classes, channels)
-
-
-class ResNet20(ResNet):
-    """The CIFAR network of the paper (section 4.2): three stages of three basic blocks, shortcuts without parameters."""
-
-    def __init__(
-        self, classes: int = 10, channels: int = 3, width: int = 16, blocks: Sequence[int] = (3, 3, 3)
-    ) -> None:
-        super().__init__(BasicBlock, blocks, width, classes, channels, shortcut=PaddedShortcut)
-
-
-class ResNet50(ResNet):
-    """Four stages of bottlenecks, for ImageNet."""
-
-    def __init__(
-        self, classes: int = 1000, channels: int = 3, width: int = 64, blocks: Sequence[int] = (3, 4, 6, 3)
-    ) -> None:
-        super().__init__(Bottleneck, blocks, width, classes, channels, large=True)
+ResNet18 = partial(ResNet, BasicBlock, False, projection)
+"""Four stages of two basic blocks, with the stem for small pictures that is usual on CIFAR."""
+ResNet20 = partial(ResNet, BasicBlock, False, PaddedShortcut, width=16, blocks=(3, 3, 3))
+"""The CIFAR network of the paper (section 4.2): three stages of three basic blocks, shortcuts without parameters."""
+ResNet50 = partial(ResNet, Bottleneck, True, projection, classes=1000, blocks=(3, 4, 6, 3))
+"""Four stages of bottlenecks, for ImageNet."""
 
 
 # Simonyan & Zisserman 2015, configuration D

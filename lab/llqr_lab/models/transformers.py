@@ -1,8 +1,7 @@
 """Transformers: GPT and the one of the grokking task, ViT, and the encoder–decoder for translation."""
 
-from __future__ import annotations
-
 import math
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -166,10 +165,10 @@ class GPT(CausalTransformer):
         super().__init__(words, length, width, heads, layers, dropout, bias=False)
         self.head.weight = self.embed.weight
         without_biases(self)
-        added = [name for name, _ in self.named_parameters() if name.endswith(("out.weight", "mlp.2.weight"))]
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=0.02 * (2 * layers) ** -0.5 if name in added else 0.02)
+                added = name.endswith(("out.weight", "mlp.2.weight"))
+                nn.init.normal_(parameter, std=0.02 * (2 * layers) ** -0.5 if added else 0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(self.norm(self.hidden(tokens)))  # type: ignore[no-any-return]
@@ -205,23 +204,19 @@ class ViT(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.Sequential(*(Block(width, heads, causal=False, dropout=dropout) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
-        self._initialise()
+        # N(0, 0.02²) cut off at two standard deviations; patches keep their variance: N(0, 1 / numbers of a patch)
+        without_biases(self)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02, a=-0.04, b=0.04)
+        nn.init.normal_(self.patches.weight, std=self.patches.weight[0].numel() ** -0.5)
+        nn.init.zeros_(cast(Tensor, self.patches.bias))
 
     def forward(self, x: Tensor) -> Tensor:
         words = self.patches(x).flatten(2).transpose(1, 2)
         words = torch.cat((self.class_word.expand(len(x), 1, -1), words), 1)
         hidden = self.norm(self.blocks(self.dropout(words + self.position)))
         return self.head(hidden[:, 0])  # type: ignore[no-any-return]
-
-    def _initialise(self) -> None:
-        """N(0, 0.02²) cut off at two standard deviations; patches keep their variance: N(0, 1 / numbers of a patch)."""
-        without_biases(self)
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.trunc_normal_(module.weight, std=0.02, a=-0.04, b=0.04)
-        nn.init.normal_(self.patches.weight, std=self.patches.weight[0].numel() ** -0.5)
-        if self.patches.bias is not None:
-            nn.init.zeros_(self.patches.bias)
 
 
 # Vaswani et al. 2017, in the size and form that is usual for IWSLT'14 (transformer_iwslt_de_en)
@@ -312,7 +307,12 @@ class TranslationTransformer(nn.Module):
         sizes = (width, ffn, heads, dropout)
         self.encoder = nn.ModuleList(Layer(*sizes, decoder=False) for _ in range(layers))
         self.decoder = nn.ModuleList(Layer(*sizes, decoder=True) for _ in range(layers))
-        self._initialise()
+        # Xavier's uniform weights, with query, key and value as one matrix of 3d × d: a gain of 1/√2 for each alone
+        without_biases(self)
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear):
+                one_of_three = name.endswith(("query", "key", "value"))
+                nn.init.xavier_uniform_(module.weight, gain=0.5**0.5 if one_of_three else 1.0)
         self.source = Words(source_words, width, pad, dropout)
         self.target = Words(target_words, width, pad, dropout)
         self.head = nn.Linear(width, target_words, bias=False)
@@ -340,11 +340,3 @@ class TranslationTransformer(nn.Module):
         real = source != self.pad
         real[:, 0] = True
         return real[:, None, None, :]
-
-    def _initialise(self) -> None:
-        """Xavier's uniform weights, with query, key and value as one matrix of 3d × d: a gain of 1/√2 for each alone."""
-        without_biases(self)
-        for name, module in self.named_modules():
-            if isinstance(module, nn.Linear):
-                one_of_three = name.endswith(("query", "key", "value"))
-                nn.init.xavier_uniform_(module.weight, gain=0.5**0.5 if one_of_three else 1.0)

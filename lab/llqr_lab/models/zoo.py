@@ -1,7 +1,5 @@
 """The lab's networks by name, in any size: `build("resnet18", classes=100)`."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """`llqr report`: from folders of runs to one page, with its style, its scripts and what they draw, that needs no other file."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json
@@ -25,7 +23,7 @@ from llqr_lab.experiments.loop import SPENT
 from llqr_lab.experiments.paper import RESULTS
 from llqr_lab.experiments.presets import PRESETS
 from llqr_lab.experiments.table import cells, heading, methods_of, verdict
-from llqr_lab.report.runs import FINISHED, STATUSES, Columns, FoundRun, curve, found_runs
+from llqr_lab.report.runs import FINISHED, STATUSES, FoundRun, curve, found_runs
 from llqr_lab.results import write_text
 
 POINTS, FEWEST, MOST = 40_000, 100, 1_000
@@ -40,24 +38,18 @@ MARKS = dict(zip(STATUSES, "✓↗…‖✕?", strict=True))
 
 
 @dataclass(frozen=True)
-class Method:
-    label: str
-    runs: list[FoundRun]
-
-
-@dataclass(frozen=True)
 class Experiment:
     """The runs of one preset at one scale, by method, with what the page says of them."""
 
     preset: str
     scale: str
-    methods: list[Method]
+    methods: dict[str, list[FoundRun]]
 
-    @property
+    @cached_property
     def runs(self) -> list[FoundRun]:
-        return [run for method in self.methods for run in method.runs]
+        return [run for runs in self.methods.values() for run in runs]
 
-    @property
+    @cached_property
     def results(self) -> list[Result]:
         return [run.result for run in self.runs if run.result is not None]
 
@@ -108,12 +100,11 @@ class Experiment:
     @cached_property
     def times(self) -> list[list[str]]:
         """Where the time went, a row for each method: means over its seeds; the first row is the header."""
-        found = {method.label: _times(method.runs) for method in self.methods}
+        found = {label: times for label, runs in self.methods.items() if (times := _times(runs))}
         parts = [part for part in PARTS if any(part in times for times in found.values())]
         rows = [
             [label, *(f"{times[part]:,.1f}" if part in times else "–" for part in parts)]
             for label, times in found.items()
-            if times
         ]
         return [["method", *(f"{part}, s" for part in parts)], *rows] if rows else []
 
@@ -126,11 +117,8 @@ class Experiment:
                 values.setdefault(name, set()).add(value)
         differing = [name for name, found in values.items() if len(found) > 1]
         rows = [
-            [
-                method.label,
-                *(", ".join(dict.fromkeys(run.settings.get(name, "–") for run in method.runs)) for name in differing),
-            ]
-            for method in self.methods
+            [label, *(", ".join(dict.fromkeys(run.settings.get(name, "–") for run in runs)) for name in differing)]
+            for label, runs in self.methods.items()
         ]
         shared = [(name, min(found)) for name, found in values.items() if len(found) == 1]
         return ([["method", *differing], *rows] if differing else []), shared
@@ -150,29 +138,24 @@ class Experiment:
 
     def _curves(self, kind: str, name: str, limit: int) -> list[dict[str, Any]]:
         made = []
-        for place, method in enumerate(self.methods):
-            columns: list[Columns] = [getattr(run, kind) for run in method.runs]
-            over = curve(columns, name, limit)
+        for place, (method, runs) in enumerate(self.methods.items()):
+            over = curve([getattr(run, kind) for run in runs], name, limit)
             if over is not None:
-                alone = [
-                    (f"{method.label}, seed {run.seed}", curve([own], name, limit))
-                    for run, own in zip(method.runs, columns, strict=True)
-                ]
-                each = [{"label": label, **found} for label, found in alone if found]
-                made.append({"place": place, "label": method.label, **over, "runs": each})
+                alone = [(run.seed, curve([getattr(run, kind)], name, limit)) for run in runs]
+                each = [{"label": f"{method}, seed {seed}", **found} for seed, found in alone if found]
+                made.append({"place": place, "label": method, **over, "runs": each})
         return made
 
 
 def experiments(runs: Iterable[FoundRun]) -> list[Experiment]:
     """Runs by preset and scale, then by method in the preset's order, then by seed."""
     groups: dict[tuple[str, str], list[FoundRun]] = {}
-    for run in runs:
+    for run in sorted(runs, key=lambda run: (run.preset, run.scale, run.seed)):
         groups.setdefault((run.preset, run.scale), []).append(run)
     found = []
-    for (preset, scale), group in sorted(groups.items()):
+    for (preset, scale), group in groups.items():
         labels = methods_of([{"preset": preset, "method": run.method} for run in group])
-        by_seed = sorted(group, key=lambda run: run.seed)
-        methods = [Method(label, [run for run in by_seed if run.method == label]) for label in labels]
+        methods = {label: [run for run in group if run.method == label] for label in labels}
         found.append(Experiment(preset, scale, methods))
     return found
 

@@ -1,7 +1,5 @@
 """Runs as they are found: finished, diverged, running, stopped, failed, or not readable; and their curves."""
 
-from __future__ import annotations
-
 import math
 import re
 import tomllib
@@ -105,14 +103,27 @@ def _of_folder(folder: RunFolder) -> FoundRun:
     for name, values in measured.items():
         if count := int(np.isinf(values).sum()):
             notes.append(f"{name} wasn't a finite number {count:,} {'time' if count == 1 else 'times'}")
-    settings = _settings(folder, notes)
+    settings, status = {}, STOPPED
+    try:  # a run of another version may have settings that this one doesn't know
+        settings = tomllib.loads(folder.config.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        notes.append(f"config.toml can't be read ({error})")
+        status = UNREADABLE
     result = _result(folder, notes)
     if edited := folder.edited(result):
         notes.append(f"{' and '.join(edited)} isn't what the run wrote: edited, or damaged")
     looks = [row for row in diagnostics if row is not None and _is_step(row.get("step"))]
     troubles = [f"diagnostics at step {row['step']:,}: {row['trouble']}" for row in looks if row.get("trouble")]
     notes += troubles[:1] + [f"and {len(troubles) - 1:,} more such troubles"] * (len(troubles) > 1)
-    status = _status(folder, result, notes)
+    if result is not None:
+        status = DIVERGED if result["diverged"] else FINISHED
+    elif folder.done:
+        status = UNREADABLE
+    elif status == STOPPED and folder.running:
+        status = RUNNING
+    elif status == STOPPED and ERROR.match(words := folder.last_words()):
+        notes.append(words.strip())
+        status = FAILED
     last = {**(rows[-1] if rows else {}), **(result or {}).get("last", {})}
     plain = {name: _told(value) for name, value in flat(settings).items() if name not in NAMES}
     return FoundRun(
@@ -134,20 +145,19 @@ def _of_result(result: Result) -> FoundRun:
 
 def _rows(path: Path, notes: list[str]) -> list[dict[str, Any] | None]:
     """The lines of a file; None for one that isn't a JSON object. A last line without an end isn't there yet."""
+    found: list[dict[str, Any] | None] = []
     try:
         lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     except OSError as error:
         notes.append(f"{path.name} can't be read ({error.strerror})")
         return []
-    return [_object(line) for line in lines]
-
-
-def _object(line: bytes) -> dict[str, Any] | None:
-    try:
-        found = read_json(line)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
+    for line in lines:
+        try:
+            row = read_json(line)
+        except (ValueError, RecursionError):
+            row = None
+        found.append(row if isinstance(row, dict) else None)
+    return found
 
 
 def _is_step(value: object) -> bool:
@@ -186,15 +196,6 @@ def flattened(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _settings(folder: RunFolder, notes: list[str]) -> dict[str, Any]:
-    """What config.toml has; a run of another version may have settings that this one doesn't know."""
-    try:
-        return tomllib.loads(folder.config.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        notes.append(f"config.toml can't be read ({error})")
-        return {}
-
-
 def _result(folder: RunFolder, notes: list[str]) -> Result | None:
     if not folder.done:
         return None
@@ -203,20 +204,6 @@ def _result(folder: RunFolder, notes: list[str]) -> Result | None:
     except (RunError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         notes.append(f"result.json isn't whole ({error}): remove it, and resume the run")
         return None
-
-
-def _status(folder: RunFolder, result: Result | None, notes: list[str]) -> str:
-    if result is not None:
-        return DIVERGED if result["diverged"] else FINISHED
-    if folder.done or any(note.startswith("config.toml") for note in notes):
-        return UNREADABLE
-    if folder.running:
-        return RUNNING
-    words = folder.last_words()
-    if ERROR.match(words):
-        notes.append(words.strip())
-        return FAILED
-    return STOPPED
 
 
 def _named(folder: RunFolder, settings: dict[str, Any]) -> tuple[str, str, str, int]:

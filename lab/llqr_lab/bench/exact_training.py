@@ -4,8 +4,6 @@ Every optimizer has the same processor time on one thread, and is shown with the
 the end). A second part times one exact step as the network gets wider and deeper and the residuals more.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time
@@ -14,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich import box
+from matplotlib.ticker import NullFormatter
 from rich.console import Console
-from rich.table import Table
 
 from llqr import Exact
 from llqr.errors import LLQRError
+from llqr_lab.bench.exact_problems import EQUATIONS, PROBLEMS, Problem, grid, poisson
 from llqr_lab.bench.measure import one_thread
-from llqr_lab.exact_training.problems import PROBLEMS, Problem, poisson
-from llqr_lab.results import bar, provenance, show_table, write_json
+from llqr_lab.figures.style import BLUE, GREEN, GREY, ORANGE, PINK, drawing
+from llqr_lab.results import bar, provenance, say, show_table, simple_table, write_json
 
 Step = Callable[[], object]
 GRIDS: dict[str, tuple[float, ...]] = {
@@ -47,10 +45,10 @@ MOST_SECONDS = 20.0
 def stepper(name: str, setting: float, problem: Problem) -> Step:
     """One step of an optimizer."""
     parameters = list(problem.model.parameters())
+    optimizer: torch.optim.Optimizer
     if name == "Exact":
         exact = Exact(problem.model)
         return lambda: exact.step(problem.residuals)
-    optimizer: torch.optim.Optimizer
     if name == "L-BFGS":
         optimizer = torch.optim.LBFGS(parameters, history_size=int(setting), line_search_fn="strong_wolfe")
     elif name == "SOAP":
@@ -158,15 +156,13 @@ def main(output: Path, figure: Path, pages: Path | None, seed: int, share: float
             done()
     result["summary"] = {name: summary(result["runs"], name) for name in PROBLEMS}
     write_json(output, result)
-    from llqr_lab.figures.exact_training import draw, draw_pages
-
     draw(result, figure)
     if pages is not None:
         with one_thread():
             draw_pages(result, pages, seed)
     console = Console()
     report(result, console)
-    console.print(f"Wrote {output} and {figure}", highlight=False, soft_wrap=True)
+    say(console, f"Wrote {output} and {figure}")
 
 
 def costs(sizes: list[dict[str, int]], seed: int, most: float) -> list[dict[str, Any]]:
@@ -187,40 +183,103 @@ def summary(runs: dict[str, Any], problem: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in GRIDS:
         key, curve = best(runs, problem, name)
-        found[name] = {
-            "setting": key.rpartition("/")[2],
-            "steps": curve["steps"][-1],
-            "loss": curve["loss"][-1],
-            "error": curve["error"][-1],
-            "seconds_to_rough": reached(curve, ROUGH),
-            "seconds_to_fine": reached(curve, FINE),
-        }
+        ends = {what: curve[what][-1] for what in ("steps", "loss", "error")}
+        seconds = {"seconds_to_rough": reached(curve, ROUGH), "seconds_to_fine": reached(curve, FINE)}
+        found[name] = {"setting": key.rpartition("/")[2], **ends, **seconds}
     return found
 
 
 def report(result: dict[str, Any], console: Console) -> None:
-    table = Table(title="Best of each grid, the same processor time for all", title_justify="left", box=box.SIMPLE_HEAD)
-    for header in ("problem", "optimizer", "setting"):
-        table.add_column(header, no_wrap=True)
-    for header in ("steps", "loss", "error", f"s to {ROUGH:g}", f"s to {FINE:g}"):
-        table.add_column(header, justify="right", no_wrap=True)
+    headers = ("problem", "optimizer", "setting", "steps", "loss", "error", f"s to {ROUGH:g}", f"s to {FINE:g}")
+    title = "Best of each grid, the same processor time for all"
+    table = simple_table(title, *headers, left=("optimizer", "setting"))
     for problem, rows in result["summary"].items():
         for name, row in rows.items():
             seconds = ["–" if row[k] is None else f"{row[k]:.1f}" for k in ("seconds_to_rough", "seconds_to_fine")]
-            table.add_row(
-                problem,
-                name,
-                row["setting"],
-                f"{row['steps']:.0f}",
-                f"{row['loss']:.1e}",
-                f"{row['error']:.1e}",
-                *seconds,
-            )
+            ends = (f"{row['steps']:.0f}", f"{row['loss']:.1e}", f"{row['error']:.1e}")
+            table.add_row(problem, name, row["setting"], *ends, *seconds)
     show_table(console, table)
     for sweep, rows in result["costs"].items():
-        listed = ", ".join(
-            f"{r['parameters']} × {r['residuals']}: {r['seconds']:.2f} s ({r['taken']})"
-            for r in rows
-            if r["method"] == "auto"
-        )
-        console.print(f"One exact step by {sweep}, parameters × residuals: {listed}", highlight=False)
+        own = [row for row in rows if row["method"] == "auto"]
+        told = (f"{r['parameters']} × {r['residuals']}: {r['seconds']:.2f} s ({r['taken']})" for r in own)
+        say(console, f"One exact step by {sweep}, parameters × residuals: {', '.join(told)}")
+
+
+# figures
+
+LINES = {"Exact": (BLUE, "-"), "Adam": (ORANGE, "--"), "L-BFGS": (GREEN, "-."), "SOAP": (GREY, ":")}
+STEPS = 60
+"""Exact steps of the pages' figures."""
+METHODS = {"dual": (BLUE, "o"), "primal": (ORANGE, "s"), "cg": (GREEN, "^"), "auto": (PINK, "x")}
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    with drawing(path, 12, 7) as figure:
+        panels = figure.subplots(2, 3)
+        for axes, problem in zip(panels[0], EQUATIONS, strict=True):
+            curves(axes, result, problem, "error")
+            axes.set_title(problem.capitalize())
+        panels[0][0].set_ylabel("relative error of the solution")
+        panels[0][0].legend()
+        for axes, (sweep, rows) in zip(panels[1], result["costs"].items(), strict=True):
+            for method, (colour, marker) in METHODS.items():
+                own = [row for row in rows if row["method"] == method]
+                places = [row["residuals"] if sweep == "residuals" else row["parameters"] for row in own]
+                how = {"color": colour, "marker": marker, "linestyle": "none" if method == "auto" else "-"}
+                axes.plot(places, [row["seconds"] for row in own], label=method, **how)
+            along = "residuals" if sweep == "residuals" else "parameters"
+            axes.set(xscale="log", yscale="log", title=f"one step, by {sweep}", xlabel=along)
+            axes.xaxis.set_minor_formatter(NullFormatter())
+            axes.yaxis.set_minor_formatter(NullFormatter())
+        panels[1][0].set_ylabel("seconds of one core")
+        panels[1][0].legend()
+
+
+def curves(axes: Any, result: dict[str, Any], problem: str, quantity: str) -> None:
+    for name in GRIDS:
+        colour, line = LINES[name]
+        curve = best(result["runs"], problem, name)[1]
+        axes.plot(curve["seconds"], curve[quantity], color=colour, linestyle=line, label=name)
+    axes.set(xscale="log", yscale="log", xlabel="seconds of one core")
+
+
+def draw_pages(result: dict[str, Any], folder: Path, seed: int) -> None:
+    """For each problem: what some exact steps come to, where it is wrong, and the loss of all optimizers by seconds."""
+    for name, make in PROBLEMS.items():
+        problem = make(seed)
+        optimizer = Exact(problem.model)
+        for _ in range(STEPS):
+            optimizer.step(problem.residuals)
+        with drawing(folder / f"exact_{name}.png", 12, 3.6) as figure, torch.no_grad():
+            fitted, wrong, loss = figure.subplots(1, 3)
+            (_autoencoder if name == "autoencoder" else _surface)(figure, fitted, wrong, problem)
+            curves(loss, result, name, "loss")
+            loss.set(title="loss", xlabel="seconds of one core")
+            loss.legend()
+
+
+def _surface(figure: Any, fitted: Any, wrong: Any, problem: Problem) -> None:
+    at = grid()
+    values, truth = problem.model(at)[:, 0].reshape(100, 100).T, problem.truth(at).reshape(100, 100).T
+    second = "t" if problem.name in ("heat", "burgers") else "y"
+    for axes, shown, title, colours in (
+        (fitted, values, f"u after {STEPS} steps", "viridis"),
+        (wrong, values - truth, "its error", "coolwarm"),
+    ):
+        image = axes.imshow(shown, origin="lower", extent=(0, 1, 0, 1), cmap=colours, aspect="auto")
+        axes.set(title=title, xlabel="(x + 1)/2" if problem.name == "burgers" else "x", ylabel=second)
+        axes.grid(visible=False)
+        figure.colorbar(image, ax=axes)
+
+
+def _autoencoder(figure: Any, fitted: Any, wrong: Any, problem: Problem) -> None:
+    at = grid(20)
+    points = problem.truth(at)
+    codes, error = problem.model[0](points), (problem.model(points) - points).norm(dim=1)  # type: ignore[index]
+    for axes, colour, title in (
+        (fitted, at[:, 0], f"the two numbers after {STEPS} steps"),
+        (wrong, error, "distance from the surface"),
+    ):
+        image = axes.scatter(*codes.T, c=colour, s=12)
+        axes.set(title=title, xlabel="first", ylabel="second")
+        figure.colorbar(image, ax=axes)

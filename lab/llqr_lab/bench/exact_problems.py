@@ -4,11 +4,10 @@ Each has a network, the residuals that the loss is the mean square of, and an er
 equation the relative error of the solution on a grid, else the relative error of predictions on fresh data.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -36,10 +35,8 @@ def network(inputs: int, width: int, depth: int, seed: int, outputs: int = 1) ->
     """tanh layers, in float64."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        sizes = [inputs, *[width] * depth]
-        layers: list[nn.Module] = []
-        for before, after in pairwise(sizes):
-            layers += [nn.Linear(before, after), nn.Tanh()]
+        pairs = pairwise([inputs, *[width] * depth])
+        layers = [part for before, after in pairs for part in (nn.Linear(before, after), nn.Tanh())]
         return nn.Sequential(*layers, nn.Linear(width, outputs)).double()
 
 
@@ -60,7 +57,8 @@ def derivatives(u: Tensor, x: Tensor) -> list[Tensor]:
     return list(slopes.unbind(1))
 
 
-def _relative(model: nn.Module, solution: Callable[[Tensor], Tensor], at: Tensor) -> Callable[[], float]:
+def _relative(model: nn.Module, solution: Callable[[Tensor], Tensor]) -> Callable[[], float]:
+    at = grid()
     truth = solution(at)
 
     def error() -> float:
@@ -70,13 +68,17 @@ def _relative(model: nn.Module, solution: Callable[[Tensor], Tensor], at: Tensor
     return error
 
 
+def _sides(count: int) -> tuple[Tensor, ...]:
+    """Points on the four sides of the unit square: below, above, on the left, on the right."""
+    line = points(count // 16, 1)[:, 0]
+    zero, one = torch.zeros_like(line), torch.ones_like(line)
+    return tuple(torch.stack(side, 1) for side in ((line, zero), (line, one), (zero, line), (one, line)))
+
+
 def poisson(seed: int = 0, width: int = 24, depth: int = 2, count: int = 600) -> Problem:
     """-Δu = 2π² sin πx sin πy on the unit square, u = 0 on its boundary; u = sin πx sin πy."""
     model = network(2, width, depth, seed)
-    inside = points(count)
-    line = points(count // 16, 1)[:, 0]
-    zero, one = torch.zeros_like(line), torch.ones_like(line)
-    boundary = torch.cat([torch.stack(side, 1) for side in ((line, zero), (line, one), (zero, line), (one, line))])
+    inside, boundary = points(count), torch.cat(_sides(count))
 
     def solution(x: Tensor) -> Tensor:
         return (math.pi * x).sin().prod(1)
@@ -89,7 +91,7 @@ def poisson(seed: int = 0, width: int = 24, depth: int = 2, count: int = 600) ->
         laplacian = derivatives(u_x, x)[0] + derivatives(u_y, x)[1]
         return laplacian + source, WALL * model(boundary)[:, 0]
 
-    return Problem("poisson", model, residuals, _relative(model, solution, grid()), solution)
+    return Problem("poisson", model, residuals, _relative(model, solution), solution)
 
 
 WALL = 10.0
@@ -99,10 +101,8 @@ WALL = 10.0
 def heat(seed: int = 0, width: int = 24, depth: int = 2, count: int = 600) -> Problem:
     """u_t = κ u_xx on the unit interval, κ = 0.1, u = 0 at its ends, u = sin πx at the start; u = exp(-κπ²t) sin πx."""
     model = network(2, width, depth, seed)
-    inside, line = points(count), points(count // 16, 1)[:, 0]
-    zero, one = torch.zeros_like(line), torch.ones_like(line)
-    start = torch.stack((line, zero), 1)
-    ends = torch.cat((torch.stack((zero, line), 1), torch.stack((one, line), 1)))
+    inside, (start, _, *walls) = points(count), _sides(count)
+    ends = torch.cat(walls)
 
     def solution(x: Tensor) -> Tensor:
         return (-0.1 * math.pi**2 * x[:, 1]).exp() * (math.pi * x[:, 0]).sin()
@@ -116,7 +116,7 @@ def heat(seed: int = 0, width: int = 24, depth: int = 2, count: int = 600) -> Pr
             WALL * model(ends)[:, 0],
         )
 
-    return Problem("heat", model, residuals, _relative(model, solution, grid()), solution)
+    return Problem("heat", model, residuals, _relative(model, solution), solution)
 
 
 def burgers(seed: int = 0, width: int = 24, depth: int = 2, count: int = 1000) -> Problem:
@@ -126,10 +126,8 @@ def burgers(seed: int = 0, width: int = 24, depth: int = 2, count: int = 1000) -
     """
     model = network(2, width, depth, seed)
     viscosity = 0.1 / math.pi
-    inside, line = points(count), points(count // 16, 1)[:, 0]
-    zero, one = torch.zeros_like(line), torch.ones_like(line)
-    start = torch.stack((line, zero), 1)
-    ends = torch.cat((torch.stack((zero, line), 1), torch.stack((one, line), 1)))
+    inside, (start, _, *walls) = points(count), _sides(count)
+    ends = torch.cat(walls)
 
     def residuals() -> tuple[Tensor, ...]:
         x = inside.clone().requires_grad_()
@@ -138,14 +136,12 @@ def burgers(seed: int = 0, width: int = 24, depth: int = 2, count: int = 1000) -
         u_xx = derivatives(u_x, x)[0] / 4
         return (
             u_t + u * u_x / 2 - viscosity * u_xx,
-            WALL * (model(start)[:, 0] - (2 * math.pi * line).sin()),
+            WALL * (model(start)[:, 0] - (2 * math.pi * start[:, 0]).sin()),
             WALL * model(ends)[:, 0],
         )
 
-    def solution(x: Tensor) -> Tensor:
-        return cole_hopf(x, viscosity)
-
-    return Problem("burgers", model, residuals, _relative(model, solution, grid()), solution)
+    solution = partial(cole_hopf, viscosity=viscosity)
+    return Problem("burgers", model, residuals, _relative(model, solution), solution)
 
 
 def cole_hopf(x: Tensor, viscosity: float) -> Tensor:
@@ -169,8 +165,7 @@ def regression(seed: int = 0, width: int = 6, depth: int = 1, count: int = 400) 
 
     noise = torch.randn(count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     targets = truth(inputs) + 0.1 * noise
-    error = _relative(model, truth, grid())
-    return Problem("regression", model, lambda: (model(inputs)[:, 0] - targets,), error, truth)
+    return Problem("regression", model, lambda: (model(inputs)[:, 0] - targets,), _relative(model, truth), truth)
 
 
 def autoencoder(seed: int = 0, width: int = 16, count: int = 300) -> Problem:
