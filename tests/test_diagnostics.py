@@ -207,7 +207,7 @@ def test_steps_that_are_none(made: tuple[Reference, Truth]) -> None:
     step = dict(found.step)
     with pytest.raises(LLQRError, match=r"unknown parameter in the direction '0\.wieght': did you mean '0\.weight'"):
         judge({**step, "0.wieght": step["0.weight"]}, found)
-    with pytest.raises(LLQRError, match=r"lacks '4\.bias': it has a tensor for every parameter"):
+    with pytest.raises(LLQRError, match=r"the direction lacks '4\.bias': give a tensor for each"):
         judge({name: v for name, v in step.items() if name != "4.bias"}, found)
     with pytest.raises(LLQRError, match=r"'4\.bias' has shape \(1, 3\), and the parameter \(3,\)"):
         judge({**step, "4.bias": step["4.bias"][None]}, found)

@@ -161,7 +161,7 @@ class Block:
                 raise unknown("parameter in the state", name, parameters)
         weight, structure = parameters[map_.weight], structures[map_.weight]
         if not map_.lies_in(parameters):
-            raise LLQRError(f"the state has a matrix of {map_.shape} for {key!r}, which has {tuple(weight.shape)} here")
+            raise LLQRError(f"the state has {key!r} in shape {map_.shape}, and it is {tuple(weight.shape)} here")
         dtype, (g, r, c) = at_least_single(weight.dtype), map_.joined
         rows, columns = (torch.empty(g, 1, side, dtype=dtype, device="meta") for side in (r, c))
         wanted = {n: tuple(m.shape) for n, m in structure.second_moments(rows, columns, map_.kernel).items()}

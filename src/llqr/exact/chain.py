@@ -9,7 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llqr.checks import Inputs, call, check_finite, check_model, check_parameter, frozen_rng, tensors_in
+from llqr.checks import (
+    Inputs,
+    call,
+    check_finite,
+    check_model,
+    check_parameter,
+    frozen_rng,
+    refuse_scripted,
+    tensors_in,
+)
 from llqr.curvature.locations import Layout
 from llqr.curvature.replacements import constants, plain_rules
 from llqr.errors import ChainError, LLQRError
@@ -62,6 +71,8 @@ class Chain:
         self.whole = Row(stages)
         """All of it as one module."""
         self.names, self.modules = list(self.whole._modules), list(self.whole)
+        for module in self.modules:
+            refuse_scripted(module)
         self._refuse_shared_parameters()
         self.parameters: list[dict[str, Tensor]] = [self._trainable(stage) for stage in range(len(self))]
         self._layouts: dict[int, Layout] = {}
