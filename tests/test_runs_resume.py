@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from llqr_lab.experiments import loop
 from llqr_lab.experiments.config import Config
 from llqr_lab.experiments.folder import RunFolder
 from llqr_lab.experiments.loop import StoppedError, listening, train
@@ -105,7 +106,7 @@ def test_grokking_is_over_after_the_training_set_was_learned(tmp_path: Path, mon
     accuracies = [(0.5, 0.96), (1.0, 0.2), (0.5, 0.5), (0.5, 0.96), (1.0, 1.0)]  # of training and test, step by step
     config = resolve("grokking-add", "smoke", "base", 0, {"steps": 5, "evaluate_every": 1})
     now = [0]
-    monkeypatch.setattr(Grokking, "counts", lambda *_: (int(100 * accuracies[now[0]][0]), 100))
+    monkeypatch.setattr(loop, "right_answers", lambda *_: (int(100 * accuracies[now[0]][0]), 100))
     monkeypatch.setattr(Grokking, "evaluate", lambda *_: {"test_accuracy": accuracies[now[0]][1]})
 
     def trained(folder: str, stop: int | None = None) -> bytes:

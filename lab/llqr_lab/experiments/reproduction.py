@@ -148,12 +148,17 @@ def _shown(shown: Shown, found: dict[str, list[list[Result]]]) -> str:
             lines += [f"**{name}** ({ours(group)}). {said[:1].upper()}{said[1:]}".strip(), ""]
             lines.append(markdown_table([[cell.replace("\n", " ") for cell in row] for row in cells(name, group)]))
     missing = [name for name in shown.presets if name not in found]
-    for name in [each for each in shown.presets if each in found]:
-        run = {each["method"] for group in found[name] for each in group}
-        missing += [f"{name} with {method}" for method in PRESETS[name].methods if method not in run]
+    for method in dict.fromkeys(each for one in some for each in one.methods):
+        run = [name for name in shown.presets if name in found]
+        lacking = [n for n in run if method in PRESETS[n].methods and method not in _methods(found[n])]
+        missing += [f"{method} on {', '.join(lacking)}"] if lacking else []
     if missing:
-        lines += [f"Not run by us: {', '.join(missing)}.", ""]
+        lines += [f"Not run by us: {'; '.join(missing)}.", ""]
     return "\n".join(lines)
+
+
+def _methods(groups: list[list[Result]]) -> set[str]:
+    return {each["method"] for group in groups for each in group}
 
 
 def _ablations(results: list[Result]) -> str:
