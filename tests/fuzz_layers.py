@@ -233,7 +233,7 @@ def beginning(d: Draw, batch: int, single: bool) -> tuple[Tensor, list[nn.Module
             WORDS, d.size(), d.one(None, None, 0.8), mode=mode, padding_idx=d.one(None, 1), sparse=False
         )
         words = torch.randint(WORDS, (batch, 3))
-        if (words == bag.padding_idx).all(1).any():
+        if bag.padding_idx is not None and (words == bag.padding_idx).all(1).any():
             d.marks.add("once")  # torch has no second derivative of a bag of padding alone
         return words, [bag], (bag.embedding_dim,)
     shape: Shape = (

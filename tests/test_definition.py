@@ -741,3 +741,11 @@ def test_their_words() -> None:
     assert shown == (
         "KL() + Intermediate({'1': per_example, 2: KL(family=Gaussian(variance=1.0))}) + Layerwise({3: steep}, flat=False)"
     )
+
+
+@pytest.mark.parametrize(
+    "inside", [Intermediate({"1": 2.0}), Layerwise({"1": lambda x, p, y, q: (x - y).square().sum()})]
+)
+def test_a_term_inside_the_network_isnt_taken_of_what_a_module_returns(inside: Divergence) -> None:
+    with pytest.raises(LLQRError, match="can't be taken of what '0' returns: give a metric"):
+        Intermediate({"0": inside})

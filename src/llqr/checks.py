@@ -127,6 +127,14 @@ def refuse_wrapped(model: nn.Module) -> None:
             )
 
 
+def kinds_of(inputs: Inputs) -> str:
+    """Shapes and dtypes, for messages; of integers, what to do where no embedding takes them."""
+    tensors = tensors_in(inputs)
+    told = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in tensors)
+    whole = any(not (tensor.is_floating_point() or tensor.dtype == torch.bool) for tensor in tensors)
+    return told + (" (integers are for an nn.Embedding: else convert them, as in inputs.double())" if whole else "")
+
+
 def batch_size_of(inputs: Inputs) -> int:
     """How many examples the inputs hold: their leading dimension; 1 for vectors, which are single examples."""
     batched = [t for t in tensors_in(inputs) if t.dim() > 1 or not t.is_floating_point()]
@@ -235,8 +243,8 @@ def bound(loss_fn: Loss | None, targets: Any) -> Callable[[Tensor], Tensor]:
     def loss(output: Tensor) -> Tensor:
         if loss_fn is None:
             raise LLQRError(
-                "this divergence needs the loss: give loss_fn and targets (one of your own that says needs_loss = False gets "
-                "none)"
+                "this divergence needs the loss, and got none: leave out its needs_loss = False if it is your own, and give "
+                "QuadraticModel loss_fn and targets, or an optimizer's step a closure"
             )
         return loss_fn(output, targets).reshape(())
 

@@ -185,6 +185,8 @@ def check_families(terms: Iterable[object], slope: Tensor, output: Tensor) -> No
 
     A loss of classes doesn't change by logits that move together.
     """
+    if not output.numel():
+        return
     families = {repr(term): term.family for term in terms if isinstance(getattr(term, "family", None), Family)}  # type: ignore[attr-defined]
     has_classes = any(isinstance(family, Categorical) for family in families.values())
     for name, family in families.items():

@@ -278,7 +278,7 @@ class L2(Divergence):
 def _check_metric(module: str | int, metric: Metric) -> None:
     if isinstance(metric, Divergence):
         for _, term in metric.terms():
-            if not isinstance(term, Term) or term.needs_loss:
+            if not isinstance(term, Term) or term.key is not None or term.needs_loss:
                 raise LLQRError(
                     f"{term!r} can't be taken of what {module!r} returns: give a metric, or a divergence of outputs that needs "
                     "no loss, such as KL()"

@@ -16,6 +16,7 @@ from llqr.checks import (
     check_model,
     check_parameter,
     frozen_rng,
+    kinds_of,
     refuse_scripted,
     tensors_in,
 )
@@ -143,9 +144,9 @@ class Chain:
 
     def _mismatch(self, stage: int, state: Inputs, error: Exception) -> str:
         if not isinstance(state, Tensor):
-            return f"{self.label(stage)} can't take the inputs: {error}"
+            return f"{self.label(stage)} can't take the inputs, {kinds_of(state)}: {error}"
         source = "the inputs" if stage == 0 else f"the output of {self.label(stage - 1)}"
-        what = "several tensors" if stage and self.packs(stage - 1) else f"{tuple(state.shape)} {state.dtype}"
+        what = "several tensors" if stage and self.packs(stage - 1) else kinds_of(state)
         return f"{self.label(stage)} can't take {source}, {what}: {error}"
 
     def _trainable(self, stage: int) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from llqr.checks import Inputs, Loss, call, check_finite, check_model
+from llqr.checks import Inputs, Loss, call, check_finite, check_model, kinds_of
 from llqr.curvature.locations import PerLayer
 from llqr.curvature.quadratic import QuadraticModel
 from llqr.curvature.recorder import Streams
@@ -311,8 +311,10 @@ class _Products:
         with torch.no_grad(), streams.again():
             try:
                 call(whole, {**constants(whole), **{name: p.clone() for name, p in whole.named_parameters()}}, inputs)
+            except torch.OutOfMemoryError:
+                raise
             except RuntimeError as error:
-                raise ChainError(f"the model can't take the inputs: {error}") from error
+                raise ChainError(f"the model can't take the inputs, {kinds_of(inputs)}: {error}") from error
             if streams.drawn():
                 raise ChainError("the model draws random numbers (dropout?): call .eval() on it first")
         self._q = QuadraticModel.build(whole, inputs, *problem)

@@ -173,7 +173,7 @@ class Group:
 
 def _check_value(name: str, value: object, shape: torch.Size, device: torch.device) -> None:
     if not isinstance(value, Tensor):
-        raise LLQRError(f"the gradient of {name!r} is a {type(value).__name__}, not a tensor: leave it out")
+        raise LLQRError(f"the gradient of {name!r} is a {type(value).__name__}: where there is none, leave it out")
     if value.shape != shape:
         raise LLQRError(f"the gradient of {name!r} has shape {tuple(value.shape)}, and the parameter {tuple(shape)}")
     if value.layout != torch.strided:
