@@ -39,7 +39,8 @@ ABLATED = "cifar10-resnet18-adamw"
 
 AT_EQUAL_TIME = (
     f"{ADAFISHER[0]} is at equal time: everybody trains for as many epochs as take the time of our default's sixteen, at "
-    "the rate that was best with seed 9 among three or more. A ResNet has no matrices for torch's Muon."
+    "the rate that was best with seed 9 among three or more. A ResNet has no matrices for torch's Muon.\n\n"
+    "![Training loss and test error by steps and by time](figures/equal-time.png)"
 )
 
 
@@ -63,7 +64,7 @@ SHOWN = (
     Shown(
         "Table 4: beside AdaFisher's",
         ADAFISHER,
-        f"llqr table --presets {','.join(ADAFISHER)} --scale SCALE",
+        f"llqr figure curves {ADAFISHER[0]} --scale SCALE --output docs/figures/equal-time.png",
         AT_EQUAL_TIME,
     ),
     Shown("Figure 3: grokking", GROKKING, "llqr figure grokking --scale SCALE"),
