@@ -198,9 +198,10 @@ def ablation(results: list[Result], methods: Sequence[str], grid: dict[str, list
     swept = [each for each in results if each["method"] in labels]
     if not swept:
         raise RunError("no finished runs of this ablation: make them with `llqr sweep --ablation`")
-    with drawing(path, max(4.5 * len(grid) + 0.5, 7), 4.5) as figure:
-        panels = figure.subplots(1, len(grid), sharey=True, squeeze=False)[0]
-        for axes, (setting, values) in zip(panels, grid.items(), strict=True):
+    varied = {setting: values for setting, values in grid.items() if len(values) > 1}
+    with drawing(path, max(4.5 * len(varied) + 0.5, 7), 4.5) as figure:
+        panels = figure.subplots(1, len(varied), sharey=True, squeeze=False)[0]
+        for axes, (setting, values) in zip(panels, varied.items(), strict=True):
             for (number, method), (colour, _) in zip(enumerate(methods), itertools.cycle(LINES[1:]), strict=False):
                 for place, wanted in enumerate(values):
                     rows = [
@@ -222,6 +223,10 @@ def ablation(results: list[Result], methods: Sequence[str], grid: dict[str, list
             axes.set_xlabel(setting)
             if base:
                 axes.axhline(unit * base.mean, color=GREY, linestyle="--", label="base")
+            for method, (colour, _) in zip(methods, itertools.cycle(LINES[1:]), strict=False):
+                plain = summary(scores([each for each in results if each["method"] == method]))
+                if plain:
+                    axes.axhline(unit * plain.mean, color=colour, linestyle=":", label=f"{method} as the paper has it")
         panels[0].set_ylabel(NAMES.get(score, score))
         handles, texts = panels[0].get_legend_handles_labels()
         figure.legend(handles, texts, loc="outside lower center", ncols=4)
