@@ -1,5 +1,6 @@
 """Results of many runs: from their folders, or from the one small file that is kept of them."""
 
+import json
 import math
 import tomllib
 from collections.abc import Iterable
@@ -10,7 +11,7 @@ from typing import Any
 from llqr_lab.errors import RunError, check_names
 from llqr_lab.experiments.folder import RunFolder
 from llqr_lab.experiments.presets import SCALES
-from llqr_lab.results import read_json, write_json
+from llqr_lab.results import read_json, write_text
 
 POINTS = 200
 """Of a curve that is kept."""
@@ -86,8 +87,11 @@ def checked(result: Any) -> Result:
 
 
 def save(results: list[Result], path: Path) -> None:
+    """A line for each run; without the checksums of its logs, which aren't kept."""
+    kept = [{name: held for name, held in each.items() if name != "checksums"} for each in results]
     try:
-        write_json(path, {"runs": results})
+        lines = [json.dumps(each, allow_nan=False, ensure_ascii=False, separators=(",", ":")) for each in kept]
+        write_text(path, '{"runs": [\n' + ",\n".join(lines) + "\n]}\n")
     except ValueError as error:
         raise RunError(f"the results can't be kept ({error}): a run has numbers that aren't finite") from None
 
