@@ -44,26 +44,26 @@ CALL_IT = (
 
 
 class LLQR(Wrapping):
-    """A torch optimizer whose steps go along U m, as far as the base's own: m is its momentum, U a learned inverse curvature.
+    """A torch optimizer whose steps have the direction U m and the length of the base's own step.
+
+    m is the base's momentum, U the inverse curvature; a refit updates U. Matrices of linear layers, convolutions and attention
+    are stepped so, with their biases. The base steps all other parameters; `print(optimizer)` says which and why.
 
     Args:
-        base: the optimizer that steps, with its own learning rate, momentum and weight decay. Its `param_groups`, `state` and
-            `defaults` are this one's too.
-        model: the module whose parameters it steps (it may have others, which are left alone). If torch.compile has wrapped it,
-            give the wrapper that the loop calls.
-        divergence: what a step is measured by. None: the curvature is the second moment of the loss's own gradients, example by
-            example, whatever the loss is. "ngd", "gauss-newton", "renyi", "reverse-kl" or an object: gradients are drawn from
-            it, in one more run of the model at every refit. "newton" is taken by its Gauss–Newton part, because the inverse of
-            a curvature that isn't positive can point uphill.
+        base: the optimizer inside, with its own learning rate, momentum and weight decay. It shares its `param_groups`, `state`
+            and `defaults` with this one.
+        model: the module whose parameters it steps (other parameters of the module are left alone). If torch.compile has
+            wrapped it, give the compiled model that the loop calls.
+        divergence: the divergence whose second derivative is the curvature. None: the second moment of the loss's own
+            gradients, example by example, for any loss. "ngd", "gauss-newton", "renyi", "reverse-kl" or an object: the model
+            runs once more at every refit, with gradients drawn from the divergence. "newton" is replaced by Gauss–Newton,
+            because an indefinite curvature can point uphill.
         structure: of U: "kfac", "ekfac", "diagonal", "scalar", "dense", an object, or a mapping from name patterns to these.
-        every: steps between refits, a function of the step's number that tells whether it begins with a refit, or None: often
-            at first, then rarer.
-        output: picks the tensor that the divergence is about out of what the model returns.
+        every: steps between refits, or a function of the step's number that says whether to refit. None: often at first, later
+            every 40 steps.
+        output: from what the model returns, picks the tensor that the divergence is about.
         process_group: the ranks that train this model together. None: the group of the model's DistributedDataParallel or
             `fully_shard`, or else the default group if there is one.
-
-    Matrices of linear layers, convolutions and attention are stepped so, with their biases. All other parameters are stepped by
-    the base; `print(optimizer)` tells which and why.
     """
 
     kind = "LLQR"
@@ -133,7 +133,7 @@ class LLQR(Wrapping):
     # --- stepping ---
 
     def step(self, closure: Closure | None = None) -> Any:
-        """Refit U if it is time, let the base step, and turn its step to U m."""
+        """Refit U if it is due, let the base step, and give its step the direction U m."""
         loss = None if closure is None else evaluated(closure)
         parameters = self._meet()
         if self._unhook.alive and self.processes.due(self._schedule):

@@ -43,39 +43,39 @@ SOLVER = SGDM(lr=0.005, momentum=0.9, clip=5.0)
 
 
 class PaperLLQR(Wrapping):
-    """A torch optimizer whose gradients are preconditioned by an inverse curvature U that is fitted along one of them.
+    """The paper's algorithm: a torch optimizer whose base steps by U g, with an inverse curvature U fitted to one gradient.
 
-    A refit's gradient and its curvature are of one network. Where it knows the loss (`step(closure)`, or `loss_fn` with
-    `refit_batch`) that is the paper's, with running BatchNorm statistics and without dropout; `step()` alone leaves the network
-    as the step had it, and draws the same dropout masks.
+    A refit takes gradient and curvature of the same network. If it knows the loss (`step(closure)`, or `loss_fn` with
+    `refit_batch`) it uses evaluation mode, as the paper does: running BatchNorm statistics, no dropout. With `step()` alone it
+    uses the network as the step did, with the same dropout masks.
 
     Args:
-        base: the optimizer that steps, with its own learning rate, momentum and weight decay. Its `param_groups`, `state` and
-            `defaults` are this one's too.
-        model: the module whose parameters it steps (it may have others, which are left alone). Where torch.compile has wrapped
-            it, the wrapper that the loop calls; the names of parameters are those without it.
-        divergence: what a step is measured by: "ngd", "newton", "gauss-newton", "renyi", "reverse-kl", or an object. "ngd" is
-            the paper's, `KL(reduction="sum")`: a sum over the batch, where the loss is a mean. The names "renyi" and
-            "reverse-kl" are sums, too.
+        base: the optimizer inside, with its own learning rate, momentum and weight decay. It shares its `param_groups`, `state`
+            and `defaults` with this one.
+        model: the module whose parameters it steps (other parameters of the module are left alone). If torch.compile has
+            wrapped it, give the compiled model that the loop calls; parameters keep their names.
+        divergence: "ngd", "newton", "gauss-newton", "renyi", "reverse-kl", or an object; its second derivative is the
+            curvature. "ngd" is the paper's, `KL(reduction="sum")`: a sum over the batch, where the loss is a mean. The names
+            "renyi" and "reverse-kl" are sums, too.
         structure: of U: "scalar", "diagonal", "kfac", "ekfac", "dense", an object, or a mapping from name patterns to these.
-        every: steps between refits, or a function of the step's number that tells whether it begins with a refit.
+        every: steps between refits, or a function of the step's number that says whether to refit.
         steps: inner steps of a refit.
         solver: the inner solver; None is the paper's, `SGDM(lr=0.005, momentum=0.9, clip=5.0)`.
-        ema: β; None is the paper's, 0.95, and 0.9 for divergences that aren't flat (Newton).
+        ema: β of the average of U; None is the paper's, 0.95, and 0.9 for divergences that aren't flat (Newton).
         damping: added to the curvature's diagonal, as for `QuadraticModel`.
         chunk_size: examples at a time in a refit.
-        segments: modules that a refit runs again in place of keeping what they compute, as for `QuadraticModel`.
-        warm_start: begin a fit at the U that is there, in place of the identity.
+        segments: modules that a refit runs again, to save memory, as for `QuadraticModel`.
+        warm_start: start a fit at the present U instead of the identity.
         loss_fn: `loss_fn(output, targets)`, for refits on a batch of their own.
-        output: picks the tensor that the divergence is about out of what the model returns.
-        weights: from the inputs of a refit to one weight a variable, 0 for padding.
-        refit_batch: returns `(inputs, targets)` for a refit, in place of the batch of the step. Without a `loss_fn`, the
-            gradient stays that of the step, and the random numbers of the curvature are those that the step drew: the masks are
-            the same where the batch has the same shape.
-        shared: the inputs that `chunk_size` doesn't cut, as for `QuadraticModel`.
-        process_group: the ranks that train this model together, each on its own batches; a refit is about all of them. None:
+        output: from what the model returns, picks the tensor that the divergence is about.
+        weights: from the inputs of a refit to one weight per example or token, 0 for padding.
+        refit_batch: returns `(inputs, targets)` for a refit, instead of the batch of the step. Without a `loss_fn`, the
+            gradient is that of the step, and the curvature has the step's random state: the same dropout masks if the batch has
+            the same shape.
+        shared: the inputs that `chunk_size` doesn't split, as for `QuadraticModel`.
+        process_group: the ranks that train this model together, each on its own batches; a refit uses all of them. None:
             the group of the model's DistributedDataParallel or `fully_shard`, or else the default group if there is one. (To
-            train apart from the others give a group of one.)
+            train separately from the others give a group of one.)
     """
 
     kind = "LLQR.paper"
@@ -147,10 +147,10 @@ class PaperLLQR(Wrapping):
     def step(self, closure: Closure | None = None) -> Any:
         """Refit U if it is time, then step the base with U g in place of the gradients g.
 
-        With divergences that need no loss (KL, Rényi), the gradients that are there and the model's last inputs are enough.
-        The others take a closure that clears the gradients, evaluates the loss, takes it backward and returns it. Where U
-        is refitted, it is evaluated once more with the modules in evaluation mode, and for curvature products of the loss (with
-        Gauss–Newton once for each); it has to give the same each time.
+        With divergences that don't need the loss (KL, Rényi), the present `.grad` and the model's last inputs are enough. The
+        others need a closure that clears the gradients, computes the loss, calls `backward()` and returns the loss. A refit
+        calls it once more in evaluation mode, and for curvature products of the loss (with Gauss–Newton once for each); it has
+        to give the same each time.
         """
         streams = Streams(self.model) if closure is not None and self._schedule.may_be_due() else None
         loss = None if closure is None else evaluated(closure)
@@ -176,8 +176,8 @@ class PaperLLQR(Wrapping):
     ) -> bool:
         """Refit U now: on a batch (by default what `refit_batch` returns), or on what a closure evaluates.
 
-        The gradient of J is that of the loss on this batch where a loss is given, that which the closure leaves, or else the
-        `.grad` that is there. Returns whether the new U was taken; if it wasn't finite, the one from before stays.
+        The gradient in J is that of the loss on this batch if a loss is given, else what the closure leaves in `.grad`, else
+        the present `.grad`. Returns whether the new U was taken; if it isn't finite, the old one stays.
         """
         if closure is not None and inputs is not None:
             raise LLQRError("refit takes a batch or a closure, not both")
@@ -194,7 +194,7 @@ class PaperLLQR(Wrapping):
             return self._refit_on(parameters, source)
 
     def objective(self, inputs: Inputs, targets: Any = None, loss_fn: Loss | None = None) -> Quadratic:
-        """The quadratic model that a refit on this batch would fit U to; nothing is changed by it."""
+        """The quadratic model that a refit on this batch would fit U to. Changes nothing."""
         parameters = stepped_parameters(self.base, self.model)
         loss_fn, grads = loss_fn or self._refit.loss_fn, gradients_of(parameters)
         source = Source(grads, inputs, targets, loss_fn, own_batch=True, evaluated=loss_fn is not None)

@@ -46,9 +46,9 @@ def fit(
     steps: int = 25,
     start: Preconditioner | None = None,
 ) -> Preconditioner:
-    """U that makes J(U) = g·δ + ½ δ·Hδ small, with δ = -U g, after so many steps of a solver (`ScaleFree()` unless given).
+    """U that minimises J(U) = g·δ + ½ δ·Hδ with δ = -U g, approximately: after `steps` of a solver (default: `ScaleFree()`).
 
-    It begins at the identity, or at `start`, which has to have this structure and stays as it is.
+    The fit starts at the identity, or at `start`, which must have this structure and isn't changed.
     """
     if not isinstance(getattr(q, "gradient", None), Mapping) or not callable(getattr(q, "curvature", None)):
         raise LLQRError(

@@ -44,39 +44,39 @@ COUNTS = ("steps", "refused", "stalled", "cut_short")
 
 
 class Exact(torch.optim.Optimizer):
-    """Steps to the minimum of g·δ + ½ δ·Hδ + ½ μ‖δ‖², corrected, for networks and batches that are small enough.
+    """An optimizer whose steps minimise g·δ + ½ δ·Hδ + ½ μ‖δ‖² exactly, for small networks and batches.
 
         optimizer = Exact(model)
         for _ in range(100):
             loss = optimizer.step(lambda: residuals(model))
 
-    `step(closure)` calls the closure several times, as `torch.optim.LBFGS` does, but the closure returns what the loss is made
-    of and takes no gradient:
+    `step(closure)` calls the closure several times, as `torch.optim.LBFGS` does. But this closure returns what the loss is made
+    of, and doesn't call `backward()`:
 
     - residuals, a tensor or a tuple of them; the loss is the sum of their mean squares. They may hold derivatives of the
       network (`torch.autograd.grad(…, create_graph=True)`);
     - with a `loss_fn`, the pair `(output, targets)`; the loss is `loss_fn(output, targets)`, a mean over the batch;
     - with `divergence="newton"` also the loss itself, one number.
 
-    A step is corrected, with the same H and the gradient at the output where it has led to, as long as that pays: for the
-    price of a run of the closure each, it comes nearer to the minimum of the loss itself plus ½ μ‖δ‖² (not where H isn't of
-    the output alone: Newton, Intermediate). The damping μ follows the ratio of the decrease that came to the one that H had
-    promised. A step that doesn't lower the loss is taken back, and tried again with more damping. `step` returns the loss
-    before the step; `stats` says how it went.
+    After a step, corrections bring it nearer to the minimum of the loss itself plus ½ μ‖δ‖², as long as they lower the loss
+    enough. Each uses the same H with the gradient at the new output, and costs one run of the closure. (There are none for
+    "newton" and `Intermediate`.) The damping μ follows the ratio of the actual decrease to the predicted one. A step that
+    doesn't lower the loss is undone, and tried again with more damping. `step` returns the loss before the step; `stats` has
+    counts and what the last step did.
 
     Args:
         model: the module whose parameters are stepped: those that require a gradient, in float32 or float64.
         loss_fn: see above.
-        divergence: what gives H: an object of `llqr.divergences` or its name. Gauss–Newton unless you say otherwise; "ngd" for
-            classifiers (the same matrix for a cross-entropy); "newton", where μ is raised until H + μ is positive definite.
+        divergence: an object of `llqr.divergences` or its name; H is its second derivative. "ngd" is for classifiers (for a
+            cross-entropy the same matrix as "gauss-newton"); with "newton", μ is raised until H + μ is positive definite.
         method: "dual" (a system with a row for each number of the output), "primal" (a row for each parameter), "cg" (conjugate
-            gradients), "riccati" (along the stages of an nn.Sequential), all for the same step; that of "cg" is as exact as
-            `tolerance`. "auto" takes the one with least arithmetic among those that fit into `memory`.
+            gradients), "riccati" (along the stages of an nn.Sequential). All give the same step, "cg" up to its `tolerance`.
+            "auto" takes the one with the fewest operations among those that fit into `memory`.
         damping: the first μ, as a share of the curvature along the gradient.
-        momentum: μ pulls the step towards this share of the step before, and not towards zero: for batches that change.
+        momentum: for batches that change: μ pulls the step towards this share of the last step, not towards zero.
         tolerance: of conjugate gradients, the residual as a share of the gradient.
-        memory: the bytes that Jacobians, what they are made of, and systems may take, and in turn the products that run at
-            once. Not counted is the graph of a forward pass with the gradients of one backward pass.
+        memory: the bytes that Jacobians with their intermediate tensors, and the systems, may take. The graph of a forward pass
+            and the gradients of one backward pass aren't counted.
     """
 
     def __init__(
