@@ -357,8 +357,7 @@ def test_nothing_stays_alive(name: str) -> None:
     try:
         for divergence in (KL(), Newton()):
             q = QuadraticModel.build(*arguments, divergence, output=pick)
-            recorded = q._chunks[0]._recorded
-            assert recorded is not None
+            recorded = q._chunks[0]()
             held = [weakref.ref(run) for run in (recorded.linear, recorded.second) if run is not None]
             outputs = [weakref.ref(t) for ref in held for t in getattr(ref(), "_outputs")]  # noqa: B009
             q.curvature(q.gradient)

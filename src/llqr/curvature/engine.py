@@ -19,7 +19,7 @@ M δx + R δθ.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -41,30 +41,33 @@ from llqr.curvature.graph import (
     refuse_wrong_formulas,
 )
 from llqr.curvature.recorder import Parameters, Recorder
-from llqr.curvature.replacements import hessian_rules, linear_rules, plain_rules
-from llqr.curvature.rules import BeyondRulesError, ChangedError, Maybe, Rule, record, record_twice
+from llqr.curvature.replacements import by_rules, plain_rules
+from llqr.curvature.rules import BeyondRulesError, ChangedError, Maybe, Rule, record
 from llqr.errors import LLQRError, NotTwiceDifferentiableError
 
 
 class Recording:
     """One forward pass at θ, recorded: its values, and Jᵀc by a backward pass."""
 
-    _second = False
+    second = False
     """Whether second derivatives are asked for."""
 
-    def __init__(self, recorder: Recorder, parameters: Parameters, inputs: Inputs, rules: TorchFunctionMode) -> None:
+    def __init__(self, recorder: Recorder, parameters: Parameters, inputs: Inputs) -> None:
         self._recorder, self._inputs = recorder, inputs
         self._names = list(parameters)
         self._leaves = [p.detach().requires_grad_() for p in parameters.values()]
-        self._record(rules)
+        self._record(self._rules)
 
-    def _record(self, rules: TorchFunctionMode) -> None:
+    def _rules(self) -> TorchFunctionMode:
+        return by_rules(self.second)
+
+    def _record(self, rules: Callable[[], TorchFunctionMode]) -> None:
         try:
-            segments = in_segments(self._recorder.segments, type(rules), self._second, self._recorder.rerun)
-            with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), rules, segments as self._within:
+            segments = in_segments(self._recorder, rules, self.second)
+            with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), rules(), segments as self._within:
                 self._outputs = self._run(self._leaves)
         except BeyondRulesError:  # as gradient penalties, physics-informed networks and hooks do
-            self._record(plain_rules())
+            self._record(plain_rules)
             return
         refuse_leaks(self._outputs if self._recorder.segments else ())
         self.values = [output.detach() for output in self._outputs]
@@ -95,10 +98,8 @@ class Recording:
 class JacobianProducts(Recording):
     """F at one θ, for products with its Jacobian."""
 
-    def __init__(
-        self, recorder: Recorder, parameters: Parameters, inputs: Inputs, rules: TorchFunctionMode | None = None
-    ) -> None:
-        super().__init__(recorder, parameters, inputs, rules or linear_rules())
+    def __init__(self, recorder: Recorder, parameters: Parameters, inputs: Inputs) -> None:
+        super().__init__(recorder, parameters, inputs)
         self._cotangents: list[Tensor] | None = None
         self._transposed: list[GradientEdge | None] = []
         self._plain = False
@@ -125,7 +126,7 @@ class JacobianProducts(Recording):
         else:
             self._cotangents, self._transposed = variables, _edges(rows)
             return [row.detach() for row in rows]
-        self._record(plain_rules())
+        self._record(plain_rules)
         return self.pull_first(cotangents)
 
     def examine(self) -> None:
@@ -160,11 +161,7 @@ class JacobianProducts(Recording):
 class HessianProducts(Recording):
     """The Hessian of a scalar function of what a model returns, as products; say which function with `of` first."""
 
-    _second = True
-
-    def __init__(self, recorder: Recorder, parameters: Parameters, inputs: Inputs) -> None:
-        super().__init__(recorder, parameters, inputs, hessian_rules())
-        self._slopes: Sequence[GradientEdge | None] = ()
+    second = True
 
     def of(self, scalar: Callable[[list[Tensor]], Tensor]) -> None:
         """Record the gradient of scalar([x_N, activations …])."""
@@ -177,7 +174,7 @@ class HessianProducts(Recording):
         except RuntimeError as error:
             if not self._recorder.lower(error):
                 raise _not_twice(error) from error
-            self._record(plain_rules())
+            self._record(plain_rules)
             self.of(scalar)
         else:
             self._slopes = _edges(slopes)
@@ -256,7 +253,7 @@ class Segment(Rule):
     """One call of a module, `run` as a function of these inputs: activations, then parameters."""
 
     def __init__(
-        self, name: str, run: Run, inputs: Sequence[Tensor], rules: type[TorchFunctionMode], again: Again
+        self, name: str, run: Run, inputs: Sequence[Tensor], rules: Callable[[], TorchFunctionMode], again: Again
     ) -> None:
         self.name, self._run, self._rules, self._context = name, run, rules, again
         self.inputs: tuple[Tensor, ...] = tuple(inputs)
@@ -264,8 +261,7 @@ class Segment(Rule):
         self._value = run(leaves)
         with torch._C.DisableTorchFunction():  # while rules are in force, who reads the graph is taken for the model
             self.handwritten = handwritten([self._value])
-            ids = {id(leaf) for leaf in leaves}
-            strangers = any(id(leaf) not in ids for leaf in _leaves_of([self._value]))
+            strangers = set(_leaves_of([self._value])) - set(leaves)
         if strangers:
             raise LLQRError(
                 f"segment {name!r} reads a tensor that is neither an input nor a parameter of its own, and the derivative by "
@@ -321,10 +317,8 @@ class Segment(Rule):
 
 
 @contextmanager
-def in_segments(
-    modules: Mapping[str, nn.Module], rules: type[TorchFunctionMode], second: bool, rerun: Callable[[], Again]
-) -> Iterator[list[str]]:
-    """While in force, a call of one of these modules is a segment; for `second` derivatives, or for products with J alone.
+def in_segments(recorder: Recorder, rules: Callable[[], TorchFunctionMode], second: bool) -> Iterator[list[str]]:
+    """While in force, a call of one of the recorder's segments is recorded as one node.
 
     Yields the names of the functions in them whose backward isn't torch's own, which the graph doesn't show.
     """
@@ -353,12 +347,12 @@ def in_segments(
                 raise LLQRError(f"segment {name!r} changes what it is called with, in place: {OTHERS}")
             return y
 
-        segment = Segment(name, run, inputs, rules, rerun())
+        segment = Segment(name, run, inputs, rules, recorder.rerun())
         noted.extend(segment.handwritten)
-        return record_twice(segment) if second else record(segment, *segment.inputs)
+        return record(segment, *segment.inputs, second=second)
 
     with ExitStack() as stack:
-        for name, module in modules.items():
+        for name, module in recorder.segments.items():
             stack.enter_context(replaced(module, forward=partial(called, name, module, module.forward)))
         yield noted
 

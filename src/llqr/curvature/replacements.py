@@ -7,6 +7,7 @@ plain operations here. `max_norm` renormalises the weights that are looked up, i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,6 @@ from llqr.curvature.rules import (
     Rule,
     current,
     record,
-    record_twice,
 )
 
 Replacement = Callable[..., Maybe]
@@ -49,19 +49,9 @@ def renormalised(model: nn.Module) -> list[str]:
     return [name for name, parameter in model.named_parameters() if id(parameter) in weights]
 
 
-def _embedding(
-    input: Tensor,
-    weight: Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Maybe:
+def _embedding(input: Tensor, weight: Tensor, sparse: bool = False, **options: Any) -> Maybe:
     """With a dense gradient, where it would be sparse."""
-    if not sparse:
-        return None
-    return functional.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq)
+    return functional.embedding(input, weight, **options) if sparse else None
 
 
 def _embedding_bag(
@@ -125,59 +115,52 @@ def _torchs_own(tensor: Tensor) -> bool:
     )
 
 
-def _convolve(spatial: int, recorded: Callable[[Rule], Tensor]) -> Replacement:
-    def several(value: Any) -> list[int]:
-        values = [value] if isinstance(value, int) else list(value)
-        return values * spatial if len(values) == 1 else values
-
-    def convolve(
-        input: Tensor,
-        weight: Tensor,
-        bias: Maybe = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-    ) -> Maybe:
-        if input.dim() != spatial + 2 or isinstance(padding, str) or _torchs_own(input):
-            return None
-        settings = (*map(several, (stride, padding, dilation)), False, [0] * spatial, groups)
-        return recorded(Convolution(input, weight, bias, settings))
-
-    return convolve
+def _convolution(
+    second: bool,
+    input: Tensor,
+    weight: Tensor,
+    bias: Maybe = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Maybe:
+    if input.dim() != weight.dim() or isinstance(padding, str) or _torchs_own(input):
+        return None
+    sizes = [[size] if isinstance(size, int) else list(size) for size in (stride, padding, dilation)]
+    rule = Convolution(input, weight, bias, (*sizes, False, [0], groups))
+    return record(rule, *rule.inputs, second=second)
 
 
-def _batch_norm(recorded: Callable[[Rule], Tensor] | None = None) -> Replacement:
+def _batch_norm(
+    input: Tensor,
+    running_mean: Maybe,
+    running_var: Maybe,
+    weight: Maybe,
+    bias: Maybe,
+    training: bool,
+    momentum: float,
+    eps: float,
+    second: bool | None = None,
+) -> Maybe:
     """With running statistics a batch norm is an affine map: a part of the layer before it, if that is recorded by a rule; or
     plain operations."""
-
-    def normalise(
-        input: Tensor,
-        running_mean: Maybe,
-        running_var: Maybe,
-        weight: Maybe = None,
-        bias: Maybe = None,
-        training: bool = False,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> Maybe:
-        if training or running_mean is None or running_var is None:
-            return None
-        dtypes = {part.dtype for part in (input, running_mean, running_var, weight, bias) if part is not None}
-        if recorded is not None and len(dtypes) == 1 and not _torchs_own(input):
-            before = _rule_of(input)
-            if isinstance(before, Convolution) or (isinstance(before, Affine) and input.dim() == 2):
-                return recorded(before.normalised(input.detach(), running_mean, running_var, weight, bias, eps))
-        shape = [1, -1] + [1] * (input.dim() - 2)
-        inverse_std = (running_var + eps).rsqrt()
-        scale = inverse_std if weight is None else weight * inverse_std
-        shift = -running_mean * scale if bias is None else bias - running_mean * scale
-        last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(input.dim())
-        if last is None or not input.is_contiguous(memory_format=last):
-            input = input.contiguous()  # as torch's own returns it: the dropout behind it draws its mask in that order
-        return torch.addcmul(shift.view(shape), input, scale.view(shape))
-
-    return normalise
+    if training or running_mean is None or running_var is None:
+        return None
+    dtypes = {part.dtype for part in (input, running_mean, running_var, weight, bias) if part is not None}
+    if second is not None and len(dtypes) == 1 and not _torchs_own(input):
+        before = _rule_of(input)
+        if isinstance(before, Convolution) or (isinstance(before, Affine) and input.dim() == 2):
+            rule = before.normalised(input.detach(), running_mean, running_var, weight, bias, eps)
+            return record(rule, *rule.inputs, second=second)
+    shape = [1, -1] + [1] * (input.dim() - 2)
+    inverse_std = (running_var + eps).rsqrt()
+    scale = inverse_std if weight is None else weight * inverse_std
+    shift = -running_mean * scale if bias is None else bias - running_mean * scale
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(input.dim())
+    if last is None or not input.is_contiguous(memory_format=last):
+        input = input.contiguous()  # as torch's own returns it: the dropout behind it draws its mask in that order
+    return torch.addcmul(shift.view(shape), input, scale.view(shape))
 
 
 def _pointwise(function: Callable[..., Tensor], second: bool) -> Replacement:
@@ -190,7 +173,7 @@ def _pointwise(function: Callable[..., Tensor], second: bool) -> Replacement:
         before = _rule_of(input)
         if not second and isinstance(before, Affine):
             return record(Activated(before, rule), *before.inputs)
-        return record_twice(rule) if second else record(rule, input)
+        return record(rule, input, second=second)
 
     return replacement
 
@@ -257,7 +240,7 @@ class plain_rules(TorchFunctionMode):  # noqa: N801  (used as `with plain_rules(
         functional.embedding_bag: _embedding_bag,
         torch._weight_norm: _weight_norm,
         functional.hardsigmoid: _hardsigmoid,
-        functional.batch_norm: _batch_norm(),
+        functional.batch_norm: _batch_norm,
     }
 
     def __torch_function__(
@@ -272,10 +255,15 @@ class plain_rules(TorchFunctionMode):  # noqa: N801  (used as `with plain_rules(
         return func(*args, **(kwargs or {}))
 
 
-class _Rules(plain_rules):
-    """Replacements by rules, right to the order that is asked for."""
+class by_rules(plain_rules):  # noqa: N801
+    """Replacements by rules: right for products with the Jacobian, and for nothing beyond; or to `second` order, for Hessian
+    products."""
 
-    def __enter__(self) -> _Rules:
+    def __init__(self, second: bool) -> None:
+        super().__init__()
+        self.replacements = _HESSIAN if second else _LINEAR
+
+    def __enter__(self) -> by_rules:
         current.forward_pass = self._pass = ForwardPass()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -285,42 +273,28 @@ class _Rules(plain_rules):
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
 
-def _by_rules(second: bool) -> dict[Callable[..., Any], Replacement]:
-    """The replacements that both kinds of rules have."""
+CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
+SMOOTH = (functional.gelu, functional.silu, functional.mish, functional.softplus)
+"""Torch computes their f' anew each time."""
 
-    def recorded(rule: Rule) -> Tensor:
-        return record_twice(rule) if second else record(rule, *rule.inputs)
 
-    convolutions = (torch.conv1d, torch.conv2d, torch.conv3d)
-    smooth = (
-        functional.gelu,
-        functional.silu,
-        functional.mish,
-        functional.softplus,
-    )  # torch computes f' anew each time
+def _table(second: bool) -> dict[Callable[..., Any], Replacement]:
+    """What both orders have."""
     return {
         **plain_rules.replacements,
         Tensor.register_hook: _watched,
         Tensor.grad_fn.__get__: _watched,  # type: ignore[union-attr]
-        functional.batch_norm: _batch_norm(recorded),
-        **{function: _convolve(spatial, recorded) for spatial, function in enumerate(convolutions, start=1)},
-        **{function: _pointwise(function, second) for function in smooth},
+        functional.batch_norm: partial(_batch_norm, second=second),
+        **{function: partial(_convolution, second) for function in CONVOLUTIONS},
+        **{function: _pointwise(function, second) for function in SMOOTH},
     }
 
 
-class hessian_rules(_Rules):  # noqa: N801
-    """Right to second order, for Hessian products."""
-
-    replacements = _by_rules(second=True)
-
-
-class linear_rules(_Rules):  # noqa: N801
-    """Right for products with the Jacobian, and for nothing beyond."""
-
-    replacements = {  # noqa: RUF012
-        **_by_rules(second=False),
-        functional.linear: _linear,
-        torch.layer_norm: _layer_norm,
-        functional.layer_norm: _layer_norm,
-        functional.scaled_dot_product_attention: _attention,
-    }
+_HESSIAN = _table(second=True)
+_LINEAR = {
+    **_table(second=False),
+    functional.linear: _linear,
+    torch.layer_norm: _layer_norm,
+    functional.layer_norm: _layer_norm,
+    functional.scaled_dot_product_attention: _attention,
+}

@@ -105,14 +105,9 @@ def _versions(tensors: Sequence[Maybe]) -> tuple[int, ...]:
     return tuple(tensor._version for tensor in tensors if tensor is not None and not tensor.is_inference())
 
 
-def record(rule: Rule, *inputs: Maybe) -> Tensor:
-    """y, with the rule for its derivative by these inputs."""
-    return _Recorded.apply(rule, False, *inputs)  # type: ignore[no-untyped-call, no-any-return]
-
-
-def record_twice(rule: Rule) -> Tensor:
-    """y, with the rule for its first and second derivatives by the rule's inputs."""
-    return _Recorded.apply(rule, True, *rule.inputs)  # type: ignore[no-untyped-call, no-any-return]
+def record(rule: Rule, *inputs: Maybe, second: bool = False) -> Tensor:
+    """y, with the rule for its derivative by these inputs; and for its second derivatives, if these are the rule's inputs."""
+    return _Recorded.apply(rule, second, *inputs)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Recorded(torch.autograd.Function):
