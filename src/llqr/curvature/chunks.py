@@ -52,32 +52,34 @@ class Examples:
     """
 
     def __init__(self, inputs: Inputs, shared: Collection[str | int] = ()) -> None:
-        named = _named(inputs)
+        self.inputs, self._named = inputs, _named(inputs)
         if isinstance(shared, (str, int)) or not isinstance(shared, Collection):
             raise LLQRError(f"shared is a list of inputs' names or positions, as in shared=['mask']; not {shared!r}")
         for name in shared:
-            if name not in named:
-                raise unknown("input in shared", name, named)
-        self.inputs, self._shared = inputs, set(shared)
-        cut = tuple(value for name, value in named.items() if name not in self._shared)
-        if named and not tensors_in(cut):
+            if name not in self._named:
+                raise unknown("input in shared", name, self._named)
+        self._cut = {name: value for name, value in self._named.items() if name not in shared}
+        cut = tuple(self._cut.values())
+        if self._named and not tensors_in(cut):
             raise LLQRError("all the inputs are shared, and nothing is left that has examples")
-        self.count = batch_size_of(cut) if named else 1  # none: a closure has them
+        self.count = batch_size_of(cut) if self._named else 1  # none: a closure has them
 
     def rows(self, rows: slice) -> Inputs:
         """The examples of these rows."""
-        chosen = {
-            name: value if name in self._shared else _rows(value, rows, self.count)
-            for name, value in _named(self.inputs).items()
-        }
+        chosen = self._named | {name: _rows(value, rows, self.count) for name, value in self._cut.items()}
         if isinstance(self.inputs, Mapping):
             return chosen  # type: ignore[return-value]
         return tuple(chosen.values()) if isinstance(self.inputs, (tuple, list)) else chosen[0]
 
-    def cut(self) -> list[str | int]:
-        """The inputs that are cut."""
-        named = {name: value for name, value in _named(self.inputs).items() if name not in self._shared}
-        return [name for name, value in named.items() if any(_is_cut(t, self.count) for t in tensors_in(value))]
+    def remedy(self) -> str:
+        """What to do where chunks have other outputs than the batch."""
+        cut = [name for name, value in self._cut.items() if any(_is_cut(t, self.count) for t in tensors_in(value))]
+        if len(cut) < 2:
+            return "give the batch whole"
+        return (
+            "give the batch whole or, if it is an input that belongs to all the examples and has as many rows as there are "
+            f"examples by chance, name it in shared=[...]; cut were {', '.join(map(repr, cut))}"
+        )
 
 
 def pieces(model: nn.Module, batch: Examples, whole: Piece, size: int, training: bool | None) -> Iterator[Piece]:
@@ -119,19 +121,9 @@ def check_part(run: Callable[[], Tensor], expected: Tensor, rounding: float, bat
     except LLQRError:
         raise
     except Exception as error:
-        raise LLQRError(f"the model can't take a part of the batch ({error}): {_remedy(batch)}") from error
+        raise LLQRError(f"the model can't take a part of the batch ({error}): {batch.remedy()}") from error
     if own.shape != expected.shape or (own - expected).norm() > rounding**0.5 * expected.norm():
-        raise LLQRError(f"the output of an example depends on the other examples of the batch: {_remedy(batch)}")
-
-
-def _remedy(batch: Examples) -> str:
-    cut = batch.cut()
-    if len(cut) < 2:
-        return "give the batch whole"
-    return (
-        "give the batch whole or, if it is an input that belongs to all the examples and has as many rows as there are "
-        f"examples by chance, name it in shared=[...]; cut were {', '.join(map(repr, cut))}"
-    )
+        raise LLQRError(f"the output of an example depends on the other examples of the batch: {batch.remedy()}")
 
 
 def of_rows(output: Tensor, rows: slice, count: int) -> Tensor:

@@ -9,7 +9,6 @@ the model once more itself (`llqr.curvature.second_run`).
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,13 +17,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
 
 from llqr.checks import Inputs, mapped, tensors_in
 from llqr.curvature.linear_maps import LinearMap
 from llqr.curvature.precision import no_autocast
 from llqr.curvature.recorder import CheckpointedError, Streams, refusing_checkpoints
 from llqr.curvature.statistics import Sides, Sums
-from llqr.curvature.uses import Found, Use, find_uses
+from llqr.curvature.uses import Found, find_uses
 from llqr.distributed.processes import holds_gradients
 from llqr.errors import LLQRError
 from llqr.structures.base import Structure
@@ -43,6 +44,8 @@ class Listener:
     def __init__(self, schedule: Schedule | None = None) -> None:
         self._schedule = schedule
         self._listens: bool | None = None
+        self.parts = False
+        """The loop calls the modules inside, by `model.encode(x)`, `model.forward(x)` or one by one."""
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The model is about to be called."""
@@ -56,8 +59,10 @@ class Listener:
     def attach(self, model: nn.Module) -> Callable[[], None]:
         """Returns what takes the hooks off again."""
         hooks = ExitStack()
-        hooks.callback(model.register_forward_pre_hook(partial(_before, self), with_kwargs=True).remove)
-        hooks.callback(model.register_forward_hook(partial(_after, self), with_kwargs=True).remove)
+        if not self.parts:
+            hooks.callback(model.register_forward_pre_hook(partial(_before, self), with_kwargs=True).remove)
+        for module in model.modules() if self.parts else [model]:
+            hooks.callback(module.register_forward_hook(partial(_after, self), with_kwargs=True).remove)
         return hooks.close
 
     def hears(self, module: nn.Module) -> bool:
@@ -116,14 +121,6 @@ class Call:
     """By the output's place among the tensors that were returned."""
 
 
-class _AwaitedGradient:
-    """A use of a map in the loop's graph, until its step is over. Not the node, whose hook holds this."""
-
-    def __init__(self, use: Use) -> None:
-        self.map, self.leaf = use.map, use.leaf
-        self.sides: Callable[[Tensor], Sides] | None = use.sides
-
-
 class Collector(Listener):
     """The second moments of all linear maps since the last step, or the last call of the model."""
 
@@ -131,7 +128,6 @@ class Collector(Listener):
         super().__init__(schedule)
         self.runs_again = runs_again
         """LLQR runs the model itself, and is told with what."""
-        self._parts = False
         self.of: Mapping[str, Tensor] = {}
         self.names: Mapping[int, str] = {}
         self.structures: Mapping[str, Structure] = {}
@@ -144,20 +140,13 @@ class Collector(Listener):
         self._streams: Streams | None = None
         self.was_called = False
         """Whether the model was called with gradients on, for this step."""
-        self._awaited: weakref.WeakSet[_AwaitedGradient] = weakref.WeakSet()
+        self._awaited: list[RemovableHandle] = []
 
     def know(self, parameters: Mapping[str, Tensor], structures: Mapping[str, Structure]) -> None:
         """The parameters that are stepped, by their names, and the structures of their blocks."""
         self.of = parameters
         self.names = {id(p): name for name, p in parameters.items()}
         self.structures = structures
-
-    def attach_to_parts(self, model: nn.Module) -> Callable[[], None]:
-        """For loops that call the modules inside, by `model.encode(x)`, `model.forward(x)` or one by one."""
-        hooks, self._parts = ExitStack(), True
-        for module in model.modules():
-            hooks.callback(module.register_forward_hook(partial(_after, self), with_kwargs=True).remove)
-        return hooks.close
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._streams = Streams(module)
@@ -166,9 +155,9 @@ class Collector(Listener):
         """What comes back from now on belongs to another step. Graphs that live on hold no inputs for it."""
         self.sums, self.calls, self.was_called, self._streams = {}, [], False, None
         self._step, self._mark = self._step + 1, object()
-        for awaited in self._awaited:
-            awaited.sides = None
-        self._awaited.clear()
+        for hook in self._awaited:
+            hook.remove()
+        self._awaited = []
 
     def gradients_are_cleared(self) -> None:
         """As before a step, or in place of one that a GradScaler left out: so is what has come back with them."""
@@ -178,7 +167,7 @@ class Collector(Listener):
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Nothing of a part can be run again."""
         outputs = [tensor for tensor in returned(output) if tensor.requires_grad]
-        if not outputs or (self._parts and self.runs_again):
+        if not outputs or (self.parts and self.runs_again):
             return
         if not self.was_called:
             self.was_called, self.other_uses = True, {}
@@ -192,14 +181,13 @@ class Collector(Listener):
                     found = find_uses(outputs, self.names, self._mark)
             except CheckpointedError:
                 found = Found([], {}, hidden=True, has_parameters=True)
-            self.other_uses, self.runs_again = {**self.other_uses, **found.other_uses}, found.hidden and not self._parts
+            self.other_uses, self.runs_again = {**self.other_uses, **found.other_uses}, found.hidden and not self.parts
             if not self.runs_again:
-                for use in found.uses:
-                    awaited = _AwaitedGradient(use)
-                    self._awaited.add(awaited)
-                    use.node.register_prehook(partial(self._come_back, awaited))
+                for use in found.uses:  # a hook doesn't hold the node that holds it
+                    come_back = partial(self._come_back, use.map, use.leaf, use.sides)
+                    self._awaited.append(use.node.register_prehook(come_back))
                 # a call that goes on from another has no new parameters; else they may have been sharded since
-                if self._parts or found.has_parameters or self._awaited:
+                if self.parts or found.has_parameters or self._awaited:
                     return
         call = Call(copied(args), copied(kwargs), self._streams)
         for place, tensor in enumerate(returned(output)):
@@ -211,17 +199,19 @@ class Collector(Listener):
             call.gradients[place] = gradient.detach().clone()
             self.calls = [*(other for other in self.calls if other is not call), call]
 
-    def _come_back(self, awaited: _AwaitedGradient, gradients: Sequence[Any]) -> None:
+    def _come_back(
+        self, map_: LinearMap, leaf: Node, sides: Callable[[Tensor], Sides], gradients: Sequence[Any]
+    ) -> None:
         """A gradient has come back, in a pass that adds to the weight's: not in one that only asks for others."""
-        if awaited.sides is None or gradients[0] is None:
+        if gradients[0] is None:
             return
         try:
-            adds = torch._C._will_engine_execute_node(awaited.leaf)
+            adds = torch._C._will_engine_execute_node(leaf)
         except RuntimeError:  # torch.autograd.grad() by the weight itself
             return
         if adds:
-            with torch.no_grad(), no_autocast({awaited.map.weight: gradients[0]}):
-                self.add(awaited.map, awaited.sides(gradients[0].detach()))
+            with torch.no_grad(), no_autocast({map_.weight: gradients[0]}):
+                self.add(map_, sides(gradients[0].detach()))
 
     def add(self, map_: LinearMap, sides: Sides) -> None:
         """Count one use of a map."""
@@ -277,7 +267,7 @@ class InputHook(Listener):
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         for tensor in tensors_in(output) if self._call is not None else ():
             if tensor.grad_fn is not None and tensor.is_floating_point() and tensor.dim() > 1:
-                tensor.grad_fn.register_prehook(partial(_keep, self.slopes, tensor.detach(), tensor.output_nr))
+                tensor.register_hook(partial(_keep, self.slopes, tensor.detach()))  # type: ignore[no-untyped-call]
 
     @contextmanager
     def listening(self, listens: bool) -> Iterator[None]:
@@ -293,10 +283,8 @@ class InputHook(Listener):
         return None if self._call is None else as_inputs(module, *self._call)
 
 
-def _keep(slopes: list[tuple[Tensor, Tensor]], output: Tensor, place: int, gradients: Sequence[Tensor | None]) -> None:
-    slope = gradients[place]
-    if slope is not None:
-        slopes.append((output, slope.detach()))
+def _keep(slopes: list[tuple[Tensor, Tensor]], output: Tensor, slope: Tensor) -> None:
+    slopes.append((output, slope.detach()))
 
 
 def as_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:

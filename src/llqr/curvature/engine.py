@@ -42,7 +42,7 @@ from llqr.curvature.graph import (
 )
 from llqr.curvature.recorder import Parameters, Recorder
 from llqr.curvature.replacements import by_rules, plain_rules
-from llqr.curvature.rules import BeyondRulesError, ChangedError, Maybe, Rule, record
+from llqr.curvature.rules import BeyondRulesError, Maybe, Rule, record
 from llqr.errors import LLQRError, NotTwiceDifferentiableError
 
 
@@ -62,6 +62,7 @@ class Recording:
         return by_rules(self.second)
 
     def _record(self, rules: Callable[[], TorchFunctionMode]) -> None:
+        self._plain = rules is plain_rules
         try:
             segments = in_segments(self._recorder, rules, self.second)
             with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), rules(), segments as self._within:
@@ -76,6 +77,14 @@ class Recording:
         none = 0 * self._leaves[0].reshape(-1)[:1].sum()  # an activation that no parameter moves has zero derivatives
         self._outputs = [value if value.requires_grad else value + none for value in self._outputs]
 
+    def _recorded_otherwise(self, error: Exception) -> bool:
+        """Whether there was another way: by plain operations, which copy what is changed in place, or in the model's own
+        precision."""
+        if self._plain and not self._recorder.lower(error):
+            return False
+        self._record(plain_rules)
+        return True
+
     def _run(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         return self._recorder.run(dict(zip(self._names, parameters, strict=True)), self._inputs)
 
@@ -83,6 +92,10 @@ class Recording:
         """Jᵀc: one gradient a parameter, from one cotangent an output."""
         with _telling(_not_once):
             return _gradients(self._outputs, self._leaves, cotangents)
+
+    def pull_first(self, cotangents: Sequence[Tensor]) -> list[Tensor]:
+        """Jᵀc, before all other products."""
+        return self.pull(cotangents)
 
     def numbers(self) -> int:
         """How many numbers a backward pass goes through."""
@@ -102,7 +115,6 @@ class JacobianProducts(Recording):
         super().__init__(recorder, parameters, inputs)
         self._cotangents: list[Tensor] | None = None
         self._transposed: list[GradientEdge | None] = []
-        self._plain = False
 
     def pull_first(self, cotangents: Sequence[Tensor]) -> list[Tensor]:
         """Jᵀc, recorded on the way: u ↦ Jᵀu is linear, so its graph at u = c serves every later push."""
@@ -113,21 +125,15 @@ class JacobianProducts(Recording):
                     self._outputs, self._leaves, variables, create_graph=True, materialize_grads=True
                 )
             refuse_once_differentiable(rows)
-        except ChangedError as error:
-            if self._plain and not self._recorder.lower(error):  # nor that autocast was off, and parameters converted
-                raise
-            self._plain = True
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            if not self._recorder.lower(error):
-                self.pull(cotangents)  # says where there isn't even a first derivative
-                raise _no_jacobian(str(error)) from error
-        else:
-            self._cotangents, self._transposed = variables, _edges(rows)
-            return [row.detach() for row in rows]
-        self._record(plain_rules)
-        return self.pull_first(cotangents)
+            if self._recorded_otherwise(error):
+                return self.pull_first(cotangents)
+            self.pull(cotangents)  # says where there isn't even a first derivative
+            raise _no_jacobian(str(error)) from error
+        self._cotangents, self._transposed = variables, _edges(rows)
+        return [row.detach() for row in rows]
 
     def examine(self) -> None:
         """Raise where push isn't the transpose of pull: a backward formula in the model hides a part of itself from the next
@@ -172,9 +178,8 @@ class HessianProducts(Recording):
                 slopes = torch.autograd.grad(value, self._leaves, create_graph=True, materialize_grads=True)
             refuse_once_differentiable(slopes)
         except RuntimeError as error:
-            if not self._recorder.lower(error):
+            if not self._recorded_otherwise(error):
                 raise _not_twice(error) from error
-            self._record(plain_rules)
             self.of(scalar)
         else:
             self._slopes = _edges(slopes)

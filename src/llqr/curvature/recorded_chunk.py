@@ -11,7 +11,7 @@ from torch import Tensor
 
 from llqr.checks import Loss, bound, check_finite, check_mean, check_weights_fit, frozen_rng, loss_gradient
 from llqr.curvature.chunks import Examples, Piece, Portion, check_part, of_rows
-from llqr.curvature.engine import HessianProducts, JacobianProducts, Recording
+from llqr.curvature.engine import HessianProducts, JacobianProducts
 from llqr.curvature.graph import check_handwritten, handwritten
 from llqr.curvature.locations import Locations
 from llqr.curvature.recorder import Parameters, Recorder
@@ -158,82 +158,68 @@ class RecordedChunk:
     ) -> None:
         self._context, self._piece = context, piece
         self._terms = context.terms_of(piece)
-        steep = [(factor, term) for factor, term in self._terms if not term.flat]
+        self.flat_terms = all(term.flat for _, term in self._terms)
+        """H = JᵀWJ, but for the diagonal."""
         arguments = (context.recorder, context.parameters, piece.inputs)
-        self.second = HessianProducts(*arguments) if steep else None
-        self.linear: JacobianProducts | None = None
-        if not steep or any(term.flat for _, term in context.terms):
-            self.linear = linearized(*arguments)
-        run = self.linear or self.second
-        assert run is not None
-        self.values = run.values
-        self._check_again(run.values[0])
-        whole = context.whole or context.expand(run.values[0], piece)
+        self.run = linearized(*arguments) if self.flat_terms else HessianProducts(*arguments)
+        self._check_again(self.run.values[0])
+        whole = context.whole or context.expand(self.run.values[0], piece)
         self.bases, self.loss_slope = self._bases(whole)
         self._examine(whole.base)
-        if self.second is not None:
-            self.second.of(lambda x: torch.stack([factor * self._psi(term, x) for factor, term in steep]).sum())
-        self._gradient: list[Tensor] | None = None
-        if self.loss_slope is not None and self.linear is not None:
-            self._gradient = self.linear.pull_first(self._cotangents(self.linear, self.loss_slope))
+        if isinstance(self.run, HessianProducts):
+            self.run.of(self._psi)
 
     def gradient(self) -> Parameters:
         """This chunk's share of g."""
-        if self._gradient is None:
-            assert self.second is not None
-            assert self.loss_slope is not None
-            self._gradient = self.second.pull(self._cotangents(self.second, self.loss_slope))
-        return self._named(self._gradient)
-
-    def _cotangents(self, run: Recording, slope: Tensor) -> list[Tensor]:
-        """The loss's slopes at the output and at each location."""
-        context = self._context
-        cotangents = [slope * context.portion.variables, *(torch.zeros_like(value) for value in run.values[1:])]
+        assert self.loss_slope is not None
+        context, (_, *inside) = self._context, self.run.values
+        cotangents = [self.loss_slope * context.portion.variables, *map(torch.zeros_like, inside)]
         for _, term in context.loss_terms:
             index = context.index(term)
-            cotangents[index] += slope_of(partial(term.psi, base=self.bases[index]), run.values[index])
-        return cotangents
+            cotangents[index] += slope_of(partial(term.psi, base=self.bases[index]), self.run.values[index])
+        return self._named(self.run.pull_first(cotangents))
 
     def curvature(self, direction: Mapping[str, Tensor]) -> Parameters:
         """This chunk's share of H·v."""
         tangents = self._tangents(direction)
-        flat = None if self.linear is None else self.linear.pull(self._curve(self._push(tangents)))
-        steep = None if self.second is None else self.second.product(tangents)
-        if flat is not None and steep is not None:
-            return self._named([a + b for a, b in zip(flat, steep, strict=True)])
-        return self._named(flat or steep or [])
+        if isinstance(self.run, HessianProducts):
+            return self._named(self.run.product(tangents))
+        return self._named(self.run.pull(self._curve(self.push(tangents))))
 
     def curvature_along(self, direction: Mapping[str, Tensor]) -> float:
-        """v·Hv: Jv·WJv for the flat terms."""
-        if self.second is not None:
+        """v·Hv: Jv·WJv where the terms are flat."""
+        if not self.flat_terms:
             product = self.curvature(direction)
             return _dot([direction[name] for name in product], list(product.values()))
-        pushed = self._push(self._tangents(direction))
+        pushed = self.push(self._tangents(direction))
         return _dot(pushed, self._curve(pushed))
 
     def _tangents(self, direction: Mapping[str, Tensor]) -> list[Tensor]:
         return [direction[name].detach() for name in self._context.parameters]
 
-    def _push(self, tangents: list[Tensor]) -> list[Tensor]:
+    def push(self, tangents: list[Tensor]) -> list[Tensor]:
         """Jv, of a J that was looked at."""
-        assert self.linear is not None
+        assert isinstance(self.run, JacobianProducts)
         if not self._piece.trusted:
-            self.linear.examine()
+            self.run.examine()
             self._piece.trusted = True
-        return self.linear.push(tangents)
+        return self.run.push(tangents)
 
     def _curve(self, tangents: list[Tensor]) -> list[Tensor]:
-        """W J v: the output-space products of the flat terms."""
+        """W J v: the products in output space."""
         curved = [torch.zeros_like(tangent) for tangent in tangents]
         for factor, term in self._terms:
-            if term.flat:
-                index = self._context.index(term)
-                curved[index] += term.hessian_product(tangents[index], self.bases[index]) * factor
+            index = self._context.index(term)
+            curved[index] += term.hessian_product(tangents[index], self.bases[index]) * factor
         return curved
 
-    def _psi(self, term: Term, values: list[Tensor]) -> Tensor:
-        index = self._context.index(term)
-        return term.psi(values[index], self.bases[index])
+    def _psi(self, values: list[Tensor]) -> Tensor:
+        """Σ ψ."""
+        found = []
+        for factor, term in self._terms:
+            index = self._context.index(term)
+            found.append(factor * term.psi(values[index], self.bases[index]))
+        return torch.stack(found).sum()
 
     def _examine(self, base: BasePoint) -> None:
         """Once a batch: raise for formulas written by hand that aren't what they say, or give wrong second derivatives."""
@@ -251,12 +237,12 @@ class RecordedChunk:
             with torch.enable_grad():
                 names = handwritten([base.loss(leaf)])
             check_handwritten(names, lambda: base.loss(leaf), "the loss", "use KL, which doesn't need the loss's")
-        if self.second is not None:
-            self.second.examine()
+        if isinstance(self.run, HessianProducts):
+            self.run.examine()
 
     def _bases(self, whole: WholeBatch) -> tuple[list[BasePoint], Tensor | None]:
         """The points that the ψ are expanded around, checked, and ∇ℓ(x_N)."""
-        context, piece, (output, *inside) = self._context, self._piece, self.values
+        context, piece, (output, *inside) = self._context, self._piece, self.run.values
         base, slope = whole.base, whole.slope
         if context.whole is not None:
             base = BasePoint(output, bound(context.loss_fn, piece.targets), _of_dtype(piece.weights, output))

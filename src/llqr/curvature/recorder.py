@@ -179,11 +179,11 @@ class Recorder:
     the model itself. `segments` are modules of which a recording keeps the inputs alone; they run again for every product.
     `choose` says which tensors of what the model returns are recorded, in place of the output that `select` picks.
 
-    Checkpointed blocks and fused recurrent layers are run plainly, unless the model is run as it is, in its `own_precision`.
+    Checkpointed blocks and fused recurrent layers are run plainly.
 
     A model that has half-precision numbers or enters autocast runs in float32 all the same, unless it can't, or its frozen
     parameters are of half precision (twice the memory of a large model that only adapters are trained of). Then it runs in its
-    `own_precision`, with the parameters converted in the graph, so that derivatives by them are float32 still.
+    own precision, with the parameters converted in the graph, so that derivatives by them are float32 still.
     """
 
     def __init__(
@@ -194,7 +194,6 @@ class Recorder:
         training: bool | None = None,
         whole: bool = True,
         call: Callable[[], Tensor] | None = None,
-        own_precision: bool = False,
         streams: Streams | None = None,
         segments: Mapping[str, nn.Module] | None = None,
         choose: Callable[[Any], list[Tensor]] | None = None,
@@ -206,9 +205,9 @@ class Recorder:
         named = dict(model.named_parameters())
         self._own = {name: p.dtype for name, p in named.items()}
         self._autocast = AutocastOff(next((p.device.type for p in named.values()), "cpu"))
-        self._full = not own_precision and not any(is_low(p) and not p.requires_grad for p in named.values())
+        self._full = not any(is_low(p) and not p.requires_grad for p in named.values())
         self._low = any(map(is_low, [*named.values(), *self._constants.values()]))
-        self._settled, self._plainly = own_precision, not own_precision
+        self._settled = False
         self._streams = streams or Streams(model)  # every run of one recorder draws the same dropout masks
 
     def rounding(self, value: Tensor) -> float:
@@ -270,7 +269,7 @@ class Recorder:
 
     def _around(self, streams: Streams, *more: AbstractContextManager[Any]) -> ExitStack:
         with ExitStack() as stack:
-            plain = (unfused(self.model), without_checkpoints()) if self._plainly else ()
+            plain = (unfused(self.model), without_checkpoints())
             for context in (in_modes(self._modes), streams.again(), _eager(), *plain, *more):
                 stack.enter_context(context)
             return stack.pop_all()

@@ -16,17 +16,14 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from llqr.curvature.rules import (
-    Activated,
     Affine,
     Attention,
     BeyondRulesError,
     Convolution,
-    ForwardPass,
     LayerNorm,
     Maybe,
     Pointwise,
     Rule,
-    current,
     record,
 )
 
@@ -169,11 +166,10 @@ def _pointwise(function: Callable[..., Tensor], second: bool) -> Replacement:
             return None  # what else reads the input has to see the change
         if not input.requires_grad or _torchs_own(input):
             return None
-        rule = Pointwise(input, lambda x: function(x, *args, **kwargs), second)
         before = _rule_of(input)
-        if not second and isinstance(before, Affine):
-            return record(Activated(before, rule), *before.inputs)
-        return record(rule, input, second=second)
+        affine = before if isinstance(before, Affine) and not second else None
+        rule = Pointwise(input, lambda x: function(x, *args, **kwargs), second, affine)
+        return record(rule, *(affine.inputs if affine is not None else [input]), second=second)
 
     return replacement
 
@@ -263,16 +259,15 @@ class by_rules(plain_rules):  # noqa: N801
         super().__init__()
         self.replacements = _HESSIAN if second else _LINEAR
 
-    def __enter__(self) -> by_rules:
-        current.forward_pass = self._pass = ForwardPass()
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        current.forward_pass, self._pass.goes_on = None, False
-        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in GRADIENTS:
+            raise BeyondRulesError("the model takes a gradient in its forward pass")
+        return super().__torch_function__(func, types, args, kwargs)
 
 
+GRADIENTS = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
 CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
 SMOOTH = (functional.gelu, functional.silu, functional.mish, functional.softplus)
 """Torch computes their f' anew each time."""
@@ -291,7 +286,7 @@ def _table(second: bool) -> dict[Callable[..., Any], Replacement]:
 
 
 _HESSIAN = _table(second=True)
-_LINEAR = {
+_LINEAR: dict[Callable[..., Any], Replacement] = {
     **_table(second=False),
     functional.linear: _linear,
     torch.layer_norm: _layer_norm,

@@ -322,17 +322,14 @@ class Point(RecordedChunk):
         self.diagonal = torch.cat([torch.full_like(like[: s.numel()], diagonal[n]) for n, s in self._shapes.items()])
         """What L2 terms put on H's diagonal."""
         self.uniform = float(self.diagonal[0]) if bool((self.diagonal == self.diagonal[0]).all()) else None
-        run = self.linear or self.second
-        assert run is not None
-        if not like.any() and not run.depends():
+        if not like.any() and not self.run.depends():
             raise LLQRError(
                 "what the closure returned doesn't depend on the parameters of the model that Exact was given: is it computed "
                 "with another model, or with a copy?"
             )
+        self.values = self.run.values
         self.rows_of_output = sum(value.numel() for value in self.values)
         self.largest = max(shape.numel() for shape in self._shapes.values())
-        self.flat_terms = self.second is None
-        """H = JᵀWJ, but for the diagonal."""
         assert self.loss_slope is not None
         self.slope = joined([self.loss_slope, *(torch.zeros_like(value) for value in self.values[1:])])
 
@@ -346,16 +343,15 @@ class Point(RecordedChunk):
         """H v."""
         return self.flat(self.curvature(self.named(vector))) + self.diagonal * vector
 
-    def push(self, vector: Tensor) -> Tensor:
+    def push_vector(self, vector: Tensor) -> Tensor:
         """J v."""
-        return joined(self._push(list(self.named(vector).values())))
+        return joined(self.push(list(self.named(vector).values())))
 
     def pull_slope(self, slope: Tensor) -> Tensor:
         """Jᵀs, of a slope at the output."""
         if slope is self.slope:
             return self.gradient_vector
-        assert self.linear is not None
-        return joined(self.linear.pull(self._shaped(slope)))
+        return joined(self.run.pull(self._shaped(slope)))
 
     def _shaped(self, vector: Tensor) -> list[Tensor]:
         parts = torch.split(vector, [value.numel() for value in self.values])
@@ -366,11 +362,11 @@ class Point(RecordedChunk):
         for examples, columns in [*self._groups, *(_shape(value, self._piece.count) for value in self.values[1:])]:
             groups.append(Group(start, examples, columns))
             start += examples * columns
-        return self._plain().rows(groups, self.push, room)
+        return self._plain().rows(groups, self.push_vector, room)
 
     def products_at_once(self, room: int) -> int:
         """How many products with H there is room for."""
-        return max(1, room // (6 * sum(run.numbers() for run in (self.linear, self.second) if run is not None)))
+        return max(1, room // (6 * self.run.numbers()))
 
     def weights(self) -> list[BlockDiagonal]:
         """W, one block-diagonal matrix for each value."""
@@ -400,8 +396,8 @@ class Point(RecordedChunk):
         return plain.second_moments(total, room), joined(plain.pull(total))
 
     def _plain(self) -> _Plain:
-        if isinstance(self.linear, _Plain):
-            return self.linear
+        if isinstance(self.run, _Plain):
+            return self.run
         return _Plain(self._context.recorder, self._context.parameters, self._piece.inputs)
 
 
