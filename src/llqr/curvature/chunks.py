@@ -38,8 +38,6 @@ class Piece:
     rows: slice
     count: int
     share: Portion = Portion()
-    length: float | None = None
-    """Of its output, as it was last run."""
     trusted: bool = False
     """Whether its Jacobian was looked at."""
 

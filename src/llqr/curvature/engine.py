@@ -38,7 +38,6 @@ from llqr.curvature.graph import (
     graph_numbers,
     handwritten,
     refuse_once_differentiable,
-    refuse_wrong_formulas,
 )
 from llqr.curvature.recorder import Parameters, Recorder
 from llqr.curvature.replacements import by_rules, plain_rules
@@ -172,7 +171,6 @@ class HessianProducts(Recording):
     def of(self, scalar: Callable[[list[Tensor]], Tensor]) -> None:
         """Record the gradient of scalar([x_N, activations …])."""
         try:
-            refuse_wrong_formulas(self._outputs)
             with torch.enable_grad():
                 value = scalar(self._outputs)
                 slopes = torch.autograd.grad(value, self._leaves, create_graph=True, materialize_grads=True)
@@ -302,7 +300,6 @@ class Segment(Rule):
         refuse_once_differentiable([row for row, _ in pairs])
         by = [cotangent]
         if u is not None:
-            refuse_wrong_formulas([y])
             by += leaves
         if not pairs:
             return (None,) * len(by)

@@ -134,9 +134,8 @@ class Block:
 
     def state(self) -> dict[str, Any]:
         """Tensors and builtins alone. U isn't among them: the curvature gives it again."""
-        map_ = {f.name: getattr(self.map, f.name) for f in fields(self.map)}
         return {
-            "map": {**map_, "shape": list(self.map.shape)},
+            "map": {**vars(self.map), "shape": list(self.map.shape)},
             "refits": self.refits,
             "moments": dict(self.moments),
             "diagonal": self.diagonal,
@@ -258,8 +257,8 @@ class Block:
 def _map_of(state: Any, key: str) -> LinearMap | None:
     """The map of this key in a block's state; None where a field isn't of the type and size that it should be."""
     try:
-        parts = {f.name: state[f.name] for f in fields(LinearMap)}
-        map_ = LinearMap(**{**parts, "shape": tuple(parts["shape"])})
+        map_ = LinearMap(**{f.name: state[f.name] for f in fields(LinearMap)})
+        map_ = replace(map_, shape=tuple(map_.shape))
         counts, places = (*map_.shape, map_.kernel, map_.first + 1), map_.places
         sound = (
             all(isinstance(name, str) for name in map_.members)

@@ -106,7 +106,11 @@ class QuadraticModel:
             loss_fn, loss_terms = None, []
         inside = locations.locations_of(model, [*terms, *loss_terms])
         if chunk_size is not None or portion is not None:
-            _check_means([*terms, *loss_terms])
+            for _, term in (*terms, *loss_terms):
+                if isinstance(term, ActivationTerm) and not term.by_variable:
+                    raise LLQRError(
+                        f"{term!r} is of a whole batch, which can't be cut: give the batch whole, on one rank"
+                    )
         recorder = Recorder(
             model,
             list(inside.values()),
@@ -205,13 +209,6 @@ def _check_closure(terms: locations.Terms, chunk_size: int | None) -> None:
             "the loss is a closure's or the model's own, of the whole batch, and chunk_size can't cut it: leave it out; "
             "or give targets and a loss_fn (to LLQR.paper a loss_fn, and a refit_batch that returns inputs and targets)"
         )
-
-
-def _check_means(terms: locations.Terms) -> None:
-    """Raise for terms of which nothing says how a part of the batch counts."""
-    for _, term in terms:
-        if isinstance(term, ActivationTerm) and not term.by_variable:
-            raise LLQRError(f"{term!r} is of a whole batch, which can't be cut: give the batch whole, on one rank")
 
 
 def _check_fits(what: str, given: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:

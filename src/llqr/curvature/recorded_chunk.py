@@ -162,7 +162,6 @@ class RecordedChunk:
         """H = JᵀWJ, but for the diagonal."""
         arguments = (context.recorder, context.parameters, piece.inputs)
         self.run = linearized(*arguments) if self.flat_terms else HessianProducts(*arguments)
-        self._check_again(self.run.values[0])
         whole = context.whole or context.expand(self.run.values[0], piece)
         self.bases, self.loss_slope = self._bases(whole)
         self._examine(whole.base)
@@ -245,6 +244,12 @@ class RecordedChunk:
         context, piece, (output, *inside) = self._context, self._piece, self.run.values
         base, slope = whole.base, whole.slope
         if context.whole is not None:
+            expected = of_rows(base.output, piece.rows, whole.count)
+            if not (output - expected).norm() <= context.recorder.rounding(output) ** 0.5 * expected.norm():
+                raise LLQRError(
+                    "the model has another output each time that it is run: does it draw from a random generator of its own, "
+                    "or count its calls? Give the batch whole, or training=False"
+                )
             base = BasePoint(output, bound(context.loss_fn, piece.targets), _of_dtype(piece.weights, output))
             slope = None if slope is None else of_rows(slope, piece.rows, whole.count)
         places = zip(context.locations.values(), inside, strict=True)
@@ -255,16 +260,6 @@ class RecordedChunk:
                 term.check(base.output)
                 term.check_psi(base)
         return bases, slope
-
-    def _check_again(self, output: Tensor) -> None:
-        """Raise where a chunk that is run again has another output than before."""
-        length, before = float(output.norm()), self._piece.length
-        if before is not None and abs(length - before) > self._context.recorder.rounding(output) ** 0.5 * before:
-            raise LLQRError(
-                "the model has another output each time that it is run: does it draw from a random generator of its own, or "
-                "count its calls? Give the batch whole, or training=False"
-            )
-        self._piece.length = length
 
     def _named(self, tensors: list[Tensor]) -> Parameters:
         return dict(zip(self._context.parameters, tensors, strict=True))

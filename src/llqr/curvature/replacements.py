@@ -222,6 +222,10 @@ def _attention(
     return record(Attention(query, key, value, attn_mask, factor), query, key, value)
 
 
+def _refused(*of: Any, **options: Any) -> None:
+    raise BeyondRulesError("the model takes a gradient in its forward pass")
+
+
 def _watched(tensor: Tensor, *hook: Any) -> None:
     """Hooks, on a tensor or on its node of the graph, would be passed by where layers are recorded together."""
     if isinstance(getattr(tensor.grad_fn, "rule", None), Rule):
@@ -243,12 +247,8 @@ class plain_rules(TorchFunctionMode):  # noqa: N801  (used as `with plain_rules(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         replacement = self.replacements.get(func)
-        # checkpointed blocks, which keep what autograd saves, run again where these rules aren't in force
-        if replacement is not None and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
-            result = replacement(*args, **(kwargs or {}))
-            if result is not None:
-                return result
-        return func(*args, **(kwargs or {}))
+        result = None if replacement is None else replacement(*args, **(kwargs or {}))
+        return result if result is not None else func(*args, **(kwargs or {}))
 
 
 class by_rules(plain_rules):  # noqa: N801
@@ -259,15 +259,8 @@ class by_rules(plain_rules):  # noqa: N801
         super().__init__()
         self.replacements = _HESSIAN if second else _LINEAR
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in GRADIENTS:
-            raise BeyondRulesError("the model takes a gradient in its forward pass")
-        return super().__torch_function__(func, types, args, kwargs)
 
-
-GRADIENTS = {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
+GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
 SMOOTH = (functional.gelu, functional.silu, functional.mish, functional.softplus)
 """Torch computes their f' anew each time."""
@@ -277,6 +270,7 @@ def _table(second: bool) -> dict[Callable[..., Any], Replacement]:
     """What both orders have."""
     return {
         **plain_rules.replacements,
+        **dict.fromkeys(GRADIENTS, _refused),
         Tensor.register_hook: _watched,
         Tensor.grad_fn.__get__: _watched,  # type: ignore[union-attr]
         functional.batch_norm: partial(_batch_norm, second=second),
