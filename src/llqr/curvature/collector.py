@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -136,7 +137,8 @@ class Collector(Listener):
         """Parameters that aren't in linear maps alone, by what else uses them."""
         self.calls: list[Call] = []
         """Those that a gradient came back to, as of micro-batches."""
-        self._step, self._mark = 0, object()
+        self._mark = object()
+        """Of this step."""
         self._streams: Streams | None = None
         self.was_called = False
         """Whether the model was called with gradients on, for this step."""
@@ -154,7 +156,7 @@ class Collector(Listener):
     def forget(self) -> None:
         """What comes back from now on belongs to another step. Graphs that live on hold no inputs for it."""
         self.sums, self.calls, self.was_called, self._streams = {}, [], False, None
-        self._step, self._mark = self._step + 1, object()
+        self._mark = object()
         for hook in self._awaited:
             hook.remove()
         self._awaited = []
@@ -192,10 +194,10 @@ class Collector(Listener):
         call = Call(copied(args), copied(kwargs), self._streams)
         for place, tensor in enumerate(returned(output)):
             if tensor.requires_grad:
-                tensor.register_hook(partial(self._hold, self._step, call, place))  # type: ignore[no-untyped-call]
+                tensor.register_hook(partial(self._hold, self._mark, call, place))  # type: ignore[no-untyped-call]
 
-    def _hold(self, step: int, call: Call, place: int, gradient: Tensor) -> None:
-        if step == self._step:
+    def _hold(self, mark: object, call: Call, place: int, gradient: Tensor) -> None:
+        if mark is self._mark:
             call.gradients[place] = gradient.detach().clone()
             self.calls = [*(other for other in self.calls if other is not call), call]
 
@@ -289,24 +291,16 @@ def _keep(slopes: list[tuple[Tensor, Tensor]], output: Tensor, slope: Tensor) ->
 
 def as_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
     """What the module was called with: a tensor, a tuple, or a dict where there were keywords."""
-    if kwargs:
-        return {**_named(module.forward, args), **kwargs} if args else kwargs
-    return args[0] if len(args) == 1 and isinstance(args[0], Tensor) else args
-
-
-def _named(forward: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Any]:
-    bound = inspect.signature(forward).bind_partial(*args)
-    by_name = {
-        name: value
-        for name, value in bound.arguments.items()
-        if bound.signature.parameters[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-    }
-    if len(by_name) != len(args):
+    if not kwargs:
+        return args[0] if len(args) == 1 and isinstance(args[0], Tensor) else args
+    parameters = inspect.signature(module.forward).parameters.values()
+    names = [each.name for each in takewhile(lambda each: each.kind is each.POSITIONAL_OR_KEYWORD, parameters)]
+    if len(names) < len(args):
         raise LLQRError(
             "the model was called with keywords and with arguments that have no name: call it with one kind, "
             "positions or keywords (or give LLQR.paper a refit_batch)"
         )
-    return by_name
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def copied(value: Any) -> Any:

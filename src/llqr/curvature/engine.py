@@ -53,23 +53,23 @@ class Recording:
 
     def __init__(self, recorder: Recorder, parameters: Parameters, inputs: Inputs) -> None:
         self._recorder, self._inputs = recorder, inputs
-        self._names = list(parameters)
-        self._leaves = [p.detach().requires_grad_() for p in parameters.values()]
+        self._parameters = {name: p.detach().requires_grad_() for name, p in parameters.items()}
+        self._leaves = list(self._parameters.values())
         self._record(self._rules)
 
     def _rules(self) -> TorchFunctionMode:
         return by_rules(self.second)
 
     def _record(self, rules: Callable[[], TorchFunctionMode]) -> None:
-        self._plain = rules is plain_rules
+        recorder, self._plain = self._recorder, rules is plain_rules
         try:
-            segments = in_segments(self._recorder, rules, self.second)
-            with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), rules(), segments as self._within:
-                self._outputs = self._run(self._leaves)
+            segments = in_segments(recorder, rules, self.second)
+            with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), rules(), segments:
+                self._outputs = recorder.run(self._parameters, self._inputs)
         except BeyondRulesError:  # as gradient penalties, physics-informed networks and hooks do
             self._record(plain_rules)
             return
-        refuse_leaks(self._outputs if self._recorder.segments else ())
+        refuse_leaks(self._outputs if recorder.segments else ())
         self.values = [output.detach() for output in self._outputs]
         if not self._outputs[0].requires_grad:
             raise LLQRError("the output doesn't depend on the parameters by anything differentiable (was it detached?)")
@@ -83,9 +83,6 @@ class Recording:
             return False
         self._record(plain_rules)
         return True
-
-    def _run(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        return self._recorder.run(dict(zip(self._names, parameters, strict=True)), self._inputs)
 
     def pull(self, cotangents: Sequence[Tensor]) -> list[Tensor]:
         """Jᵀc: one gradient a parameter, from one cotangent an output."""
@@ -102,9 +99,7 @@ class Recording:
 
     def depends(self) -> bool:
         """Whether a way leads from the outputs to a parameter."""
-        zeros = [torch.zeros_like(value) for value in self.values]
-        found = torch.autograd.grad(self._outputs, self._leaves, zeros, retain_graph=True, allow_unused=True)
-        return any(gradient is not None for gradient in found)
+        return not set(_leaves_of(self._outputs)).isdisjoint(self._leaves)
 
 
 class JacobianProducts(Recording):
@@ -184,13 +179,14 @@ class HessianProducts(Recording):
 
     def examine(self) -> None:
         """Raise where products would be wrong."""
-        names = sorted({*handwritten(self._outputs[:1]), *self._within})
 
         def run() -> None:
             with sdpa_kernel(SDPBackend.MATH), plain_rules():
-                self._run(self._leaves)
+                self._recorder.run(self._parameters, self._inputs)
 
-        check_handwritten(names, run, "the model, which Newton asks for,", "use GaussNewton or KL")
+        check_handwritten(
+            handwritten(self._outputs[:1]), run, "the model, which Newton asks for,", "use GaussNewton or KL"
+        )
 
     def product(self, tangents: Sequence[Tensor]) -> list[Tensor]:
         """Hv."""
@@ -319,12 +315,8 @@ class Segment(Rule):
 
 
 @contextmanager
-def in_segments(recorder: Recorder, rules: Callable[[], TorchFunctionMode], second: bool) -> Iterator[list[str]]:
-    """While in force, a call of one of the recorder's segments is recorded as one node.
-
-    Yields the names of the functions in them whose backward isn't torch's own, which the graph doesn't show.
-    """
-    noted: list[str] = []
+def in_segments(recorder: Recorder, rules: Callable[[], TorchFunctionMode], second: bool) -> Iterator[None]:
+    """While in force, a call of one of the recorder's segments is recorded as one node."""
 
     def called(name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given, spec = tree_flatten((args, kwargs))
@@ -349,14 +341,12 @@ def in_segments(recorder: Recorder, rules: Callable[[], TorchFunctionMode], seco
                 raise LLQRError(f"segment {name!r} changes what it is called with, in place: {OTHERS}")
             return y
 
-        segment = Segment(name, run, inputs, rules, recorder.rerun())
-        noted.extend(segment.handwritten)
-        return record(segment, *segment.inputs, second=second)
+        return record(Segment(name, run, inputs, rules, recorder.rerun()), *inputs, second=second)
 
     with ExitStack() as stack:
         for name, module in recorder.segments.items():
             stack.enter_context(replaced(module, forward=partial(called, name, module, module.forward)))
-        yield noted
+        yield
 
 
 def refuse_leaks(outputs: Sequence[Tensor]) -> None:

@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -69,11 +69,11 @@ Call = tuple[Any, list[Any]]
 
 def handwritten(outputs: Sequence[Tensor]) -> list[str]:
     """The names of the functions in a graph whose backward isn't torch's own."""
-    names = set()
+    names: set[str] = set()
     for node in graph_nodes(outputs):
         if isinstance(node, torch.autograd.function.BackwardCFunction):
-            if not type(node)._forward_cls.__module__.startswith("llqr."):  # type: ignore[attr-defined]
-                names.add(type(node).__name__.removesuffix("Backward"))
+            ours = type(node)._forward_cls.__module__.startswith("llqr.")  # type: ignore[attr-defined]
+            names.update(cast(Any, node).rule.handwritten if ours else [type(node).__name__.removesuffix("Backward")])
         elif "CppNode" in node.name():
             names.add(node.name())
     return sorted(names)

@@ -257,8 +257,8 @@ class Block:
 def _map_of(state: Any, key: str) -> LinearMap | None:
     """The map of this key in a block's state; None where a field isn't of the type and size that it should be."""
     try:
-        map_ = LinearMap(**{f.name: state[f.name] for f in fields(LinearMap)})
-        map_ = replace(map_, shape=tuple(map_.shape))
+        parts = {f.name: state[f.name] for f in fields(LinearMap)}
+        map_ = LinearMap(**{**parts, "shape": tuple(parts["shape"])})
         counts, places = (*map_.shape, map_.kernel, map_.first + 1), map_.places
         sound = (
             all(isinstance(name, str) for name in map_.members)

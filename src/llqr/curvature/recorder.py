@@ -17,7 +17,7 @@ from torch.utils import checkpoint
 from llqr.checks import Inputs, call, replaced, tensors_in
 from llqr.curvature.locations import Location, catching
 from llqr.curvature.precision import LOWEST, AutocastOff, at_least_single, is_low, raised
-from llqr.curvature.replacements import constants, renormalised
+from llqr.curvature.replacements import constants
 from llqr.errors import LLQRError, LLQRWarning, callers_level
 
 Stream = tuple[Callable[[], Any], Callable[[Any], Any]]
@@ -201,7 +201,7 @@ class Recorder:
         self._call, self.segments, self._choose = call, segments or {}, choose
         self.model, self.locations, self.select, self._whole = model, list(locations), select, whole
         self._modes = [(module, module.training if training is None else training) for module in model.modules()]
-        self._constants, self._renormalised = constants(model), renormalised(model)
+        self._constants = constants(model)
         named = dict(model.named_parameters())
         self._own = {name: p.dtype for name, p in named.items()}
         self._autocast = AutocastOff(next((p.device.type for p in named.values()), "cpu"))
@@ -250,10 +250,10 @@ class Recorder:
         return True
 
     def _run(self, parameters: Parameters, inputs: Inputs, constants: Parameters) -> list[Tensor]:
-        fixed = {name: tensor.clone() for name, tensor in constants.items()}
-        copies = {name: parameters[name].clone() for name in self._renormalised if name in parameters}
+        tensors = {**constants, **parameters}
+        written = {name: tensors[name].clone() for name in self._constants}
         with catching(self.model, self.locations) as caught, self._around(self._streams):
-            output = call(self.model, {**fixed, **parameters, **copies}, inputs, self._call)
+            output = call(self.model, {**tensors, **written}, inputs, self._call)
             if not self._whole and self._streams.drawn():
                 raise LLQRError(
                     "the model draws random numbers (dropout?), other ones in chunks than in the whole batch: give the batch "

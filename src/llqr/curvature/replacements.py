@@ -32,18 +32,11 @@ Replacement = Callable[..., Maybe]
 
 
 def constants(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of what a forward pass may write to: buffers, and weights that it renormalises. Parameters to step that are among
-    those are handed over as copies of their own."""
-    named = dict(model.named_parameters())
-    written = {name: named[name] for name in renormalised(model)}
-    return {name: tensor.detach().clone() for name, tensor in {**dict(model.named_buffers()), **written}.items()}
-
-
-def renormalised(model: nn.Module) -> list[str]:
-    """The names of the weights that a forward pass renormalises in place."""
+    """Copies of what a forward pass may write to: buffers, and weights that it renormalises."""
     embeddings = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
     weights = {id(module.weight) for module in embeddings if module.max_norm is not None}
-    return [name for name, parameter in model.named_parameters() if id(parameter) in weights]
+    renormalised = {name: p for name, p in model.named_parameters() if id(p) in weights}
+    return {name: tensor.detach().clone() for name, tensor in {**dict(model.named_buffers()), **renormalised}.items()}
 
 
 def _embedding(input: Tensor, weight: Tensor, sparse: bool = False, **options: Any) -> Maybe:

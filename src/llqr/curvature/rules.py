@@ -43,6 +43,8 @@ class Rule(ABC):
     inputs: tuple[Maybe, ...] = ()
     """As they are in the graph; needed for `twice`, and where what follows is recorded together with this."""
     needed: Sequence[bool]
+    handwritten: Sequence[str] = ()
+    """The names of functions in it whose backward isn't torch's own."""
     _made_from: tuple[int, ...] = ()
     """The inputs' versions when y was computed."""
     _kept: Sequence[Tensor] = ()

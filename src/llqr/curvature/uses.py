@@ -239,9 +239,8 @@ class _Origin:
         ):  # the same matrices in turn along the batch: all of the parameter, or one of it
             g = self.shape.numel() // (r * c)
             g = g if 0 < g < batch and batch % g == 0 else 1
-        places = self._places(operand, 0, g)
-        last = self._places(operand, batch - g, g) if g < batch else places
-        if places is None or last is None or not torch.equal(places, last):
+        places = self._places(operand, g)
+        if places is None:
             return None
         in_order = torch.arange(self.shape.numel())
         if torch.equal(places.flatten(), in_order):
@@ -250,13 +249,14 @@ class _Origin:
             return LinearMap(self.name, (g, c, r), not is_second)
         return LinearMap(self.name, (g, r, c), is_second, places=places, first=int(places.min()))
 
-    def _places(self, operand: tuple[int, ...], start: int, g: int) -> Tensor | None:
-        """Where in the parameter g matrices of the operand come from: their numbers, sent back along the chain."""
+    def _places(self, operand: tuple[int, ...], g: int) -> Tensor | None:
+        """Where in the parameter the g matrices come from that are in turn along the operand's batch: numbers for each of
+        their places, sent back along the chain, which adds up what it had repeated."""
         shape = (g, *operand[-2:])
         count = math.prod(shape)
-        numbers = torch.zeros(operand, dtype=torch.float64)
-        numbers.view(-1, *operand[-2:])[start : start + g] = torch.arange(1, count + 1).reshape(shape)
-        value: Any = numbers
+        times = math.prod(operand) // count
+        numbers = torch.arange(1, count + 1, dtype=torch.float64)
+        value: Any = numbers.repeat(times).reshape(operand)
         try:
             for node, output in self.chain:
                 if node.name() == "ToCopyBackward0":
@@ -266,14 +266,10 @@ class _Origin:
                 value = node(*arguments)
         except RuntimeError:
             return None
-        found = value.reshape(-1).long()
-        positions = found.nonzero()[:, 0]
-        numbers = found[positions] - 1
-        if len(numbers) != count or int(numbers.max()) >= count:  # some were added up
-            return None
-        places = torch.full((count,), -1)
-        places[numbers] = positions
-        return None if bool((places < 0).any()) else places.reshape(shape)
+        sums = value.reshape(-1) / times
+        positions = sums.nonzero()[:, 0]
+        found, order = sums[positions].sort()
+        return positions[order].reshape(shape) if torch.equal(found, numbers) else None
 
 
 def _expands(link: tuple[Any, int]) -> bool:
