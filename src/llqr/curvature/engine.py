@@ -79,6 +79,8 @@ class Recording:
     def _recorded_otherwise(self, error: Exception) -> bool:
         """Whether there was another way: by plain operations, which copy what is changed in place, or in the model's own
         precision."""
+        if isinstance(error, torch.OutOfMemoryError):
+            raise error
         if self._plain and not self._recorder.lower(error):
             return False
         self._record(plain_rules)
@@ -119,8 +121,6 @@ class JacobianProducts(Recording):
                     self._outputs, self._leaves, variables, create_graph=True, materialize_grads=True
                 )
             refuse_once_differentiable(rows)
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
             if self._recorded_otherwise(error):
                 return self.pull_first(cotangents)

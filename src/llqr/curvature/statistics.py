@@ -96,8 +96,7 @@ class Sums:
 
     def moments(self) -> Moments:
         """A as a mean over the places and G as a sum, so that A ⊗ G is of the size of H."""
-        inputs = ROWS if self.map.inputs_on_rows else COLUMNS
-        moments = {name: m / self.places if name == inputs else m for name, m in self.tensors.items()}
+        moments = {name: m / self.places if name == self.map.inputs else m for name, m in self.tensors.items()}
         if KERNEL in moments:  # it shares its size with the channels
             moments[KERNEL] = moments[KERNEL] / moments[KERNEL].diagonal(dim1=1, dim2=2).sum(1)[:, None, None]
         return moments
