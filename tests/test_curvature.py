@@ -357,13 +357,11 @@ def test_nothing_stays_alive(name: str) -> None:
     try:
         for divergence in (KL(), Newton()):
             q = QuadraticModel.build(*arguments, divergence, output=pick)
-            recorded = q._chunks[0]._recorded
-            assert recorded is not None
-            held = [weakref.ref(run) for run in (recorded.linear, recorded.second) if run is not None]
-            outputs = [weakref.ref(t) for ref in held for t in getattr(ref(), "_outputs")]  # noqa: B009
+            recorded = q._chunks[0]()
+            held = [weakref.ref(recorded), weakref.ref(recorded.run), *map(weakref.ref, recorded.run._outputs)]
             q.curvature(q.gradient)
             del q, recorded
-            assert all(ref() is None for ref in [*held, *outputs])
+            assert all(ref() is None for ref in held)
     finally:
         gc.enable()
 

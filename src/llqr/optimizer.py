@@ -108,8 +108,8 @@ class LLQR(Wrapping):
 
     def _hook(self) -> None:
         """Listen to the model, or to what is inside."""
-        collector = self._collector
-        self._listen(collector.attach_to_parts if self._by_parts else collector.attach, collector.forget)
+        self._collector.parts = self._by_parts
+        self._listen(self._collector.attach, self._collector.forget)
 
     def _listen_to_parts(self) -> None:
         hooked = self._unhook.alive

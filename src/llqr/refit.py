@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from llqr.checks import Inputs, Loss, as_arguments, check_callable, checked_integer, tensors_in
 from llqr.closures import Closure, loss_of_output, tensor_alone, whole_loss
 from llqr.curvature import locations
-from llqr.curvature.chunks import Examples, check_chunk_size, total
+from llqr.curvature.chunks import Examples, Portion, check_chunk_size, total
 from llqr.curvature.collector import Called
 from llqr.curvature.locations import PerLayer
 from llqr.curvature.precision import is_low, raised
 from llqr.curvature.quadratic import QuadraticModel
-from llqr.curvature.recorded_chunk import Portion
 from llqr.curvature.recorder import Selector, Streams, in_modes
 from llqr.distributed.processes import Process
 from llqr.divergences import L2, Divergence, Newton

@@ -9,27 +9,37 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llqr.checks import Inputs, batch_size_of, check_weights, checked_integer, mapped, tensors_in
+from llqr.checks import Inputs, batch_size_of, checked_integer, mapped, tensors_in
 from llqr.curvature.recorder import EVALUATED
+from llqr.divergences import Term
 from llqr.errors import LLQRError, unknown
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One chunk of a batch, or all of it.
+class Portion:
+    """How much a part of a batch counts in means over variables, and in means over examples."""
 
-    `variables` is its share of a mean over variables, `examples` of a mean over examples, of which it has `count`. The targets
-    are the batch's, because a loss may count examples as it likes; `own_targets` are of its rows, and so are the weights.
-    """
+    variables: float = 1.0
+    examples: float = 1.0
+
+    def of(self, term: Term) -> float:
+        if term.additive:
+            return 1.0
+        return self.variables if term.key is None else self.examples
+
+
+@dataclass
+class Piece:
+    """One chunk of a batch, or all of it: these rows of its inputs, targets and weights, of `count` examples."""
 
     inputs: Inputs
     targets: Any
     weights: Tensor | None
     rows: slice
-    variables: float
-    examples: float
     count: int
-    own_targets: Any = None
+    share: Portion = Portion()
+    trusted: bool = False
+    """Whether its Jacobian was looked at."""
 
 
 class Examples:
@@ -40,44 +50,39 @@ class Examples:
     """
 
     def __init__(self, inputs: Inputs, shared: Collection[str | int] = ()) -> None:
-        named = _named(inputs)
+        self.inputs, self._named = inputs, _named(inputs)
         if isinstance(shared, (str, int)) or not isinstance(shared, Collection):
             raise LLQRError(f"shared is a list of inputs' names or positions, as in shared=['mask']; not {shared!r}")
         for name in shared:
-            if name not in named:
-                raise unknown("input in shared", name, named)
-        self.inputs, self._shared = inputs, set(shared)
-        cut = tuple(value for name, value in named.items() if name not in self._shared)
-        if named and not tensors_in(cut):
+            if name not in self._named:
+                raise unknown("input in shared", name, self._named)
+        self._cut = {name: value for name, value in self._named.items() if name not in shared}
+        cut = tuple(self._cut.values())
+        if self._named and not tensors_in(cut):
             raise LLQRError("all the inputs are shared, and nothing is left that has examples")
-        self.count = batch_size_of(cut) if named else 1  # none: a closure has them
+        self.count = batch_size_of(cut) if self._named else 1  # none: a closure has them
 
     def rows(self, rows: slice) -> Inputs:
         """The examples of these rows."""
-        chosen = {
-            name: value if name in self._shared else _rows(value, rows, self.count)
-            for name, value in _named(self.inputs).items()
-        }
+        chosen = self._named | {name: _rows(value, rows, self.count) for name, value in self._cut.items()}
         if isinstance(self.inputs, Mapping):
             return chosen  # type: ignore[return-value]
         return tuple(chosen.values()) if isinstance(self.inputs, (tuple, list)) else chosen[0]
 
-    def cut(self) -> list[str | int]:
-        """The inputs that are cut."""
-        named = {name: value for name, value in _named(self.inputs).items() if name not in self._shared}
-        return [name for name, value in named.items() if any(_is_cut(t, self.count) for t in tensors_in(value))]
+    def remedy(self) -> str:
+        """What to do where chunks have other outputs than the batch."""
+        cut = [name for name, value in self._cut.items() if any(_is_cut(t, self.count) for t in tensors_in(value))]
+        if len(cut) < 2:
+            return "give the batch whole"
+        return (
+            "give the batch whole or, if it is an input that belongs to all the examples and has as many rows as there are "
+            f"examples by chance, name it in shared=[...]; cut were {', '.join(map(repr, cut))}"
+        )
 
 
-def pieces(
-    model: nn.Module, batch: Examples, targets: Any, weights: Tensor | None, size: int | None, training: bool | None
-) -> Iterator[Piece]:
-    """The batch in chunks, with each one's share of the mean over variables and over examples."""
-    count = batch.count
-    if weights is not None:
-        check_weights(weights, tensors_in(batch.inputs)[0].device)
-    if size is None:
-        yield Piece(batch.inputs, targets, weights, slice(0, count), 1.0, 1.0, count)
-        return
+def pieces(model: nn.Module, batch: Examples, whole: Piece, size: int, training: bool | None) -> Iterator[Piece]:
+    """The batch in chunks."""
+    count, weights = batch.count, whole.weights
     check_chunk_size(size)
     refuse_coupled(model, training)
     if weights is not None and weights.shape[:1] != (count,):
@@ -90,8 +95,8 @@ def pieces(
         own = None if weights is None else weights[rows]
         examples = (rows.stop - rows.start) / count
         variables = examples if weights is None or own is None else total(own) / total(weights)
-        own_targets = _rows(targets, rows, count)
-        yield Piece(batch.rows(rows), targets, own, rows, variables, examples, rows.stop - rows.start, own_targets)
+        targets = _rows(whole.targets, rows, count)
+        yield Piece(batch.rows(rows), targets, own, rows, rows.stop - rows.start, Portion(variables, examples))
 
 
 def total(weights: Tensor) -> float:
@@ -104,32 +109,19 @@ def check_chunk_size(size: int | None) -> None:
         checked_integer("chunk_size", size, "a positive number of examples, or None for the whole batch")
 
 
-def check_part(
-    run: Callable[[Inputs], Tensor], batch: Examples, whole: Tensor, rows: slice, rounding: Callable[[Tensor], float]
-) -> None:
-    """Raise unless these examples have the outputs by themselves that they have in the `whole` batch's output.
+def check_part(run: Callable[[], Tensor], expected: Tensor, rounding: float, batch: Examples) -> None:
+    """Raise unless the examples of a chunk have the outputs by themselves that they have in the whole batch.
 
     Whatever an example has seen of the others, or of an input that was cut by mistake, it doesn't see now.
     """
-    expected = of_rows(whole, rows, batch.count)
     try:
-        own = run(batch.rows(rows))
+        own = run()
     except LLQRError:
         raise
     except Exception as error:
-        raise LLQRError(f"the model can't take a part of the batch ({error}): {_remedy(batch)}") from error
-    if own.shape != expected.shape or (own - expected).norm() > rounding(whole) ** 0.5 * expected.norm():
-        raise LLQRError(f"the output of an example depends on the other examples of the batch: {_remedy(batch)}")
-
-
-def _remedy(batch: Examples) -> str:
-    cut = batch.cut()
-    if len(cut) < 2:
-        return "give the batch whole"
-    return (
-        "give the batch whole or, if it is an input that belongs to all the examples and has as many rows as there are "
-        f"examples by chance, name it in shared=[...]; cut were {', '.join(map(repr, cut))}"
-    )
+        raise LLQRError(f"the model can't take a part of the batch ({error}): {batch.remedy()}") from error
+    if own.shape != expected.shape or (own - expected).norm() > rounding**0.5 * expected.norm():
+        raise LLQRError(f"the output of an example depends on the other examples of the batch: {batch.remedy()}")
 
 
 def of_rows(output: Tensor, rows: slice, count: int) -> Tensor:

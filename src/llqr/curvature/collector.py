@@ -9,22 +9,24 @@ the model once more itself (`llqr.curvature.second_run`).
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
 
 from llqr.checks import Inputs, mapped, tensors_in
 from llqr.curvature.linear_maps import LinearMap
 from llqr.curvature.precision import no_autocast
 from llqr.curvature.recorder import CheckpointedError, Streams, refusing_checkpoints
 from llqr.curvature.statistics import Sides, Sums
-from llqr.curvature.uses import Found, Use, find_uses
+from llqr.curvature.uses import Found, find_uses
 from llqr.distributed.processes import holds_gradients
 from llqr.errors import LLQRError
 from llqr.structures.base import Structure
@@ -43,6 +45,8 @@ class Listener:
     def __init__(self, schedule: Schedule | None = None) -> None:
         self._schedule = schedule
         self._listens: bool | None = None
+        self.parts = False
+        """The loop calls the modules inside, by `model.encode(x)`, `model.forward(x)` or one by one."""
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The model is about to be called."""
@@ -56,8 +60,10 @@ class Listener:
     def attach(self, model: nn.Module) -> Callable[[], None]:
         """Returns what takes the hooks off again."""
         hooks = ExitStack()
-        hooks.callback(model.register_forward_pre_hook(partial(_before, self), with_kwargs=True).remove)
-        hooks.callback(model.register_forward_hook(partial(_after, self), with_kwargs=True).remove)
+        if not self.parts:
+            hooks.callback(model.register_forward_pre_hook(partial(_before, self), with_kwargs=True).remove)
+        for module in model.modules() if self.parts else [model]:
+            hooks.callback(module.register_forward_hook(partial(_after, self), with_kwargs=True).remove)
         return hooks.close
 
     def hears(self, module: nn.Module) -> bool:
@@ -116,14 +122,6 @@ class Call:
     """By the output's place among the tensors that were returned."""
 
 
-class _AwaitedGradient:
-    """A use of a map in the loop's graph, until its step is over. Not the node, whose hook holds this."""
-
-    def __init__(self, use: Use) -> None:
-        self.map, self.leaf = use.map, use.leaf
-        self.sides: Callable[[Tensor], Sides] | None = use.sides
-
-
 class Collector(Listener):
     """The second moments of all linear maps since the last step, or the last call of the model."""
 
@@ -131,7 +129,6 @@ class Collector(Listener):
         super().__init__(schedule)
         self.runs_again = runs_again
         """LLQR runs the model itself, and is told with what."""
-        self._parts = False
         self.of: Mapping[str, Tensor] = {}
         self.names: Mapping[int, str] = {}
         self.structures: Mapping[str, Structure] = {}
@@ -140,11 +137,12 @@ class Collector(Listener):
         """Parameters that aren't in linear maps alone, by what else uses them."""
         self.calls: list[Call] = []
         """Those that a gradient came back to, as of micro-batches."""
-        self._step, self._mark = 0, object()
+        self._mark = object()
+        """Of this step."""
         self._streams: Streams | None = None
         self.was_called = False
         """Whether the model was called with gradients on, for this step."""
-        self._awaited: weakref.WeakSet[_AwaitedGradient] = weakref.WeakSet()
+        self._awaited: list[RemovableHandle] = []
 
     def know(self, parameters: Mapping[str, Tensor], structures: Mapping[str, Structure]) -> None:
         """The parameters that are stepped, by their names, and the structures of their blocks."""
@@ -152,23 +150,16 @@ class Collector(Listener):
         self.names = {id(p): name for name, p in parameters.items()}
         self.structures = structures
 
-    def attach_to_parts(self, model: nn.Module) -> Callable[[], None]:
-        """For loops that call the modules inside, by `model.encode(x)`, `model.forward(x)` or one by one."""
-        hooks, self._parts = ExitStack(), True
-        for module in model.modules():
-            hooks.callback(module.register_forward_hook(partial(_after, self), with_kwargs=True).remove)
-        return hooks.close
-
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._streams = Streams(module)
 
     def forget(self) -> None:
         """What comes back from now on belongs to another step. Graphs that live on hold no inputs for it."""
         self.sums, self.calls, self.was_called, self._streams = {}, [], False, None
-        self._step, self._mark = self._step + 1, object()
-        for awaited in self._awaited:
-            awaited.sides = None
-        self._awaited.clear()
+        self._mark = object()
+        for hook in self._awaited:
+            hook.remove()
+        self._awaited = []
 
     def gradients_are_cleared(self) -> None:
         """As before a step, or in place of one that a GradScaler left out: so is what has come back with them."""
@@ -178,7 +169,7 @@ class Collector(Listener):
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Nothing of a part can be run again."""
         outputs = [tensor for tensor in returned(output) if tensor.requires_grad]
-        if not outputs or (self._parts and self.runs_again):
+        if not outputs or (self.parts and self.runs_again):
             return
         if not self.was_called:
             self.was_called, self.other_uses = True, {}
@@ -192,36 +183,37 @@ class Collector(Listener):
                     found = find_uses(outputs, self.names, self._mark)
             except CheckpointedError:
                 found = Found([], {}, hidden=True, has_parameters=True)
-            self.other_uses, self.runs_again = {**self.other_uses, **found.other_uses}, found.hidden and not self._parts
+            self.other_uses, self.runs_again = {**self.other_uses, **found.other_uses}, found.hidden and not self.parts
             if not self.runs_again:
-                for use in found.uses:
-                    awaited = _AwaitedGradient(use)
-                    self._awaited.add(awaited)
-                    use.node.register_prehook(partial(self._come_back, awaited))
+                for use in found.uses:  # a hook doesn't hold the node that holds it
+                    come_back = partial(self._come_back, use.map, use.leaf, use.sides)
+                    self._awaited.append(use.node.register_prehook(come_back))
                 # a call that goes on from another has no new parameters; else they may have been sharded since
-                if self._parts or found.has_parameters or self._awaited:
+                if self.parts or found.has_parameters or self._awaited:
                     return
         call = Call(copied(args), copied(kwargs), self._streams)
         for place, tensor in enumerate(returned(output)):
             if tensor.requires_grad:
-                tensor.register_hook(partial(self._hold, self._step, call, place))  # type: ignore[no-untyped-call]
+                tensor.register_hook(partial(self._hold, self._mark, call, place))  # type: ignore[no-untyped-call]
 
-    def _hold(self, step: int, call: Call, place: int, gradient: Tensor) -> None:
-        if step == self._step:
+    def _hold(self, mark: object, call: Call, place: int, gradient: Tensor) -> None:
+        if mark is self._mark:
             call.gradients[place] = gradient.detach().clone()
             self.calls = [*(other for other in self.calls if other is not call), call]
 
-    def _come_back(self, awaited: _AwaitedGradient, gradients: Sequence[Any]) -> None:
+    def _come_back(
+        self, map_: LinearMap, leaf: Node, sides: Callable[[Tensor], Sides], gradients: Sequence[Any]
+    ) -> None:
         """A gradient has come back, in a pass that adds to the weight's: not in one that only asks for others."""
-        if awaited.sides is None or gradients[0] is None:
+        if gradients[0] is None:
             return
         try:
-            adds = torch._C._will_engine_execute_node(awaited.leaf)
+            adds = torch._C._will_engine_execute_node(leaf)
         except RuntimeError:  # torch.autograd.grad() by the weight itself
             return
         if adds:
-            with torch.no_grad(), no_autocast({awaited.map.weight: gradients[0]}):
-                self.add(awaited.map, awaited.sides(gradients[0].detach()))
+            with torch.no_grad(), no_autocast({map_.weight: gradients[0]}):
+                self.add(map_, sides(gradients[0].detach()))
 
     def add(self, map_: LinearMap, sides: Sides) -> None:
         """Count one use of a map."""
@@ -277,7 +269,7 @@ class InputHook(Listener):
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         for tensor in tensors_in(output) if self._call is not None else ():
             if tensor.grad_fn is not None and tensor.is_floating_point() and tensor.dim() > 1:
-                tensor.grad_fn.register_prehook(partial(_keep, self.slopes, tensor.detach(), tensor.output_nr))
+                tensor.register_hook(partial(_keep, self.slopes, tensor.detach()))  # type: ignore[no-untyped-call]
 
     @contextmanager
     def listening(self, listens: bool) -> Iterator[None]:
@@ -293,32 +285,22 @@ class InputHook(Listener):
         return None if self._call is None else as_inputs(module, *self._call)
 
 
-def _keep(slopes: list[tuple[Tensor, Tensor]], output: Tensor, place: int, gradients: Sequence[Tensor | None]) -> None:
-    slope = gradients[place]
-    if slope is not None:
-        slopes.append((output, slope.detach()))
+def _keep(slopes: list[tuple[Tensor, Tensor]], output: Tensor, slope: Tensor) -> None:
+    slopes.append((output, slope.detach()))
 
 
 def as_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
     """What the module was called with: a tensor, a tuple, or a dict where there were keywords."""
-    if kwargs:
-        return {**_named(module.forward, args), **kwargs} if args else kwargs
-    return args[0] if len(args) == 1 and isinstance(args[0], Tensor) else args
-
-
-def _named(forward: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Any]:
-    bound = inspect.signature(forward).bind_partial(*args)
-    by_name = {
-        name: value
-        for name, value in bound.arguments.items()
-        if bound.signature.parameters[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-    }
-    if len(by_name) != len(args):
+    if not kwargs:
+        return args[0] if len(args) == 1 and isinstance(args[0], Tensor) else args
+    parameters = inspect.signature(module.forward).parameters.values()
+    names = [each.name for each in takewhile(lambda each: each.kind is each.POSITIONAL_OR_KEYWORD, parameters)]
+    if len(names) < len(args):
         raise LLQRError(
             "the model was called with keywords and with arguments that have no name: call it with one kind, "
             "positions or keywords (or give LLQR.paper a refit_batch)"
         )
-    return by_name
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def copied(value: Any) -> Any:

@@ -19,7 +19,7 @@ M δx + R δθ.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -38,48 +38,62 @@ from llqr.curvature.graph import (
     graph_numbers,
     handwritten,
     refuse_once_differentiable,
-    refuse_wrong_formulas,
 )
 from llqr.curvature.recorder import Parameters, Recorder
-from llqr.curvature.replacements import hessian_rules, linear_rules, plain_rules
-from llqr.curvature.rules import BeyondRulesError, ChangedError, Maybe, Rule, record, record_twice
+from llqr.curvature.replacements import by_rules, plain_rules
+from llqr.curvature.rules import BeyondRulesError, Maybe, Rule, record
 from llqr.errors import LLQRError, NotTwiceDifferentiableError
 
 
 class Recording:
     """One forward pass at θ, recorded: its values, and Jᵀc by a backward pass."""
 
-    _second = False
+    second = False
     """Whether second derivatives are asked for."""
 
-    def __init__(self, recorder: Recorder, parameters: Parameters, inputs: Inputs, rules: TorchFunctionMode) -> None:
+    def __init__(self, recorder: Recorder, parameters: Parameters, inputs: Inputs) -> None:
         self._recorder, self._inputs = recorder, inputs
-        self._names = list(parameters)
-        self._leaves = [p.detach().requires_grad_() for p in parameters.values()]
-        self._record(rules)
+        self._parameters = {name: p.detach().requires_grad_() for name, p in parameters.items()}
+        self._leaves = list(self._parameters.values())
+        self._record(self._rules)
 
-    def _record(self, rules: TorchFunctionMode) -> None:
+    def _rules(self) -> TorchFunctionMode:
+        return by_rules(self.second)
+
+    def _record(self, rules: Callable[[], TorchFunctionMode]) -> None:
+        recorder, self._plain = self._recorder, rules is plain_rules
         try:
-            segments = in_segments(self._recorder.segments, type(rules), self._second, self._recorder.rerun)
-            with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), rules, segments as self._within:
-                self._outputs = self._run(self._leaves)
+            segments = in_segments(recorder, rules, self.second)
+            with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), rules(), segments:
+                self._outputs = recorder.run(self._parameters, self._inputs)
         except BeyondRulesError:  # as gradient penalties, physics-informed networks and hooks do
-            self._record(plain_rules())
+            self._record(plain_rules)
             return
-        refuse_leaks(self._outputs if self._recorder.segments else ())
+        refuse_leaks(self._outputs if recorder.segments else ())
         self.values = [output.detach() for output in self._outputs]
         if not self._outputs[0].requires_grad:
             raise LLQRError("the output doesn't depend on the parameters by anything differentiable (was it detached?)")
         none = 0 * self._leaves[0].reshape(-1)[:1].sum()  # an activation that no parameter moves has zero derivatives
         self._outputs = [value if value.requires_grad else value + none for value in self._outputs]
 
-    def _run(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        return self._recorder.run(dict(zip(self._names, parameters, strict=True)), self._inputs)
+    def _recorded_otherwise(self, error: Exception) -> bool:
+        """Whether there was another way: by plain operations, which copy what is changed in place, or in the model's own
+        precision."""
+        if isinstance(error, torch.OutOfMemoryError):
+            raise error
+        if self._plain and not self._recorder.lower(error):
+            return False
+        self._record(plain_rules)
+        return True
 
     def pull(self, cotangents: Sequence[Tensor]) -> list[Tensor]:
         """Jᵀc: one gradient a parameter, from one cotangent an output."""
         with _telling(_not_once):
             return _gradients(self._outputs, self._leaves, cotangents)
+
+    def pull_first(self, cotangents: Sequence[Tensor]) -> list[Tensor]:
+        """Jᵀc, before all other products."""
+        return self.pull(cotangents)
 
     def numbers(self) -> int:
         """How many numbers a backward pass goes through."""
@@ -87,21 +101,16 @@ class Recording:
 
     def depends(self) -> bool:
         """Whether a way leads from the outputs to a parameter."""
-        zeros = [torch.zeros_like(value) for value in self.values]
-        found = torch.autograd.grad(self._outputs, self._leaves, zeros, retain_graph=True, allow_unused=True)
-        return any(gradient is not None for gradient in found)
+        return not set(_leaves_of(self._outputs)).isdisjoint(self._leaves)
 
 
 class JacobianProducts(Recording):
     """F at one θ, for products with its Jacobian."""
 
-    def __init__(
-        self, recorder: Recorder, parameters: Parameters, inputs: Inputs, rules: TorchFunctionMode | None = None
-    ) -> None:
-        super().__init__(recorder, parameters, inputs, rules or linear_rules())
+    def __init__(self, recorder: Recorder, parameters: Parameters, inputs: Inputs) -> None:
+        super().__init__(recorder, parameters, inputs)
         self._cotangents: list[Tensor] | None = None
         self._transposed: list[GradientEdge | None] = []
-        self._plain = False
 
     def pull_first(self, cotangents: Sequence[Tensor]) -> list[Tensor]:
         """Jᵀc, recorded on the way: u ↦ Jᵀu is linear, so its graph at u = c serves every later push."""
@@ -112,21 +121,13 @@ class JacobianProducts(Recording):
                     self._outputs, self._leaves, variables, create_graph=True, materialize_grads=True
                 )
             refuse_once_differentiable(rows)
-        except ChangedError as error:
-            if self._plain and not self._recorder.lower(error):  # nor that autocast was off, and parameters converted
-                raise
-            self._plain = True
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
-            if not self._recorder.lower(error):
-                self.pull(cotangents)  # says where there isn't even a first derivative
-                raise _no_jacobian(str(error)) from error
-        else:
-            self._cotangents, self._transposed = variables, _edges(rows)
-            return [row.detach() for row in rows]
-        self._record(plain_rules())
-        return self.pull_first(cotangents)
+            if self._recorded_otherwise(error):
+                return self.pull_first(cotangents)
+            self.pull(cotangents)  # says where there isn't even a first derivative
+            raise _no_jacobian(str(error)) from error
+        self._cotangents, self._transposed = variables, _edges(rows)
+        return [row.detach() for row in rows]
 
     def examine(self) -> None:
         """Raise where push isn't the transpose of pull: a backward formula in the model hides a part of itself from the next
@@ -160,37 +161,32 @@ class JacobianProducts(Recording):
 class HessianProducts(Recording):
     """The Hessian of a scalar function of what a model returns, as products; say which function with `of` first."""
 
-    _second = True
-
-    def __init__(self, recorder: Recorder, parameters: Parameters, inputs: Inputs) -> None:
-        super().__init__(recorder, parameters, inputs, hessian_rules())
-        self._slopes: Sequence[GradientEdge | None] = ()
+    second = True
 
     def of(self, scalar: Callable[[list[Tensor]], Tensor]) -> None:
         """Record the gradient of scalar([x_N, activations …])."""
         try:
-            refuse_wrong_formulas(self._outputs)
             with torch.enable_grad():
                 value = scalar(self._outputs)
                 slopes = torch.autograd.grad(value, self._leaves, create_graph=True, materialize_grads=True)
             refuse_once_differentiable(slopes)
         except RuntimeError as error:
-            if not self._recorder.lower(error):
+            if not self._recorded_otherwise(error):
                 raise _not_twice(error) from error
-            self._record(plain_rules())
             self.of(scalar)
         else:
             self._slopes = _edges(slopes)
 
     def examine(self) -> None:
         """Raise where products would be wrong."""
-        names = sorted({*handwritten(self._outputs[:1]), *self._within})
 
         def run() -> None:
             with sdpa_kernel(SDPBackend.MATH), plain_rules():
-                self._run(self._leaves)
+                self._recorder.run(self._parameters, self._inputs)
 
-        check_handwritten(names, run, "the model, which Newton asks for,", "use GaussNewton or KL")
+        check_handwritten(
+            handwritten(self._outputs[:1]), run, "the model, which Newton asks for,", "use GaussNewton or KL"
+        )
 
     def product(self, tangents: Sequence[Tensor]) -> list[Tensor]:
         """Hv."""
@@ -256,7 +252,7 @@ class Segment(Rule):
     """One call of a module, `run` as a function of these inputs: activations, then parameters."""
 
     def __init__(
-        self, name: str, run: Run, inputs: Sequence[Tensor], rules: type[TorchFunctionMode], again: Again
+        self, name: str, run: Run, inputs: Sequence[Tensor], rules: Callable[[], TorchFunctionMode], again: Again
     ) -> None:
         self.name, self._run, self._rules, self._context = name, run, rules, again
         self.inputs: tuple[Tensor, ...] = tuple(inputs)
@@ -264,8 +260,7 @@ class Segment(Rule):
         self._value = run(leaves)
         with torch._C.DisableTorchFunction():  # while rules are in force, who reads the graph is taken for the model
             self.handwritten = handwritten([self._value])
-            ids = {id(leaf) for leaf in leaves}
-            strangers = any(id(leaf) not in ids for leaf in _leaves_of([self._value]))
+            strangers = set(_leaves_of([self._value])) - set(leaves)
         if strangers:
             raise LLQRError(
                 f"segment {name!r} reads a tensor that is neither an input nor a parameter of its own, and the derivative by "
@@ -301,7 +296,6 @@ class Segment(Rule):
         refuse_once_differentiable([row for row, _ in pairs])
         by = [cotangent]
         if u is not None:
-            refuse_wrong_formulas([y])
             by += leaves
         if not pairs:
             return (None,) * len(by)
@@ -321,14 +315,8 @@ class Segment(Rule):
 
 
 @contextmanager
-def in_segments(
-    modules: Mapping[str, nn.Module], rules: type[TorchFunctionMode], second: bool, rerun: Callable[[], Again]
-) -> Iterator[list[str]]:
-    """While in force, a call of one of these modules is a segment; for `second` derivatives, or for products with J alone.
-
-    Yields the names of the functions in them whose backward isn't torch's own, which the graph doesn't show.
-    """
-    noted: list[str] = []
+def in_segments(recorder: Recorder, rules: Callable[[], TorchFunctionMode], second: bool) -> Iterator[None]:
+    """While in force, a call of one of the recorder's segments is recorded as one node."""
 
     def called(name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given, spec = tree_flatten((args, kwargs))
@@ -353,14 +341,12 @@ def in_segments(
                 raise LLQRError(f"segment {name!r} changes what it is called with, in place: {OTHERS}")
             return y
 
-        segment = Segment(name, run, inputs, rules, rerun())
-        noted.extend(segment.handwritten)
-        return record_twice(segment) if second else record(segment, *segment.inputs)
+        return record(Segment(name, run, inputs, rules, recorder.rerun()), *inputs, second=second)
 
     with ExitStack() as stack:
-        for name, module in modules.items():
+        for name, module in recorder.segments.items():
             stack.enter_context(replaced(module, forward=partial(called, name, module, module.forward)))
-        yield noted
+        yield
 
 
 def refuse_leaks(outputs: Sequence[Tensor]) -> None:

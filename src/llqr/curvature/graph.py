@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -57,31 +57,23 @@ def refuse_once_differentiable(gradients: Sequence[Tensor]) -> None:
         raise RuntimeError("a function in it is marked as once differentiable")
 
 
-def refuse_wrong_formulas(outputs: Sequence[Tensor]) -> None:
-    """Raise for torch's kernel of weight_norm: its second derivative is wrong. Rules replace it, but not in blocks that are
-    checkpointed."""
-    if any(node.name() == "WeightNormInterfaceBackward0" for node in graph_nodes(outputs)):
-        raise RuntimeError("torch's second derivative of weight_norm is wrong, and in a checkpoint nothing replaces it")
-
-
 STEPS = (1e-10, 1e-6, 1e-3)
 """Of finite differences: the shortest meets no kink and no sharp bend, the longest is for formulas that compute in float32."""
 
 CLOSE = 0.001
 """How far from each other the two may be: relative to the difference, and to B itself for a change as large as x."""
 
-Run = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 Call = tuple[Any, list[Any]]
 """A function written by hand, and what it was called with."""
 
 
 def handwritten(outputs: Sequence[Tensor]) -> list[str]:
     """The names of the functions in a graph whose backward isn't torch's own."""
-    names = set()
+    names: set[str] = set()
     for node in graph_nodes(outputs):
         if isinstance(node, torch.autograd.function.BackwardCFunction):
-            if not type(node)._forward_cls.__module__.startswith("llqr."):  # type: ignore[attr-defined]
-                names.add(type(node).__name__.removesuffix("Backward"))
+            ours = type(node)._forward_cls.__module__.startswith("llqr.")  # type: ignore[attr-defined]
+            names.update(cast(Any, node).rule.handwritten if ours else [type(node).__name__.removesuffix("Backward")])
         elif "CppNode" in node.name():
             names.add(node.name())
     return sorted(names)
@@ -137,34 +129,29 @@ def _leads_back(value: Any) -> bool:
 
 def _confirmed(function: Any, args: Sequence[Any]) -> bool | None:
     """Whether the gradients B(u, x) of a call have the derivatives that torch says; None where it can't be made again."""
-    positions = [i for i, value in enumerate(args) if _leads_back(value)]
-
-    def called(dtype: torch.dtype | None) -> tuple[Run, list[Tensor]]:
-        reals = [isinstance(v, Tensor) and v.is_floating_point() for v in args]
-        given = [v.detach().to(dtype or v.dtype) if real else v for v, real in zip(args, reals, strict=True)]
-
-        def run(leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
-            own = dict(zip(positions, leaves, strict=True))
-            with frozen_rng():  # it draws the same each time; and it may change its arguments in place
-                outputs = function.apply(*(own[i].clone() if i in own else value for i, value in enumerate(given)))
-            return tuple(y for y in (outputs if isinstance(outputs, tuple) else (outputs,)) if _leads_back(y))
-
-        return run, [given[i] for i in positions]
-
-    with suppress(Exception):
-        return _right(*called(torch.float64))
-    with suppress(Exception):  # it doesn't run in double precision
-        return _right(*called(None))
+    for dtype in (torch.float64, None):  # its own, where it doesn't run in double precision
+        with suppress(Exception):
+            return _right(function, args, dtype)
     return None
 
 
-def _right(run: Run, point: Sequence[Tensor]) -> bool:
+def _right(function: Any, args: Sequence[Any], dtype: torch.dtype | None) -> bool:
     """Whether each B_i(u, x) = (∂y/∂x_i)ᵀu has the derivative by u, in which it is linear, and along each x_j, that torch says.
 
     The latter is compared with central differences. One step that agrees is enough; one that changes no number of y, because
     rounding takes it away, is no sign.
     """
+    reals = [isinstance(v, Tensor) and v.is_floating_point() for v in args]
+    given = [v.detach().to(dtype or v.dtype) if real else v for v, real in zip(args, reals, strict=True)]
+    positions = [i for i, value in enumerate(args) if _leads_back(value)]
+    point = [given[i] for i in positions]
     generator = torch.Generator().manual_seed(0)
+
+    def run(leaves: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        own = dict(zip(positions, leaves, strict=True))
+        with frozen_rng():  # it draws the same each time; and it may change its arguments in place
+            outputs = function.apply(*(own[i].clone() if i in own else value for i, value in enumerate(given)))
+        return tuple(y for y in (outputs if isinstance(outputs, tuple) else (outputs,)) if _leads_back(y))
 
     def random(like: Tensor) -> Tensor:
         """Neither orthogonal to constants nor to the tensor itself, whose sums are what norms keep; as large as that."""

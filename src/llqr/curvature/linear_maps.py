@@ -69,6 +69,11 @@ class LinearMap:
         return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
     @property
+    def inputs(self) -> str:
+        """Which moment is that of its inputs."""
+        return ROWS if self.inputs_on_rows else COLUMNS
+
+    @property
     def joined(self) -> tuple[int, int, int]:
         """The shape of W with its bias."""
         g, r, c = self.shape
@@ -134,9 +139,8 @@ class Block:
 
     def state(self) -> dict[str, Any]:
         """Tensors and builtins alone. U isn't among them: the curvature gives it again."""
-        map_ = {f.name: getattr(self.map, f.name) for f in fields(self.map)}
         return {
-            "map": {**map_, "shape": list(self.map.shape)},
+            "map": {**vars(self.map), "shape": list(self.map.shape)},
             "refits": self.refits,
             "moments": dict(self.moments),
             "diagonal": self.diagonal,
@@ -202,9 +206,9 @@ class Block:
         damping: Damping = damping_after(self.refits)
         moments, units = dict(self.moments), self.units()
         if units is not None:
-            moment = moments[self._inputs]
+            moment = moments[self.map.inputs]
             pairs = units.square() if moment.dim() == 2 else units[..., None] * units[:, None]
-            moments[self._inputs] = moment * pairs
+            moments[self.map.inputs] = moment * pairs
         if self.diagonal:
             mean = self.structure.mean_curvature(moments)
             damping = damping + self.diagonal / mean.clamp_min(torch.finfo(mean.dtype).tiny)
@@ -229,11 +233,6 @@ class Block:
         columns = [_applied(self, self.inverse, unit.contiguous()).reshape(g, -1) for unit in units]
         return torch.stack(columns, 2).squeeze(0)
 
-    @property
-    def _inputs(self) -> str:
-        """The moment of the inputs."""
-        return ROWS if self.map.inputs_on_rows else COLUMNS
-
     def units(self) -> Tensor | None:
         """Where the inputs are data: s_j = (mean A_ii / A_jj)^¼, (k, n).
 
@@ -243,7 +242,7 @@ class Block:
         """
         if not (self.map.reads_data and self.structure.by_sides) or self.diagonal:
             return None
-        moment = self.moments[self._inputs]
+        moment = self.moments[self.map.inputs]
         sizes = moment if moment.dim() == 2 else moment.diagonal(dim1=1, dim2=2)
         sizes = sizes / sizes.mean(1, keepdim=True)
         return torch.where(sizes > NEVER_SEEN, sizes, 1).pow(-0.25)

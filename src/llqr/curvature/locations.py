@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,11 +93,10 @@ Terms = Sequence[tuple[float, Term | L2]]
 def trainable(model: nn.Module, only: Collection[str] | None = None) -> dict[str, Tensor]:
     """The parameters that require a gradient (those of them that are named in `only`), by the names that the model gives."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if only is not None:
-        for name in only:
-            if name not in parameters:
-                raise unknown("parameter that requires a gradient", name, parameters)
-        parameters = {name: p for name, p in parameters.items() if name in only}
+    for name in only or ():
+        if name not in parameters:
+            raise unknown("parameter that requires a gradient", name, parameters)
+    parameters = {name: p for name, p in parameters.items() if only is None or name in only}
     if not parameters:
         raise ChainError("the model has no parameter that requires a gradient: there is nothing to step")
     for name, parameter in parameters.items():
@@ -157,11 +157,8 @@ def segment_modules(
     model: nn.Module, segments: Collection[str], locations: Collection[str] = ()
 ) -> dict[str, nn.Module]:
     """The modules that names or patterns mean; one that is inside of another of them is a part of that one."""
-    if (
-        isinstance(segments, str)
-        or not isinstance(segments, Collection)
-        or not all(isinstance(s, str) for s in segments)
-    ):
+    listed = isinstance(segments, Collection) and not isinstance(segments, str)
+    if not listed or not all(isinstance(each, str) for each in segments):
         raise LLQRError(f"segments is a list of modules' names or patterns, as in ['layers.*']; not {segments!r}")
     known = {name: module for name, module in model.named_modules() if name}
     found: dict[str, nn.Module] = {}
@@ -202,26 +199,17 @@ def catching(model: nn.Module, locations: Sequence[Location]) -> Iterator[dict[L
     """While in force, what the network has at these locations is put into the mapping."""
     caught: dict[Location, Tensor] = {}
 
-    def catcher(location: Location) -> Callable[..., None]:
-        def catch(*seen: Any) -> None:
-            if location in caught:
-                raise LLQRError(
-                    f"module {location.module!r} is called more than once in a pass; a metric needs one place"
-                )
-            caught[location] = location.catch(*seen)
+    def catch(location: Location, *seen: Any) -> None:
+        if location in caught:
+            raise LLQRError(f"module {location.module!r} is called more than once in a pass; a metric needs one place")
+        caught[location] = location.catch(*seen)
 
-        return catch
-
-    hooks = []
-    for location in locations:
-        module = model.get_submodule(location.module)
-        register = module.register_forward_pre_hook if location.joint else module.register_forward_hook
-        hooks.append(register(catcher(location), with_kwargs=True))
-    try:
+    with ExitStack() as hooks:
+        for location in locations:
+            module = model.get_submodule(location.module)
+            register = module.register_forward_pre_hook if location.joint else module.register_forward_hook
+            hooks.callback(register(partial(catch, location), with_kwargs=True).remove)
         yield caught
-    finally:
-        for hook in hooks:
-            hook.remove()
     missing = [location.module for location in locations if location not in caught]
     if missing:
         raise LLQRError(f"module {missing[0]!r} isn't called in a forward pass: a metric can't sit on it")

@@ -7,18 +7,19 @@ Newton's term is a Hessian product. Damping and L2 terms are a diagonal. All of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from llqr.checks import Inputs, Loss, check_finite, check_model
+from llqr.checks import Inputs, Loss, check_finite, check_model, check_weights, tensors_in
 from llqr.curvature import locations
-from llqr.curvature.chunks import Examples, pieces
+from llqr.curvature.chunks import Examples, Piece, Portion, pieces
 from llqr.curvature.locations import PerLayer
 from llqr.curvature.precision import no_autocast, raised
-from llqr.curvature.recorded_chunk import ChunkContext, Portion, RecordedChunk
+from llqr.curvature.recorded_chunk import ChunkContext, RecordedChunk
 from llqr.curvature.recorder import Parameters, Recorder, Selector, Streams
 from llqr.divergences import ActivationTerm, Divergence, LayerwiseLoss, Newton, OutputTerm, Term, layerwise
 from llqr.errors import LLQRError, unknown
@@ -28,7 +29,11 @@ class QuadraticModel:
     """g·δ + ½ δ·Hδ at the model's present parameters; build one with `QuadraticModel.build`."""
 
     def __init__(
-        self, parameters: Parameters, chunks: list[RecordedChunk], gradient: Parameters, diagonal: dict[str, float]
+        self,
+        parameters: Parameters,
+        chunks: Sequence[Callable[[], RecordedChunk]],
+        gradient: Parameters,
+        diagonal: dict[str, float],
     ) -> None:
         self._parameters, self._chunks = parameters, chunks
         self.diagonal = diagonal
@@ -101,7 +106,11 @@ class QuadraticModel:
             loss_fn, loss_terms = None, []
         inside = locations.locations_of(model, [*terms, *loss_terms])
         if chunk_size is not None or portion is not None:
-            _check_means([*terms, *loss_terms])
+            for _, term in (*terms, *loss_terms):
+                if isinstance(term, ActivationTerm) and not term.by_variable:
+                    raise LLQRError(
+                        f"{term!r} is of a whole batch, which can't be cut: give the batch whole, on one rank"
+                    )
         recorder = Recorder(
             model,
             list(inside.values()),
@@ -114,13 +123,18 @@ class QuadraticModel:
         )
         functions = [(weight, term) for weight, term in terms if isinstance(term, Term)]  # L2 is on the diagonal
         context = ChunkContext(recorder, parameters, loss_fn, functions, inside, loss_terms, portion or Portion())
-        targets = raised(targets)
-        cut = list(pieces(model, batch, targets, weights, chunk_size, training))
+        if weights is not None:
+            check_weights(weights, tensors_in(batch.inputs)[0].device)
+        whole = Piece(batch.inputs, raised(targets), weights, slice(0, batch.count), batch.count)
+        cut = [whole] if chunk_size is None else list(pieces(model, batch, whole, chunk_size, training))
         with no_autocast(parameters):
             if len(cut) > 1:
-                context.keep_whole(batch, next(pieces(model, batch, targets, weights, None, training)), cut)
-            parts = [RecordedChunk(context, piece, keep=chunk_size is None) for piece in cut]
-            slope = _total(part.gradient() for part in parts) if gradient is None else _given(gradient, parameters)
+                context.keep_whole(batch, whole, cut)
+            chunks: list[Callable[[], RecordedChunk]] = [partial(RecordedChunk, context, piece) for piece in cut]
+            if len(cut) == 1:
+                kept = chunks[0]()
+                chunks = [lambda: kept]
+            slope = _total(chunk().gradient() for chunk in chunks) if gradient is None else _given(gradient, parameters)
             for name, value in slope.items():
                 check_finite(value, f"the gradient of {name!r}")
         for name, version in versions.items():
@@ -129,7 +143,7 @@ class QuadraticModel:
                     f"the model changes its parameter {name!r} in a forward pass, so there is no point to take derivatives at: "
                     "do that outside of forward()"
                 )
-        return cls(held, parts, slope, diagonal)
+        return cls(held, chunks, slope, diagonal)
 
     def curvature(self, direction: Mapping[str, Tensor]) -> Parameters:
         """H·v, damping included."""
@@ -148,29 +162,26 @@ class QuadraticModel:
 
     def product(self, direction: Mapping[str, Tensor]) -> Parameters:
         """What the batch contributes to H·v: all but the diagonal."""
-        self._check(direction)
-        direction = self._raised(direction)
+        direction = self._checked(direction)
         with no_autocast(direction):
-            return _total(part.curvature(direction) for part in self._chunks)
+            return _total(chunk().curvature(direction) for chunk in self._chunks)
 
     def curvature_along(self, direction: Mapping[str, Tensor]) -> float:
         """v·Hv, damping included; without the way back through the network where H is JᵀWJ."""
-        self._check(direction)
-        direction = self._raised(direction)
+        direction = self._checked(direction)
         damped = sum(self.diagonal[name] * float((v * v).sum()) for name, v in direction.items() if self.diagonal[name])
         with no_autocast(direction):
-            return damped + sum(part.curvature_along(direction) for part in self._chunks)
+            return damped + sum(chunk().curvature_along(direction) for chunk in self._chunks)
 
-    def _raised(self, direction: Mapping[str, Tensor]) -> Parameters:
-        return {name: v.detach().to(self.gradient[name].dtype) for name, v in direction.items()}
-
-    def _check(self, direction: Mapping[str, Tensor]) -> None:
+    def _checked(self, direction: Mapping[str, Tensor]) -> Parameters:
+        """In the gradient's precision; an error where it doesn't fit, or is for other parameters than those of now."""
         if self._versions != [parameter._version for parameter in self._parameters.values()]:
             raise LLQRError("the parameters were changed since this quadratic model was built: build it again")
         _check_fits("direction", direction, self.gradient)
         missing = [name for name in self.gradient if name not in direction]
         if missing:
             raise LLQRError(f"the direction lacks {', '.join(map(repr, missing[:5]))}: give a tensor for each of them")
+        return {name: v.detach().to(self.gradient[name].dtype) for name, v in direction.items()}
 
     def value(self, step: Mapping[str, Tensor]) -> Tensor:
         """m(δ) = g·δ + ½ δ·Hδ."""
@@ -198,13 +209,6 @@ def _check_closure(terms: locations.Terms, chunk_size: int | None) -> None:
             "the loss is a closure's or the model's own, of the whole batch, and chunk_size can't cut it: leave it out; "
             "or give targets and a loss_fn (to LLQR.paper a loss_fn, and a refit_batch that returns inputs and targets)"
         )
-
-
-def _check_means(terms: locations.Terms) -> None:
-    """Raise for terms of which nothing says how a part of the batch counts."""
-    for _, term in terms:
-        if isinstance(term, ActivationTerm) and not term.by_variable:
-            raise LLQRError(f"{term!r} is of a whole batch, which can't be cut: give the batch whole, on one rank")
 
 
 def _check_fits(what: str, given: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:

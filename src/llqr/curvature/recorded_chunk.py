@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from llqr.checks import Inputs, Loss, bound, check_finite, check_mean, check_weights_fit, frozen_rng, loss_gradient
-from llqr.curvature.chunks import Examples, Piece, check_part, of_rows
-from llqr.curvature.engine import HessianProducts, JacobianProducts, Recording
+from llqr.checks import Loss, bound, check_finite, check_mean, check_weights_fit, frozen_rng, loss_gradient
+from llqr.curvature.chunks import Examples, Piece, Portion, check_part, of_rows
+from llqr.curvature.engine import HessianProducts, JacobianProducts
 from llqr.curvature.graph import check_handwritten, handwritten
 from llqr.curvature.locations import Locations
 from llqr.curvature.recorder import Parameters, Recorder
@@ -23,25 +23,33 @@ from llqr.errors import LLQRError, NotTwiceDifferentiableError
 
 
 @dataclass(frozen=True)
-class Portion:
-    """How much a part of a batch counts in means over variables, and in means over examples."""
-
-    variables: float = 1.0
-    examples: float = 1.0
-
-    def of(self, term: Term) -> float:
-        if term.additive:
-            return 1.0
-        return self.variables if term.key is None else self.examples
-
-
-@dataclass(frozen=True)
 class WholeBatch:
-    """A batch that is cut in chunks: its output, and the loss's slope there."""
+    """The output of a batch, as the point that ψ_N is expanded around, and the loss's slope there."""
 
     base: BasePoint
     slope: Tensor | None
     count: int
+
+
+class AmongOthers(Term):
+    """A term of a batch as a function of one chunk's output, with the outputs of the other chunks as they are."""
+
+    def __init__(self, term: Term, whole: WholeBatch, rows: slice) -> None:
+        self.flat = term.flat
+        self._term, self._whole, self._rows = term, whole, rows
+
+    def _among(self, part: Tensor, others: Tensor) -> Tensor:
+        each = len(others) // self._whole.count
+        return torch.cat((others[: self._rows.start * each], part, others[self._rows.stop * each :]))
+
+    def psi(self, output: Tensor, base: BasePoint) -> Tensor:
+        whole = self._whole.base
+        return self._term.psi(self._among(output, whole.output), whole)
+
+    def hessian_product(self, tangent: Tensor, base: BasePoint) -> Tensor:
+        whole = self._whole.base
+        product = self._term.hessian_product(self._among(tangent, torch.zeros_like(whole.output)), whole)
+        return of_rows(product, self._rows, self._whole.count)
 
 
 @dataclass
@@ -54,96 +62,88 @@ class ChunkContext:
     terms: list[tuple[float, Term]]
     locations: Locations
     loss_terms: Sequence[tuple[float, Term]] = ()
-    portion: Portion = Portion()
+    portion: Portion = field(default_factory=Portion)
     """Of a larger batch, that this one is."""
     whole: WholeBatch | None = None
-    counts: dict[tuple[int, int], float] = field(default_factory=dict)
-    """By a term's id and a chunk's first row: how many times the term of the chunk alone counts in that of the batch."""
+    """Of a batch that is cut."""
+    cut: dict[tuple[int, int], tuple[float, Term]] = field(default_factory=dict)
+    """By a term's id and a chunk's first row: what the batch's term is for the chunk, where it isn't a mean over variables."""
     examined: bool = False
     """Whether the formulas in model and loss were looked at."""
 
-    def values(self, inputs: Inputs) -> list[Tensor]:
-        """The output, and the activations at the locations; nothing is recorded."""
-        with torch.no_grad():
-            return self.recorder.run(self.parameters, inputs)
+    def terms_of(self, piece: Piece) -> list[tuple[float, Term]]:
+        """The terms that count something in a chunk, with what they are multiplied by."""
+        found = []
+        for weight, term in self.terms:
+            share, own = self.cut.get((id(term), piece.rows.start), (piece.share.of(term), term))
+            found.append((weight * self.portion.of(term) * share, own))
+        return [(factor, term) for factor, term in found if factor]
 
     def keep_whole(self, batch: Examples, piece: Piece, parts: Sequence[Piece]) -> None:
         """Keep the output of a batch for its chunks: what isn't a mean over variables is a function of it, with the outputs of
         the other chunks as they are; or a multiple of the chunk's own, which costs less. An error where the chunks have other
         outputs by themselves, or the second derivative of the whole doesn't fall apart into theirs."""
-        output = self.values(piece.inputs)[0]
+        output = self._output(piece)
         check_finite(output, "the output")
         for part in parts:
-            check_part(lambda inputs: self.values(inputs)[0], batch, output, part.rows, self.recorder.rounding)
-        self.whole = WholeBatch(*self.expand(output, piece), piece.count)
+            expected = of_rows(output, part.rows, piece.count)
+            check_part(partial(self._output, part), expected, self.recorder.rounding(output), batch)
+        whole = self.whole = self.expand(output, piece)
         tangent = waves(output)
         for _, term in self.terms:
             if term.key is not None or term.by_variable:
                 continue
             try:
                 with frozen_rng():
-                    expected = term.hessian_product(tangent, self.whole.base)
-                    found = [self._found(term, tangent, expected, part) for part in parts]
+                    product = term.hessian_product(tangent, whole.base)
+                    found = [self._cut(term, part, tangent, product) for part in parts]
             except RuntimeError as error:
                 raise NotTwiceDifferentiableError(
                     f"the loss or the divergence can't be differentiated twice by the output: {error}"
                 ) from error
-            tolerance = torch.finfo(output.dtype).eps ** 0.5 * expected.norm()
-            if not (torch.cat(found) - expected).norm() <= tolerance:
+            tolerance = torch.finfo(output.dtype).eps ** 0.5 * product.norm()
+            if not (torch.cat(found) - product).norm() <= tolerance:
                 raise LLQRError(
                     "the loss or the divergence of a batch isn't made of its chunks': it compares examples with each other, or "
                     "isn't linear in what it says of each. Give the batch whole"
                 )
 
-    def _found(self, term: Term, tangent: Tensor, expected: Tensor, part: Piece) -> Tensor:
-        """A chunk's product: by itself, if it and its slope are one multiple of what the batch has there."""
-        assert self.whole is not None
-        own, wanted, output = (
-            of_rows(each, part.rows, self.whole.count) for each in (tangent, expected, self.whole.base.output)
-        )
-        if self.loss_fn is not None and self.whole.slope is not None and part.own_targets is not None:
-            try:
-                loss, slope = loss_gradient(self.loss_fn, output, part.own_targets)
-                product = term.hessian_product(own, BasePoint(output, loss, part.weights))
-            except Exception:  # a loss may want the whole batch, or have nothing to count in a chunk
-                return self.product_among(term, own, part.rows).clone()
-            slopes = of_rows(self.whole.slope, part.rows, self.whole.count)
-            count = float((product * wanted).sum() / product.square().sum())
-            pairs = ((product, wanted), (slope, slopes))
-            if all((count * a - b).norm() <= torch.finfo(b.dtype).eps ** 0.5 * b.norm() for a, b in pairs):
-                self.counts[id(term), part.rows.start] = count
+    def _output(self, piece: Piece) -> Tensor:
+        with torch.no_grad():
+            return self.recorder.run(self.parameters, piece.inputs)[0]
+
+    def _cut(self, term: Term, part: Piece, tangent: Tensor, product: Tensor) -> Tensor:
+        """A chunk's product, and in `cut` what it is of: its own term, if that and its slope are one multiple of what the batch
+        has there."""
+        whole = self.whole
+        assert whole is not None
+        v, wanted, output = (of_rows(each, part.rows, whole.count) for each in (tangent, product, whole.base.output))
+        own = _own_product(self.loss_fn, term, part, output, v)
+        if own is not None and whole.slope is not None:
+            multiple = float((own[0] * wanted).sum() / own[0].square().sum())
+            pairs = zip(own, (wanted, of_rows(whole.slope, part.rows, whole.count)), strict=True)
+            if all((multiple * a - b).norm() <= torch.finfo(b.dtype).eps ** 0.5 * b.norm() for a, b in pairs):
+                self.cut[id(term), part.rows.start] = multiple, term
                 return wanted
-        return self.product_among(term, own, part.rows).clone()
+        among = AmongOthers(term, whole, part.rows)
+        self.cut[id(term), part.rows.start] = 1.0, among
+        return among.hessian_product(v, whole.base).clone()
 
-    def among(self, part: Tensor, rows: slice, others: Tensor) -> Tensor:
-        """The outputs of a chunk, among those of the others."""
-        assert self.whole is not None
-        each = len(others) // self.whole.count
-        return torch.cat((others[: rows.start * each], part, others[rows.stop * each :]))
-
-    def product_among(self, term: Term, tangent: Tensor, rows: slice) -> Tensor:
-        """A chunk's product with the second derivative of a term of the whole batch."""
-        assert self.whole is not None
-        base = self.whole.base
-        product = term.hessian_product(self.among(tangent, rows, torch.zeros_like(base.output)), base)
-        return of_rows(product, rows, self.whole.count)
-
-    def expand(self, output: Tensor, piece: Piece) -> tuple[BasePoint, Tensor | None]:
+    def expand(self, output: Tensor, piece: Piece) -> WholeBatch:
         """The point that ψ_N of a batch is expanded around, checked, and ∇ℓ(x_N)."""
         check_finite(output, "the output")
         loss, slope = bound(self.loss_fn, piece.targets), None
         if self.loss_fn is not None:
             loss, slope = loss_gradient(self.loss_fn, output, piece.targets)
             check_mean(self.loss_fn, output, piece.targets)
-        weights = piece.weights
-        if weights is not None:
-            check_weights_fit(weights, output)
-            weights = weights.to(output.dtype)
+        if piece.weights is not None:
+            check_weights_fit(piece.weights, output)
+        base = BasePoint(output, loss, _of_dtype(piece.weights, output))
         for _, term in self.terms:
             if term.key is None:
-                term.check(output, weights)
+                term.check(output, base.weights)
                 _check_classes(term, output, piece.count)
-        return BasePoint(output, loss, weights), slope
+        return WholeBatch(base, slope, piece.count)
 
     def index(self, term: Term) -> int:
         """Which of the recorded values a term is about."""
@@ -151,162 +151,109 @@ class ChunkContext:
 
 
 class RecordedChunk:
-    """One chunk of the batch, as one piece of it with what was recorded there."""
+    """One chunk of the batch, run, with what its products need."""
 
-    def __init__(self, context: ChunkContext, piece: Piece, keep: bool) -> None:
-        self._context, self._piece, self._keep = context, piece, keep
-        factors = [(weight * context.portion.of(term) * self._share(term), term) for weight, term in context.terms]
-        self._terms = [(factor, term) for factor, term in factors if factor]
-        """Those that count something here, with what they are multiplied by."""
-        self._recorded: _Recorded | None = None
-        self._trusted = False
-        self._length: float | None = None
+    def __init__(
+        self, context: ChunkContext, piece: Piece, linearized: type[JacobianProducts] = JacobianProducts
+    ) -> None:
+        self._context, self._piece = context, piece
+        self._terms = context.terms_of(piece)
+        self.flat_terms = all(term.flat for _, term in self._terms)
+        """H = JᵀWJ, but for the diagonal."""
+        arguments = (context.recorder, context.parameters, piece.inputs)
+        self.run = linearized(*arguments) if self.flat_terms else HessianProducts(*arguments)
+        whole = context.whole or context.expand(self.run.values[0], piece)
+        self.bases, self.loss_slope = self._bases(whole)
+        self._examine(whole.base)
+        if isinstance(self.run, HessianProducts):
+            self.run.of(self._psi)
 
     def gradient(self) -> Parameters:
         """This chunk's share of g."""
-        recorded = self._record()
-        if recorded.slope is None:
-            raise LLQRError("there is no loss to take the gradient of")
-        if recorded.gradient is not None:
-            return self._named(recorded.gradient)
-        assert recorded.second is not None
-        return self._named(recorded.second.pull(self._cotangents(recorded.second, recorded.bases, recorded.slope)))
-
-    def _cotangents(self, run: Recording, bases: list[BasePoint], slope: Tensor) -> list[Tensor]:
-        """The loss's slopes at the output and at each location."""
-        context = self._context
-        cotangents = [slope * context.portion.variables, *(torch.zeros_like(value) for value in run.values[1:])]
+        assert self.loss_slope is not None
+        context, (_, *inside) = self._context, self.run.values
+        cotangents = [self.loss_slope * context.portion.variables, *map(torch.zeros_like, inside)]
         for _, term in context.loss_terms:
             index = context.index(term)
-            cotangents[index] += slope_of(partial(term.psi, base=bases[index]), run.values[index])
-        return cotangents
+            cotangents[index] += slope_of(partial(term.psi, base=self.bases[index]), self.run.values[index])
+        return self._named(self.run.pull_first(cotangents))
 
     def curvature(self, direction: Mapping[str, Tensor]) -> Parameters:
-        context, recorded = self._context, self._record()
-        tangents = [direction[name].detach() for name in context.parameters]
-        product: list[Tensor] | None = None
-        if recorded.linear is not None:
-            product = recorded.linear.pull(self._curve(recorded, self._push(recorded.linear, tangents)))
-        if recorded.second is not None:
-            steep = recorded.second.product(tangents)
-            product = steep if product is None else [a + b for a, b in zip(product, steep, strict=True)]
-        return self._named([torch.zeros_like(v) for v in tangents] if product is None else product)
+        """This chunk's share of H·v."""
+        tangents = self._tangents(direction)
+        if isinstance(self.run, HessianProducts):
+            return self._named(self.run.product(tangents))
+        return self._named(self.run.pull(self._curve(self.push(tangents))))
 
     def curvature_along(self, direction: Mapping[str, Tensor]) -> float:
-        """v·Hv: Jv·WJv for the flat terms."""
-        recorded = self._record()
-        if recorded.linear is None or recorded.second is not None:
+        """v·Hv: Jv·WJv where the terms are flat."""
+        if not self.flat_terms:
             product = self.curvature(direction)
             return _dot([direction[name] for name in product], list(product.values()))
-        pushed = self._push(recorded.linear, [direction[name].detach() for name in self._context.parameters])
-        return _dot(pushed, self._curve(recorded, pushed))
+        pushed = self.push(self._tangents(direction))
+        return _dot(pushed, self._curve(pushed))
 
-    def _push(self, linear: JacobianProducts, tangents: list[Tensor]) -> list[Tensor]:
+    def _tangents(self, direction: Mapping[str, Tensor]) -> list[Tensor]:
+        return [direction[name].detach() for name in self._context.parameters]
+
+    def push(self, tangents: list[Tensor]) -> list[Tensor]:
         """Jv, of a J that was looked at."""
-        if not self._trusted:
-            linear.examine()
-            self._trusted = True
-        return linear.push(tangents)
+        assert isinstance(self.run, JacobianProducts)
+        if not self._piece.trusted:
+            self.run.examine()
+            self._piece.trusted = True
+        return self.run.push(tangents)
 
-    def _curve(self, recorded: _Recorded, tangents: list[Tensor]) -> list[Tensor]:
-        """W J v: the output-space products of the flat terms."""
+    def _curve(self, tangents: list[Tensor]) -> list[Tensor]:
+        """W J v: the products in output space."""
         curved = [torch.zeros_like(tangent) for tangent in tangents]
         for factor, term in self._terms:
-            if not term.flat:
-                continue
             index = self._context.index(term)
-            if self._is_of_all(term):
-                product = self._context.product_among(term, tangents[0], self._piece.rows)
-            else:
-                product = term.hessian_product(tangents[index], self._base(term, recorded.bases[index]))
-            curved[index] += product * factor
+            curved[index] += term.hessian_product(tangents[index], self.bases[index]) * factor
         return curved
 
-    def _psi(self, term: Term, values: list[Tensor], bases: list[BasePoint]) -> Tensor:
-        """ψ, of the whole batch with the outputs of the other chunks as they are where it isn't a mean over variables."""
-        index, whole = self._context.index(term), self._context.whole
-        if whole is not None and self._is_of_all(term):
-            return term.psi(self._context.among(values[0], self._piece.rows, whole.base.output), whole.base)
-        return term.psi(values[index], self._base(term, bases[index]))
+    def _psi(self, values: list[Tensor]) -> Tensor:
+        """Σ ψ."""
+        found = []
+        for factor, term in self._terms:
+            index = self._context.index(term)
+            found.append(factor * term.psi(values[index], self.bases[index]))
+        return torch.stack(found).sum()
 
-    def _count(self, term: Term) -> float | None:
-        """How often this chunk's own term counts in the batch's; None where that isn't known."""
-        return self._context.counts.get((id(term), self._piece.rows.start))
-
-    def _base(self, term: Term, base: BasePoint) -> BasePoint:
-        """The point that a term is expanded around; where it is counted, with the loss of the chunk alone."""
-        if self._count(term) is None:
-            return base
-        return replace(base, loss=bound(self._context.loss_fn, self._piece.own_targets))
-
-    def _is_of_all(self, term: Term) -> bool:
-        """Whether a term has to be taken as a function of the whole batch's output, of which this is a chunk."""
-        if self._context.whole is None or term.key is not None or term.by_variable:
-            return False
-        return self._count(term) is None
-
-    def _share(self, term: Term) -> float:
-        """How much of the batch's term this chunk's is."""
-        count = 1.0 if self._is_of_all(term) else self._count(term)
-        return Portion(self._piece.variables, self._piece.examples).of(term) if count is None else count
-
-    def _record(self) -> _Recorded:
-        """Run the chunk and record what its products need; kept if the whole batch is one chunk."""
-        if self._recorded is not None:
-            return self._recorded
-        context = self._context
-        steep = [(factor, term) for factor, term in self._terms if not term.flat]
-        arguments = (context.recorder, context.parameters, self._piece.inputs)
-        second = HessianProducts(*arguments) if steep else None
-        linear = self._linearized(*arguments) if second is None or any(term.flat for _, term in context.terms) else None
-        run = linear or second
-        assert run is not None
-        bases, slope = self._bases(run.values)
-        gradient: list[Tensor] | None = None
-        self._examine(bases[0] if context.whole is None else context.whole.base, slope, second)
-        if second is not None:
-            second.of(lambda x: torch.stack([factor * self._psi(term, x, bases) for factor, term in steep]).sum())
-        if slope is not None and linear is not None:
-            gradient = linear.pull_first(self._cotangents(linear, bases, slope))
-        recorded = _Recorded(linear, second, bases, slope, gradient)
-        if self._keep:
-            self._recorded = recorded
-        return recorded
-
-    def _linearized(self, recorder: Recorder, parameters: Parameters, inputs: Inputs) -> JacobianProducts:
-        return JacobianProducts(recorder, parameters, inputs)
-
-    def _examine(self, base: BasePoint, slope: Tensor | None, second: HessianProducts | None) -> None:
+    def _examine(self, base: BasePoint) -> None:
         """Once a batch: raise for formulas written by hand that aren't what they say, or give wrong second derivatives."""
         context = self._context
-        if context.examined or (slope is not None and not slope.any()):
+        if context.examined or (self.loss_slope is not None and not self.loss_slope.any()):
             return
         context.examined = True
         for _, term in context.terms:
             if term.key is None:
                 term.hessian_product(torch.zeros_like(base.output), base)  # raises where there is none
-        if slope is None:
+        if self.loss_slope is None:
             return
         if any(term.needs_loss for _, term in context.terms):
             leaf = base.output.detach().requires_grad_()
             with torch.enable_grad():
                 names = handwritten([base.loss(leaf)])
             check_handwritten(names, lambda: base.loss(leaf), "the loss", "use KL, which doesn't need the loss's")
-        if second is not None:
-            second.examine()
+        if isinstance(self.run, HessianProducts):
+            self.run.examine()
 
-    def _bases(self, values: list[Tensor]) -> tuple[list[BasePoint], Tensor | None]:
+    def _bases(self, whole: WholeBatch) -> tuple[list[BasePoint], Tensor | None]:
         """The points that the ψ are expanded around, checked, and ∇ℓ(x_N)."""
-        context, piece, output = self._context, self._piece, values[0]
-        self._check_again(output)
-        if context.whole is None:
-            base, slope = context.expand(output, piece)
-        else:
-            weights = None if piece.weights is None else piece.weights.to(output.dtype)
-            base, slope = BasePoint(output, context.whole.base.loss, weights), context.whole.slope
-            slope = None if slope is None else of_rows(slope, piece.rows, context.whole.count)
-        inside = zip(context.locations.values(), values[1:], strict=True)
-        bases = [base, *(location.base(value, piece.count) for location, value in inside)]
+        context, piece, (output, *inside) = self._context, self._piece, self.run.values
+        base, slope = whole.base, whole.slope
+        if context.whole is not None:
+            expected = of_rows(base.output, piece.rows, whole.count)
+            if not (output - expected).norm() <= context.recorder.rounding(output) ** 0.5 * expected.norm():
+                raise LLQRError(
+                    "the model has another output each time that it is run: does it draw from a random generator of its own, "
+                    "or count its calls? Give the batch whole, or training=False"
+                )
+            base = BasePoint(output, bound(context.loss_fn, piece.targets), _of_dtype(piece.weights, output))
+            slope = None if slope is None else of_rows(slope, piece.rows, whole.count)
+        places = zip(context.locations.values(), inside, strict=True)
+        bases = [base, *(location.base(value, piece.count) for location, value in places)]
         for _, term in (*context.terms, *context.loss_terms):
             if term.key is not None:
                 base = bases[context.index(term)]
@@ -314,32 +261,26 @@ class RecordedChunk:
                 term.check_psi(base)
         return bases, slope
 
-    def _check_again(self, output: Tensor) -> None:
-        """Raise where a chunk that is run again has another output than before."""
-        length, before = float(output.norm()), self._length
-        if before is not None and abs(length - before) > self._context.recorder.rounding(output) ** 0.5 * before:
-            raise LLQRError(
-                "the model has another output each time that it is run: does it draw from a random generator of its own, or "
-                "count its calls? Give the batch whole, or training=False"
-            )
-        self._length = length
-
     def _named(self, tensors: list[Tensor]) -> Parameters:
         return dict(zip(self._context.parameters, tensors, strict=True))
 
 
-@dataclass
-class _Recorded:
-    """What one run of a chunk left behind."""
+def _own_product(
+    loss_fn: Loss | None, term: Term, part: Piece, output: Tensor, tangent: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """The product of a chunk's own term, and the slope of its own loss; None where there is none, because the loss wants the
+    whole batch, or has nothing to count in a chunk."""
+    if loss_fn is None or part.targets is None:
+        return None
+    try:
+        loss, slope = loss_gradient(loss_fn, output, part.targets)
+        return term.hessian_product(tangent, BasePoint(output, loss, part.weights)), slope
+    except Exception:
+        return None
 
-    linear: JacobianProducts | None
-    second: HessianProducts | None
-    bases: list[BasePoint]
-    """Of the output, and of each location."""
-    slope: Tensor | None
-    """∇ℓ(x_N), where there is a loss."""
-    gradient: list[Tensor] | None
-    """Jᵀ∇ℓ(x_N), where it came with the recording."""
+
+def _of_dtype(weights: Tensor | None, output: Tensor) -> Tensor | None:
+    return None if weights is None else weights.to(output.dtype)
 
 
 def _dot(left: list[Tensor], right: list[Tensor]) -> float:

@@ -17,7 +17,7 @@ from torch.utils import checkpoint
 from llqr.checks import Inputs, call, replaced, tensors_in
 from llqr.curvature.locations import Location, catching
 from llqr.curvature.precision import LOWEST, AutocastOff, at_least_single, is_low, raised
-from llqr.curvature.replacements import constants, renormalised
+from llqr.curvature.replacements import constants
 from llqr.errors import LLQRError, LLQRWarning, callers_level
 
 Stream = tuple[Callable[[], Any], Callable[[Any], Any]]
@@ -179,11 +179,11 @@ class Recorder:
     the model itself. `segments` are modules of which a recording keeps the inputs alone; they run again for every product.
     `choose` says which tensors of what the model returns are recorded, in place of the output that `select` picks.
 
-    Checkpointed blocks and fused recurrent layers are run plainly, unless the model is run as it is, in its `own_precision`.
+    Checkpointed blocks and fused recurrent layers are run plainly.
 
     A model that has half-precision numbers or enters autocast runs in float32 all the same, unless it can't, or its frozen
     parameters are of half precision (twice the memory of a large model that only adapters are trained of). Then it runs in its
-    `own_precision`, with the parameters converted in the graph, so that derivatives by them are float32 still.
+    own precision, with the parameters converted in the graph, so that derivatives by them are float32 still.
     """
 
     def __init__(
@@ -194,7 +194,6 @@ class Recorder:
         training: bool | None = None,
         whole: bool = True,
         call: Callable[[], Tensor] | None = None,
-        own_precision: bool = False,
         streams: Streams | None = None,
         segments: Mapping[str, nn.Module] | None = None,
         choose: Callable[[Any], list[Tensor]] | None = None,
@@ -202,13 +201,13 @@ class Recorder:
         self._call, self.segments, self._choose = call, segments or {}, choose
         self.model, self.locations, self.select, self._whole = model, list(locations), select, whole
         self._modes = [(module, module.training if training is None else training) for module in model.modules()]
-        self._constants, self._renormalised = constants(model), renormalised(model)
+        self._constants = constants(model)
         named = dict(model.named_parameters())
         self._own = {name: p.dtype for name, p in named.items()}
         self._autocast = AutocastOff(next((p.device.type for p in named.values()), "cpu"))
-        self._full = not own_precision and not any(is_low(p) and not p.requires_grad for p in named.values())
+        self._full = not any(is_low(p) and not p.requires_grad for p in named.values())
         self._low = any(map(is_low, [*named.values(), *self._constants.values()]))
-        self._settled, self._plainly = own_precision, not own_precision
+        self._settled = False
         self._streams = streams or Streams(model)  # every run of one recorder draws the same dropout masks
 
     def rounding(self, value: Tensor) -> float:
@@ -251,10 +250,10 @@ class Recorder:
         return True
 
     def _run(self, parameters: Parameters, inputs: Inputs, constants: Parameters) -> list[Tensor]:
-        fixed = {name: tensor.clone() for name, tensor in constants.items()}
-        copies = {name: parameters[name].clone() for name in self._renormalised if name in parameters}
+        tensors = {**constants, **parameters}
+        written = {name: tensors[name].clone() for name in self._constants}
         with catching(self.model, self.locations) as caught, self._around(self._streams):
-            output = call(self.model, {**fixed, **parameters, **copies}, inputs, self._call)
+            output = call(self.model, {**tensors, **written}, inputs, self._call)
             if not self._whole and self._streams.drawn():
                 raise LLQRError(
                     "the model draws random numbers (dropout?), other ones in chunks than in the whole batch: give the batch "
@@ -270,7 +269,7 @@ class Recorder:
 
     def _around(self, streams: Streams, *more: AbstractContextManager[Any]) -> ExitStack:
         with ExitStack() as stack:
-            plain = (unfused(self.model), without_checkpoints()) if self._plainly else ()
+            plain = (unfused(self.model), without_checkpoints())
             for context in (in_modes(self._modes), streams.again(), _eager(), *plain, *more):
                 stack.enter_context(context)
             return stack.pop_all()

@@ -7,6 +7,7 @@ plain operations here. `max_norm` renormalises the weights that are looked up, i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,19 +16,15 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from llqr.curvature.rules import (
-    Activated,
     Affine,
     Attention,
     BeyondRulesError,
     Convolution,
-    ForwardPass,
     LayerNorm,
     Maybe,
     Pointwise,
     Rule,
-    current,
     record,
-    record_twice,
 )
 
 Replacement = Callable[..., Maybe]
@@ -35,33 +32,16 @@ Replacement = Callable[..., Maybe]
 
 
 def constants(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of what a forward pass may write to: buffers, and weights that it renormalises. Parameters to step that are among
-    those are handed over as copies of their own."""
-    named = dict(model.named_parameters())
-    written = {name: named[name] for name in renormalised(model)}
-    return {name: tensor.detach().clone() for name, tensor in {**dict(model.named_buffers()), **written}.items()}
-
-
-def renormalised(model: nn.Module) -> list[str]:
-    """The names of the weights that a forward pass renormalises in place."""
+    """Copies of what a forward pass may write to: buffers, and weights that it renormalises."""
     embeddings = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
     weights = {id(module.weight) for module in embeddings if module.max_norm is not None}
-    return [name for name, parameter in model.named_parameters() if id(parameter) in weights]
+    renormalised = {name: p for name, p in model.named_parameters() if id(p) in weights}
+    return {name: tensor.detach().clone() for name, tensor in {**dict(model.named_buffers()), **renormalised}.items()}
 
 
-def _embedding(
-    input: Tensor,
-    weight: Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Maybe:
+def _embedding(input: Tensor, weight: Tensor, sparse: bool = False, **options: Any) -> Maybe:
     """With a dense gradient, where it would be sparse."""
-    if not sparse:
-        return None
-    return functional.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq)
+    return functional.embedding(input, weight, **options) if sparse else None
 
 
 def _embedding_bag(
@@ -125,59 +105,52 @@ def _torchs_own(tensor: Tensor) -> bool:
     )
 
 
-def _convolve(spatial: int, recorded: Callable[[Rule], Tensor]) -> Replacement:
-    def several(value: Any) -> list[int]:
-        values = [value] if isinstance(value, int) else list(value)
-        return values * spatial if len(values) == 1 else values
-
-    def convolve(
-        input: Tensor,
-        weight: Tensor,
-        bias: Maybe = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-    ) -> Maybe:
-        if input.dim() != spatial + 2 or isinstance(padding, str) or _torchs_own(input):
-            return None
-        settings = (*map(several, (stride, padding, dilation)), False, [0] * spatial, groups)
-        return recorded(Convolution(input, weight, bias, settings))
-
-    return convolve
+def _convolution(
+    second: bool,
+    input: Tensor,
+    weight: Tensor,
+    bias: Maybe = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Maybe:
+    if input.dim() != weight.dim() or isinstance(padding, str) or _torchs_own(input):
+        return None
+    sizes = [[size] if isinstance(size, int) else list(size) for size in (stride, padding, dilation)]
+    rule = Convolution(input, weight, bias, (*sizes, False, [0], groups))
+    return record(rule, *rule.inputs, second=second)
 
 
-def _batch_norm(recorded: Callable[[Rule], Tensor] | None = None) -> Replacement:
+def _batch_norm(
+    input: Tensor,
+    running_mean: Maybe,
+    running_var: Maybe,
+    weight: Maybe,
+    bias: Maybe,
+    training: bool,
+    momentum: float,
+    eps: float,
+    second: bool | None = None,
+) -> Maybe:
     """With running statistics a batch norm is an affine map: a part of the layer before it, if that is recorded by a rule; or
     plain operations."""
-
-    def normalise(
-        input: Tensor,
-        running_mean: Maybe,
-        running_var: Maybe,
-        weight: Maybe = None,
-        bias: Maybe = None,
-        training: bool = False,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> Maybe:
-        if training or running_mean is None or running_var is None:
-            return None
-        dtypes = {part.dtype for part in (input, running_mean, running_var, weight, bias) if part is not None}
-        if recorded is not None and len(dtypes) == 1 and not _torchs_own(input):
-            before = _rule_of(input)
-            if isinstance(before, Convolution) or (isinstance(before, Affine) and input.dim() == 2):
-                return recorded(before.normalised(input.detach(), running_mean, running_var, weight, bias, eps))
-        shape = [1, -1] + [1] * (input.dim() - 2)
-        inverse_std = (running_var + eps).rsqrt()
-        scale = inverse_std if weight is None else weight * inverse_std
-        shift = -running_mean * scale if bias is None else bias - running_mean * scale
-        last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(input.dim())
-        if last is None or not input.is_contiguous(memory_format=last):
-            input = input.contiguous()  # as torch's own returns it: the dropout behind it draws its mask in that order
-        return torch.addcmul(shift.view(shape), input, scale.view(shape))
-
-    return normalise
+    if training or running_mean is None or running_var is None:
+        return None
+    dtypes = {part.dtype for part in (input, running_mean, running_var, weight, bias) if part is not None}
+    if second is not None and len(dtypes) == 1 and not _torchs_own(input):
+        before = _rule_of(input)
+        if isinstance(before, Convolution) or (isinstance(before, Affine) and input.dim() == 2):
+            rule = before.normalised(input.detach(), running_mean, running_var, weight, bias, eps)
+            return record(rule, *rule.inputs, second=second)
+    shape = [1, -1] + [1] * (input.dim() - 2)
+    inverse_std = (running_var + eps).rsqrt()
+    scale = inverse_std if weight is None else weight * inverse_std
+    shift = -running_mean * scale if bias is None else bias - running_mean * scale
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(input.dim())
+    if last is None or not input.is_contiguous(memory_format=last):
+        input = input.contiguous()  # as torch's own returns it: the dropout behind it draws its mask in that order
+    return torch.addcmul(shift.view(shape), input, scale.view(shape))
 
 
 def _pointwise(function: Callable[..., Tensor], second: bool) -> Replacement:
@@ -186,11 +159,10 @@ def _pointwise(function: Callable[..., Tensor], second: bool) -> Replacement:
             return None  # what else reads the input has to see the change
         if not input.requires_grad or _torchs_own(input):
             return None
-        rule = Pointwise(input, lambda x: function(x, *args, **kwargs), second)
         before = _rule_of(input)
-        if not second and isinstance(before, Affine):
-            return record(Activated(before, rule), *before.inputs)
-        return record_twice(rule) if second else record(rule, input)
+        affine = before if isinstance(before, Affine) and not second else None
+        rule = Pointwise(input, lambda x: function(x, *args, **kwargs), second, affine)
+        return record(rule, *(affine.inputs if affine is not None else [input]), second=second)
 
     return replacement
 
@@ -243,6 +215,10 @@ def _attention(
     return record(Attention(query, key, value, attn_mask, factor), query, key, value)
 
 
+def _refused(*of: Any, **options: Any) -> None:
+    raise BeyondRulesError("the model takes a gradient in its forward pass")
+
+
 def _watched(tensor: Tensor, *hook: Any) -> None:
     """Hooks, on a tensor or on its node of the graph, would be passed by where layers are recorded together."""
     if isinstance(getattr(tensor.grad_fn, "rule", None), Rule):
@@ -257,70 +233,50 @@ class plain_rules(TorchFunctionMode):  # noqa: N801  (used as `with plain_rules(
         functional.embedding_bag: _embedding_bag,
         torch._weight_norm: _weight_norm,
         functional.hardsigmoid: _hardsigmoid,
-        functional.batch_norm: _batch_norm(),
+        functional.batch_norm: _batch_norm,
     }
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         replacement = self.replacements.get(func)
-        # checkpointed blocks, which keep what autograd saves, run again where these rules aren't in force
-        if replacement is not None and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
-            result = replacement(*args, **(kwargs or {}))
-            if result is not None:
-                return result
-        return func(*args, **(kwargs or {}))
+        result = None if replacement is None else replacement(*args, **(kwargs or {}))
+        return result if result is not None else func(*args, **(kwargs or {}))
 
 
-class _Rules(plain_rules):
-    """Replacements by rules, right to the order that is asked for."""
+class by_rules(plain_rules):  # noqa: N801
+    """Replacements by rules: right for products with the Jacobian, and for nothing beyond; or to `second` order, for Hessian
+    products."""
 
-    def __enter__(self) -> _Rules:
-        current.forward_pass = self._pass = ForwardPass()
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *raised: Any) -> None:
-        current.forward_pass, self._pass.goes_on = None, False
-        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+    def __init__(self, second: bool) -> None:
+        super().__init__()
+        self.replacements = _HESSIAN if second else _LINEAR
 
 
-def _by_rules(second: bool) -> dict[Callable[..., Any], Replacement]:
-    """The replacements that both kinds of rules have."""
+GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d)
+SMOOTH = (functional.gelu, functional.silu, functional.mish, functional.softplus)
+"""Torch computes their f' anew each time."""
 
-    def recorded(rule: Rule) -> Tensor:
-        return record_twice(rule) if second else record(rule, *rule.inputs)
 
-    convolutions = (torch.conv1d, torch.conv2d, torch.conv3d)
-    smooth = (
-        functional.gelu,
-        functional.silu,
-        functional.mish,
-        functional.softplus,
-    )  # torch computes f' anew each time
+def _table(second: bool) -> dict[Callable[..., Any], Replacement]:
+    """What both orders have."""
     return {
         **plain_rules.replacements,
+        **dict.fromkeys(GRADIENTS, _refused),
         Tensor.register_hook: _watched,
         Tensor.grad_fn.__get__: _watched,  # type: ignore[union-attr]
-        functional.batch_norm: _batch_norm(recorded),
-        **{function: _convolve(spatial, recorded) for spatial, function in enumerate(convolutions, start=1)},
-        **{function: _pointwise(function, second) for function in smooth},
+        functional.batch_norm: partial(_batch_norm, second=second),
+        **{function: partial(_convolution, second) for function in CONVOLUTIONS},
+        **{function: _pointwise(function, second) for function in SMOOTH},
     }
 
 
-class hessian_rules(_Rules):  # noqa: N801
-    """Right to second order, for Hessian products."""
-
-    replacements = _by_rules(second=True)
-
-
-class linear_rules(_Rules):  # noqa: N801
-    """Right for products with the Jacobian, and for nothing beyond."""
-
-    replacements = {  # noqa: RUF012
-        **_by_rules(second=False),
-        functional.linear: _linear,
-        torch.layer_norm: _layer_norm,
-        functional.layer_norm: _layer_norm,
-        functional.scaled_dot_product_attention: _attention,
-    }
+_HESSIAN = _table(second=True)
+_LINEAR: dict[Callable[..., Any], Replacement] = {
+    **_table(second=False),
+    functional.linear: _linear,
+    torch.layer_norm: _layer_norm,
+    functional.layer_norm: _layer_norm,
+    functional.scaled_dot_product_attention: _attention,
+}

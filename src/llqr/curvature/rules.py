@@ -10,7 +10,6 @@ whose derivative is J and nothing else: exact for products with J and Jᵀ, and 
 from __future__ import annotations
 
 import math
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Self
@@ -26,25 +25,6 @@ Map = Callable[[Tensor], Tensor]
 class BeyondRulesError(Exception):
     """A model does what rules aren't made for: it takes a gradient in its forward pass, for which they would have to be right
     to one order more than they are; or it looks at autograd's graph, which has other nodes with them."""
-
-
-class ChangedError(RuntimeError):
-    """A tensor that a rule reads was changed in place since; torch's own operation may have made a copy of it."""
-
-
-class ForwardPass:
-    """A forward pass that is recorded by rules."""
-
-    goes_on = True
-
-
-class _Current(threading.local):
-    """The forward pass that is being recorded in this thread."""
-
-    forward_pass: ForwardPass | None = None
-
-
-current = _Current()
 
 
 class Rule(ABC):
@@ -63,6 +43,8 @@ class Rule(ABC):
     inputs: tuple[Maybe, ...] = ()
     """As they are in the graph; needed for `twice`, and where what follows is recorded together with this."""
     needed: Sequence[bool]
+    handwritten: Sequence[str] = ()
+    """The names of functions in it whose backward isn't torch's own."""
     _made_from: tuple[int, ...] = ()
     """The inputs' versions when y was computed."""
     _kept: Sequence[Tensor] = ()
@@ -82,7 +64,7 @@ class Rule(ABC):
         return self
 
     def changed(self) -> Exception:
-        return ChangedError("a tensor that a derivative needs was changed by an in-place operation")
+        return RuntimeError("a tensor that a derivative needs was changed by an in-place operation")
 
     @abstractmethod
     def forward(self) -> Tensor:
@@ -105,14 +87,9 @@ def _versions(tensors: Sequence[Maybe]) -> tuple[int, ...]:
     return tuple(tensor._version for tensor in tensors if tensor is not None and not tensor.is_inference())
 
 
-def record(rule: Rule, *inputs: Maybe) -> Tensor:
-    """y, with the rule for its derivative by these inputs."""
-    return _Recorded.apply(rule, False, *inputs)  # type: ignore[no-untyped-call, no-any-return]
-
-
-def record_twice(rule: Rule) -> Tensor:
-    """y, with the rule for its first and second derivatives by the rule's inputs."""
-    return _Recorded.apply(rule, True, *rule.inputs)  # type: ignore[no-untyped-call, no-any-return]
+def record(rule: Rule, *inputs: Maybe, second: bool = False) -> Tensor:
+    """y, with the rule for its derivative by these inputs; and for its second derivatives, if these are the rule's inputs."""
+    return _Recorded.apply(rule, second, *inputs)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Recorded(torch.autograd.Function):
@@ -120,15 +97,13 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rule: Rule, second: bool, *inputs: Maybe) -> Tensor:
-        ctx.rule, ctx.second, ctx.forward_pass = rule, second, current.forward_pass
+        ctx.rule, ctx.second = rule, second
         rule.needed, rule._made_from = ctx.needs_input_grad[2:], _versions(rule.inputs)
         y = rule.forward()
         return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y  # a view couldn't be changed in place
 
     @staticmethod
     def backward(ctx: Any, u: Tensor) -> tuple[Maybe, ...]:
-        if ctx.forward_pass is not None and ctx.forward_pass.goes_on:  # a GPU's backward passes are in another thread
-            raise BeyondRulesError("the model takes a gradient in its forward pass")
         if not torch.is_grad_enabled():
             return None, None, *ctx.rule.checked().pull(u)
         return (None, None, *_Transposed.apply(u, ctx.rule, *(ctx.rule.inputs if ctx.second else ())))  # type: ignore[no-untyped-call]
@@ -296,20 +271,23 @@ class LayerNorm(Rule):
 class Pointwise(Rule):
     """y = f(x) number by number: J = diag(f'(x)), computed once in place of at every product.
 
-    To second order the gradient of ⟨v, u ∘ f'(x)⟩ by x is v ∘ u ∘ f''(x), with f'' computed at the first product.
+    To second order the gradient of ⟨v, u ∘ f'(x)⟩ by x is v ∘ u ∘ f''(x), with f'' computed at the first product. To first
+    order it can be one rule with the affine map that x comes from: then Jv is multiplied by f'(x) in place.
     """
 
-    def __init__(self, x: Tensor, function: Map, second: bool) -> None:
-        self._function = function
+    def __init__(self, x: Tensor, function: Map, second: bool, affine: Affine | None = None) -> None:
+        self._function, self._affine = function, affine
         self._bend: Maybe = None
         if second:
             self.inputs = (x,)
             self.keep(x)
-        with torch.enable_grad():
-            leaf = x.detach().requires_grad_()
-            y = function(leaf)
-            (self.slope,) = torch.autograd.grad(y, leaf, torch.ones_like(y))
+        _, y, self.slope = self._differentiated(x, create_graph=False)
         self._value = y.detach()
+
+    def checked(self) -> Self:
+        if self._affine is not None:
+            self._affine.checked()
+        return super().checked()
 
     def forward(self) -> Tensor:
         y = self._value
@@ -317,10 +295,14 @@ class Pointwise(Rule):
         return y
 
     def pull(self, u: Tensor) -> tuple[Maybe, ...]:
-        return (u * self.slope,)
+        u = u * self.slope
+        return (u,) if self._affine is None else self._affine.pull(u)
 
     def push(self, v: Sequence[Maybe]) -> Maybe:
-        return None if v[0] is None else v[0] * self.slope
+        if self._affine is None:
+            return None if v[0] is None else v[0] * self.slope
+        moved = self._affine.push(v)
+        return None if moved is None else moved.mul_(self.slope)
 
     def twice(self, u: Tensor, v: Sequence[Maybe], of_u: bool, needed: Sequence[bool]) -> tuple[Maybe, ...]:
         if v[0] is None:
@@ -329,33 +311,16 @@ class Pointwise(Rule):
 
     def _second_derivative(self) -> Tensor:
         if self._bend is None:
-            with torch.enable_grad():
-                leaf = self.checked()._kept[0].detach().requires_grad_()
-                y = self._function(leaf)
-                (slope,) = torch.autograd.grad(y, leaf, torch.ones_like(y), create_graph=True)
-                (self._bend,) = torch.autograd.grad(slope, leaf, torch.ones_like(y))
+            leaf, y, slope = self._differentiated(self.checked()._kept[0], create_graph=True)
+            (self._bend,) = torch.autograd.grad(slope, leaf, torch.ones_like(y))
         return self._bend
 
-
-class Activated(Rule):
-    """f(y) of an affine map y, as one rule: Jv is multiplied by f'(y) in place."""
-
-    def __init__(self, affine: Affine, function: Pointwise) -> None:
-        self._affine, self._function = affine, function
-
-    def checked(self) -> Self:
-        self._affine.checked()
-        return self
-
-    def forward(self) -> Tensor:
-        return self._function.forward()
-
-    def pull(self, u: Tensor) -> tuple[Maybe, ...]:
-        return self._affine.pull(u * self._function.slope)
-
-    def push(self, v: Sequence[Maybe]) -> Maybe:
-        moved = self._affine.push(v)
-        return None if moved is None else moved.mul_(self._function.slope)
+    def _differentiated(self, x: Tensor, create_graph: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """x, f(x) and f'(x)."""
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            y = self._function(leaf)
+            return leaf, y, torch.autograd.grad(y, leaf, torch.ones_like(y), create_graph=create_graph)[0]
 
 
 class Attention(Rule):

@@ -51,24 +51,20 @@ def patches(
     dilation: Sequence[int],
 ) -> Sides:
     """At some places of `over` (N, rows, …): its numbers there, and those of `under` (N, channels, …) that the kernel meets."""
-    sizes, laid = over.shape[2:], under.shape[2:]
-    count = len(over) * math.prod(sizes)
     channels, rows = under.shape[1] // groups, over.shape[1] // groups
+    count = over[:, 0].numel()
     chosen = some_places(count, over.device)
-    batch = chosen // math.prod(sizes)
-    rest, where, inside = chosen % math.prod(sizes), torch.zeros_like(chosen)[:, None], None
-    for dim in range(len(sizes)):
-        after = math.prod(sizes[dim + 1 :])
-        start = (rest // after) * stride[dim] - padding[dim]
-        rest = rest % after
-        at = start[:, None] + torch.arange(kernel[dim], device=over.device) * dilation[dim]
-        within = (at >= 0) & (at < laid[dim])
-        where = (where[:, :, None] * laid[dim] + at.clamp(0, laid[dim] - 1)[:, None]).flatten(1)
-        inside = within if inside is None else (inside[:, :, None] & within[:, None]).flatten(1)
-    assert inside is not None
+    batch, *corner = torch.unravel_index(chosen, (len(over), *over.shape[2:]))
+    where = torch.zeros_like(chosen)[:, None]  # (T, kernel), with all dimensions as one
+    inside = torch.ones_like(where, dtype=torch.bool)
+    for dim, (start, size) in enumerate(zip(corner, under.shape[2:], strict=True)):
+        steps = torch.arange(kernel[dim], device=over.device) * dilation[dim]
+        at = (start * stride[dim] - padding[dim])[:, None] + steps
+        where = (where[:, :, None] * size + at.clamp(0, size - 1)[:, None]).flatten(1)
+        inside = (inside[:, :, None] & ((at >= 0) & (at < size))[:, None]).flatten(1)
     met = under.flatten(2)[batch[:, None], :, where].masked_fill(~inside[..., None], 0)  # (T, kernel, channels)
     columns = met.reshape(*met.shape[:2], groups, channels).permute(2, 0, 3, 1).flatten(2)
-    left = over.flatten(2)[batch, :, chosen % math.prod(sizes)].reshape(len(chosen), groups, rows).transpose(0, 1)
+    left = over.movedim(1, -1)[batch, *corner].reshape(len(chosen), groups, rows).transpose(0, 1)
     return left, columns, count / max(len(chosen), 1)
 
 
@@ -100,8 +96,7 @@ class Sums:
 
     def moments(self) -> Moments:
         """A as a mean over the places and G as a sum, so that A ⊗ G is of the size of H."""
-        inputs = ROWS if self.map.inputs_on_rows else COLUMNS
-        moments = {name: m / self.places if name == inputs else m for name, m in self.tensors.items()}
+        moments = {name: m / self.places if name == self.map.inputs else m for name, m in self.tensors.items()}
         if KERNEL in moments:  # it shares its size with the channels
             moments[KERNEL] = moments[KERNEL] / moments[KERNEL].diagonal(dim1=1, dim2=2).sum(1)[:, None, None]
         return moments

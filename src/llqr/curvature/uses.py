@@ -36,15 +36,8 @@ RESHAPES = frozenset({"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackw
 SAME_PLACES = frozenset({"ToCopyBackward0", "AliasBackward0", "CloneBackward0", "DetachBackward0"})
 """Those of them that leave every number where it is."""
 
-OPAQUE = frozenset(
-    {
-        "CompiledFunctionBackward",
-        "MkldnnRnnLayerBackward0",
-        "CudnnRnnBackward0",
-        "MiopenRnnBackward0",
-        "CheckpointFunctionBackward",
-    }
-)
+OPAQUES = "CheckpointFunction CompiledFunction CudnnRnn MiopenRnn MkldnnRnnLayer"
+OPAQUE = frozenset(f"{name}Backward{variant}" for name in OPAQUES.split() for variant in ("", "0"))
 """Nodes that stand for many, which can be looked into only if the model is run otherwise."""
 
 SPARSE = 0.9
@@ -53,7 +46,8 @@ better by weights that few examples meet."""
 SPARSE_DATA = "SparseData"
 """What such a use of a weight goes by, as others go by the names of their nodes."""
 
-TRANSPOSING = frozenset({"TBackward0", "NumpyTBackward0"})
+TURNS = frozenset({"TBackward0", "NumpyTBackward0", "TransposeBackward0", "PermuteBackward0"})
+"""Those that may turn a matrix around."""
 
 
 @dataclass(frozen=True)
@@ -90,14 +84,10 @@ def find_uses(outputs: Iterable[Tensor], names: Mapping[int, str], mark: object 
     """
     uses: list[Use] = []
     others: dict[str, str] = {}
-    hidden, has_parameters = False, False
     nodes = list(graph_nodes(outputs, mark))
     with_bias = _with_added_bias(nodes, names)
     for node in nodes:
-        kind = node.name()
-        has_parameters = has_parameters or id(getattr(node, "variable", None)) in names
-        hidden = hidden or kind in OPAQUE
-        if kind in VIEWS:
+        if node.name() in VIEWS:
             continue
         use = with_bias.get(node) or _read(node, names)
         if use is not None and use.node is node:
@@ -106,11 +96,9 @@ def find_uses(outputs: Iterable[Tensor], names: Mapping[int, str], mark: object 
         for edge in node.next_functions:
             origin = _origin(edge, names)
             if origin is not None and origin.name not in known:
-                others[origin.name] = kind
+                others[origin.name] = node.name()
     dense = {use.map.weight for use in uses if not use.sparse}  # a recurrent layer starts at zeros
-    for use in uses:
-        if use.map.weight not in dense:
-            others[use.map.weight] = SPARSE_DATA
+    others |= {use.map.weight: SPARSE_DATA for use in uses if use.map.weight not in dense}
     for use in uses:
         if use.map.weight in others and use.map.bias is not None:
             others.setdefault(use.map.bias, others[use.map.weight])
@@ -119,7 +107,8 @@ def find_uses(outputs: Iterable[Tensor], names: Mapping[int, str], mark: object 
         for use in uses
         if use.map.weight not in others
     ]
-    return Found(kept, others, hidden, has_parameters)
+    hidden = any(node.name() in OPAQUE for node in nodes)
+    return Found(kept, others, hidden, any(id(getattr(node, "variable", None)) in names for node in nodes))
 
 
 def _read(node: Any, names: Mapping[int, str]) -> Use | None:
@@ -244,16 +233,14 @@ class _Origin:
         if len(self.shape) == len(operand) == 2 and (not moved or (len(moved) == 1 and _transposes(moved[0]))):
             return LinearMap(self.name, (1, *self.shape), inputs_on_rows=is_second == (not moved))
         r, c = operand[-2:]
-        batch = operand[0] if len(operand) == 3 else 1
-        g = batch
+        g = batch = operand[0] if len(operand) == 3 else 1
         if any(
             map(_expands, self.chain)
         ):  # the same matrices in turn along the batch: all of the parameter, or one of it
             g = self.shape.numel() // (r * c)
             g = g if 0 < g < batch and batch % g == 0 else 1
-        places = self._places(operand, 0, g)
-        last = self._places(operand, batch - g, g) if g < batch else places
-        if places is None or last is None or not torch.equal(places, last):
+        places = self._places(operand, g)
+        if places is None:
             return None
         in_order = torch.arange(self.shape.numel())
         if torch.equal(places.flatten(), in_order):
@@ -262,13 +249,14 @@ class _Origin:
             return LinearMap(self.name, (g, c, r), not is_second)
         return LinearMap(self.name, (g, r, c), is_second, places=places, first=int(places.min()))
 
-    def _places(self, operand: tuple[int, ...], start: int, g: int) -> Tensor | None:
-        """Where in the parameter g matrices of the operand come from: their numbers, sent back along the chain."""
+    def _places(self, operand: tuple[int, ...], g: int) -> Tensor | None:
+        """Where in the parameter the g matrices come from that are in turn along the operand's batch: numbers for each of
+        their places, sent back along the chain, which adds up what it had repeated."""
         shape = (g, *operand[-2:])
         count = math.prod(shape)
-        numbers = torch.zeros(operand, dtype=torch.float64)
-        numbers.view(-1, *operand[-2:])[start : start + g] = torch.arange(1, count + 1).reshape(shape)
-        value: Any = numbers
+        times = math.prod(operand) // count
+        numbers = torch.arange(1, count + 1, dtype=torch.float64)
+        value: Any = numbers.repeat(times).reshape(operand)
         try:
             for node, output in self.chain:
                 if node.name() == "ToCopyBackward0":
@@ -278,14 +266,10 @@ class _Origin:
                 value = node(*arguments)
         except RuntimeError:
             return None
-        found = value.reshape(-1).long()
-        positions = found.nonzero()[:, 0]
-        numbers = found[positions] - 1
-        if len(numbers) != count or int(numbers.max()) >= count:  # some were added up
-            return None
-        places = torch.full((count,), -1)
-        places[numbers] = positions
-        return None if bool((places < 0).any()) else places.reshape(shape)
+        sums = value.reshape(-1) / times
+        positions = sums.nonzero()[:, 0]
+        found, order = sums[positions].sort()
+        return positions[order].reshape(shape) if torch.equal(found, numbers) else None
 
 
 def _expands(link: tuple[Any, int]) -> bool:
@@ -298,35 +282,31 @@ def _expands(link: tuple[Any, int]) -> bool:
 
 def _transposes(node: Any) -> bool:
     """Whether a node turns a matrix around."""
-    if node.name() == "TransposeBackward0":
-        return bool((node._saved_dim0 - node._saved_dim1) % 2)
-    if node.name() == "PermuteBackward0":
-        return bool(node._saved_dims[0] % 2)
-    return node.name() in TRANSPOSING
+    return node.name() in TURNS and bool(node(torch.empty(2, 1)).shape == (1, 2))
+
+
+def _source(edge: Edge) -> tuple[Any, tuple[tuple[Any, int], ...]]:
+    """The node that this edge leads to by nothing but views and copies, and those on the way."""
+    node, output = edge
+    chain: list[tuple[Any, int]] = []
+    while node is not None and node.name() in VIEWS:
+        chain.append((node, output))
+        node, output = node.next_functions[0]
+    return node, tuple(chain)
 
 
 def _origin(edge: Edge, names: Mapping[int, str]) -> _Origin | None:
-    """The parameter that this edge leads to by nothing but views and copies."""
-    node, output = edge
-    chain: list[tuple[Any, int]] = []
-    while node is not None:
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            name = names.get(id(variable))
-            return None if name is None else _Origin(name, variable.shape, tuple(chain), node)
-        if node.name() not in VIEWS:
-            return None
-        chain.append((node, output))
-        node, output = node.next_functions[0]
-    return None
+    """The parameter that this edge leads to."""
+    leaf, chain = _source(edge)
+    variable = getattr(leaf, "variable", None)
+    name = names.get(id(variable))
+    return None if name is None or variable is None else _Origin(name, variable.shape, chain, leaf)
 
 
 def _is_data(edge: Edge, names: Mapping[int, str]) -> bool:
     """Whether an operand is what the model was given, moved at the most; it may ask for its gradient."""
-    node = edge[0]
-    while node is not None and node.name() in VIEWS:
-        node = node.next_functions[0][0]
-    return node is None or (id(getattr(node, "variable", node)) not in names and hasattr(node, "variable"))
+    node, _ = _source(edge)
+    return node is None or (hasattr(node, "variable") and id(node.variable) not in names)
 
 
 # --- convolutions ---

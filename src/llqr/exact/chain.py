@@ -21,6 +21,7 @@ from llqr.checks import (
     tensors_in,
 )
 from llqr.curvature.locations import Layout
+from llqr.curvature.recorder import without_checkpoints
 from llqr.curvature.replacements import constants, plain_rules
 from llqr.errors import ChainError, LLQRError
 
@@ -101,7 +102,7 @@ class Chain:
         try:
             module = self.modules[stage]
             taken = (self._layouts[stage - 1].unpack(state),) if stage > 0 and isinstance(state, Tensor) else state
-            with plain_rules():
+            with without_checkpoints(), plain_rules():
                 output = call(module, {**constants(module), **parameters}, taken)
         except LLQRError:
             raise

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from llqr.checks import Inputs, Loss, batch_size_of, check_finite, frozen_rng, loss_gradient
-from llqr.curvature.graph import refuse_once_differentiable, refuse_wrong_formulas
+from llqr.curvature.graph import refuse_once_differentiable
 from llqr.curvature.locations import Location, PerLayer, Terms, catching, locations_of
 from llqr.curvature.locations import diagonal as diagonal_of
 from llqr.divergences import ActivationTerm, BasePoint, Divergence, LayerwiseLoss, OutputTerm, layerwise
@@ -269,7 +269,7 @@ def _stage(
     slopes = None
     if steep is not None and wanted:
         try:
-            slopes = _second_derivatives(stage, steep, output, leaves, below)
+            slopes = _second_derivatives(stage, steep, leaves, below)
         except RuntimeError as error:
             raise NotTwiceDifferentiableError(
                 f"{chain.label(position)} can't be differentiated twice, and this divergence isn't flat, so it asks for its "
@@ -337,14 +337,13 @@ def _state_jacobian(output: Tensor, state: Tensor) -> BlockDiagonal:
 
 
 def _second_derivatives(
-    stage: StageBlocks, hamiltonian: Tensor, output: Tensor, leaves: list[Tensor], state: Tensor | None
+    stage: StageBlocks, hamiltonian: Tensor, leaves: list[Tensor], state: Tensor | None
 ) -> Tensor | None:
     """Add those of p_{i+1}·f_i + ψ_i to Q_i, M_i, R_i; its slope by x_i, which is p_i.
 
     A derivative that no longer depends on what it is taken by is zero. Adjoint and weights are variables because only then
     torch marks the gradients of once-differentiable functions.
     """
-    refuse_wrong_formulas([output, hamiltonian])
     wanted = leaves if state is None else [*leaves, state]
     first = torch.autograd.grad(hamiltonian, wanted, create_graph=True, materialize_grads=True)
     refuse_once_differentiable(first)

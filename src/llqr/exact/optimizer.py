@@ -288,7 +288,7 @@ class Exact(torch.optim.Optimizer):
         recorder = Recorder(self._model, list(places.values()), call=live.replaced, streams=live.streams)
         functions = [(weight, term) for weight, term in terms if isinstance(term, Term)]
         context = ChunkContext(recorder, parameters, live.loss_fn, functions, places)
-        piece = Piece((), live.targets, None, slice(None), 1.0, 1.0, live.groups[0][0])
+        piece = Piece((), live.targets, None, slice(None), live.groups[0][0])
         with torch.enable_grad(), no_autocast(parameters):
             diagonal = locations.diagonal(self._model, parameters, terms, 0.0)
             point = Point(context, piece, diagonal, live.groups, self._method == "cg")

@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.nn import functional
 
-from llqr.checks import Inputs, check_finite
+from llqr.checks import check_finite
 from llqr.curvature.chunks import Piece
 from llqr.curvature.engine import JacobianProducts
 from llqr.curvature.graph import graph_nodes, graph_numbers
 from llqr.curvature.recorded_chunk import ChunkContext, RecordedChunk
-from llqr.curvature.recorder import Parameters, Recorder
+from llqr.curvature.recorder import Parameters
 from llqr.curvature.replacements import plain_rules
 from llqr.divergences import GaussNewton, OutputTerm
 from llqr.errors import LLQRError
@@ -274,8 +274,8 @@ Groups = Sequence[tuple[int, int]]
 class _Plain(JacobianProducts):
     """A forward pass recorded by plain operations, whose nodes tell where parameters act."""
 
-    def __init__(self, recorder: Recorder, parameters: Parameters, inputs: Inputs) -> None:
-        super().__init__(recorder, parameters, inputs, plain_rules())
+    def _rules(self) -> plain_rules:
+        return plain_rules()
 
     def rows(self, groups: Sequence[Group], push: Callable[[Tensor], Tensor], room: int) -> Rows:
         return Rows(self._outputs, self._leaves, groups, push, room)
@@ -312,31 +312,26 @@ class Point(RecordedChunk):
     def __init__(
         self, context: ChunkContext, piece: Piece, diagonal: dict[str, float], groups: Groups, by_products: bool
     ) -> None:
-        super().__init__(context, piece, keep=True)
-        self._by_products = by_products  # rules make products quicker, and hide where parameters act
+        # rules make products quicker, and hide where parameters act
+        super().__init__(context, piece, JacobianProducts if by_products else _Plain)
         self._shapes = {name: p.shape for name, p in context.parameters.items()}
-        self._groups, recorded = groups, self._record()
+        self._groups = groups
         self.gradient_vector = self.flat(self.gradient())
         check_finite(self.gradient_vector, "the gradient")
         like = self.gradient_vector
         self.diagonal = torch.cat([torch.full_like(like[: s.numel()], diagonal[n]) for n, s in self._shapes.items()])
         """What L2 terms put on H's diagonal."""
         self.uniform = float(self.diagonal[0]) if bool((self.diagonal == self.diagonal[0]).all()) else None
-        self._expanded, self._linear = recorded.bases, recorded.linear
-        run = recorded.linear or recorded.second
-        assert run is not None
-        if not like.any() and not run.depends():
+        if not like.any() and not self.run.depends():
             raise LLQRError(
                 "what the closure returned doesn't depend on the parameters of the model that Exact was given: is it computed "
                 "with another model, or with a copy?"
             )
-        self.values = run.values
+        self.values = self.run.values
         self.rows_of_output = sum(value.numel() for value in self.values)
         self.largest = max(shape.numel() for shape in self._shapes.values())
-        self.flat_terms = recorded.second is None
-        """H = JᵀWJ, but for the diagonal."""
-        assert recorded.slope is not None
-        self.slope = joined([recorded.slope, *(torch.zeros_like(value) for value in self.values[1:])])
+        assert self.loss_slope is not None
+        self.slope = joined([self.loss_slope, *(torch.zeros_like(value) for value in self.values[1:])])
 
     def flat(self, named: Parameters) -> Tensor:
         return joined(named[name] for name in self._shapes)
@@ -348,17 +343,15 @@ class Point(RecordedChunk):
         """H v."""
         return self.flat(self.curvature(self.named(vector))) + self.diagonal * vector
 
-    def push(self, vector: Tensor) -> Tensor:
+    def push_vector(self, vector: Tensor) -> Tensor:
         """J v."""
-        assert self._linear is not None
-        return joined(self._push(self._linear, list(self.named(vector).values())))
+        return joined(self.push(list(self.named(vector).values())))
 
     def pull_slope(self, slope: Tensor) -> Tensor:
         """Jᵀs, of a slope at the output."""
         if slope is self.slope:
             return self.gradient_vector
-        assert self._linear is not None
-        return joined(self._linear.pull(self._shaped(slope)))
+        return joined(self.run.pull(self._shaped(slope)))
 
     def _shaped(self, vector: Tensor) -> list[Tensor]:
         parts = torch.split(vector, [value.numel() for value in self.values])
@@ -369,12 +362,11 @@ class Point(RecordedChunk):
         for examples, columns in [*self._groups, *(_shape(value, self._piece.count) for value in self.values[1:])]:
             groups.append(Group(start, examples, columns))
             start += examples * columns
-        return self._plain().rows(groups, self.push, room)
+        return self._plain().rows(groups, self.push_vector, room)
 
     def products_at_once(self, room: int) -> int:
         """How many products with H there is room for."""
-        recorded = self._record()
-        return max(1, room // (6 * sum(run.numbers() for run in (recorded.linear, recorded.second) if run is not None)))
+        return max(1, room // (6 * self.run.numbers()))
 
     def weights(self) -> list[BlockDiagonal]:
         """W, one block-diagonal matrix for each value."""
@@ -387,7 +379,7 @@ class Point(RecordedChunk):
                 total = torch.zeros_like(tangent)
                 for factor, term in self._terms:
                     if self._context.index(term) == index:
-                        total = total + factor * term.hessian_product(tangent, self._expanded[index])
+                        total = total + factor * term.hessian_product(tangent, self.bases[index])
                 return total
 
             found.append(materialise_transposed(weigh, value.shape, value.shape, value))
@@ -399,16 +391,13 @@ class Point(RecordedChunk):
         total = [torch.zeros_like(value) for value in self.values]
         for factor, term in self._terms:
             if isinstance(term, OutputTerm):
-                total[0] = total[0] + factor**0.5 * term.draw(self._expanded[0], generator)
+                total[0] = total[0] + factor**0.5 * term.draw(self.bases[0], generator)
         plain = self._plain()
         return plain.second_moments(total, room), joined(plain.pull(total))
 
-    def _linearized(self, recorder: Recorder, parameters: Parameters, inputs: Inputs) -> JacobianProducts:
-        return (JacobianProducts if self._by_products else _Plain)(recorder, parameters, inputs)
-
     def _plain(self) -> _Plain:
-        if isinstance(self._linear, _Plain):
-            return self._linear
+        if isinstance(self.run, _Plain):
+            return self.run
         return _Plain(self._context.recorder, self._context.parameters, self._piece.inputs)
 
 
