@@ -40,13 +40,6 @@ class Faulty(Structure):
             return tensors["d"][:1] * x
         return (tensors["d"] * x).flatten() if self.fault == "shape" else tensors["d"] * x
 
-    def linearize(self, tensors: Any, x: Tensor) -> Any:
-        if self.fault not in ("pullback", "sign"):
-            return super().linearize(tensors, x)
-        wrong = {"pullback": lambda _, cotangent: cotangent * x, "sign": lambda _, cotangent: {"d": -cotangent * x}}
-        right = {"value": lambda _: tensors["d"] * x, "derivative": lambda _, change: change["d"] * x}
-        return type("Wrong", (), {**right, "pullback": wrong[self.fault]})()
-
     def degree(self, shape: Any) -> int:
         return 0 if self.fault == "degree" else 1
 
@@ -59,8 +52,6 @@ FAULTS = {
     "like": "make it from `like`",
     "shape": "U x has the shape of x",
     "identity": "doesn't give x back",
-    "pullback": "returns a dict with a gradient for each",
-    "sign": "isn't the gradient of",
     "tensor": "returns a dict of tensors by name",
     "degree": "degree",
     "scaled": "scaled",

@@ -10,7 +10,7 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -155,20 +155,23 @@ class Point:
     """δ = U·(-g) at one U, with its derivatives."""
 
     def __init__(self, problem: Problem, u: Preconditioner) -> None:
-        self.u = u
-        self._linear = [g.structure.linearize(g.tensors, x) for g, x in zip(u.groups, problem.descent, strict=True)]
-
-    @cached_property
-    def step(self) -> Stacks:
-        return [linear.value() for linear in self._linear]
+        self.u, self._descent = u, problem.descent
+        self._leaves = [{name: t.detach().requires_grad_() for name, t in g.tensors.items()} for g in u.groups]
+        with torch.enable_grad():
+            acting = zip(u.groups, self._leaves, problem.descent, strict=True)
+            self._step = [group.structure.apply(leaves, x) for group, leaves, x in acting]
+        self.step: Stacks = [stack.detach() for stack in self._step]
 
     def derivative(self, change: Change) -> Stacks:
         """dδ along a change of U."""
-        return [linear.derivative(part) for linear, part in zip(self._linear, change, strict=True)]
+        moving = zip(self.u.groups, change, self._descent, strict=True)
+        return [group.structure.derivative(group.tensors, part, x) for group, part, x in moving]
 
     def pullback(self, slope: Stacks) -> Change:
         """∇_U J, given P."""
-        return [linear.pullback(part) for linear, part in zip(self._linear, slope, strict=True)]
+        leaves = tensors_of(self._leaves)
+        found = iter(torch.autograd.grad(self._step, leaves, slope, retain_graph=True, materialize_grads=True))
+        return [{name: next(found) for name in part} for part in self._leaves]
 
 
 class Solver(ShownWithOptions, ABC):

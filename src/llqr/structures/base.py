@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import Literal, NamedTuple
+from functools import lru_cache
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -27,22 +27,11 @@ Damping = float | Tensor
 """λ as a share of the mean curvature: one for all of a stack, or one for each, (k,)."""
 
 
-class Linearization(NamedTuple):
-    """The action of a block on x at one value of its tensors, with what its derivatives share computed once."""
-
-    value: Callable[[], Tensor]
-    """U x."""
-    derivative: Callable[[Tensors], Tensor]
-    """d(U x) along a change of the tensors."""
-    pullback: Callable[[Tensor], dict[str, Tensor]]
-    """The gradient of ⟨cotangent, U x⟩ with respect to the tensors: the adjoint of `derivative`."""
-
-
 class Structure(ShownWithOptions, ABC):
     """How the blocks of U are stored and how they act.
 
     One of your own says how it begins (`identity`), how it acts (`apply`), and two things about that (`degree`, `scaled`); the
-    rest follows, and can be written where there is a cheaper way.
+    rest follows. Derivatives by the tensors are autograd's.
 
     `per` says what one block covers: a parameter, or all the parameters that a module owns itself, joined to one vector.
     """
@@ -64,18 +53,10 @@ class Structure(ShownWithOptions, ABC):
     def apply(self, tensors: Tensors, x: Tensor) -> Tensor:
         """U x."""
 
-    def linearize(self, tensors: Tensors, x: Tensor) -> Linearization:
-        """U x with its derivatives by the tensors: by differentiating `apply`, unless there is something cheaper."""
-        point = dict(tensors)
-
-        def act(tensors: dict[str, Tensor]) -> Tensor:
-            return self.apply(tensors, x)
-
-        return Linearization(
-            lambda: act(point),
-            lambda change: torch.func.jvp(act, (point,), (dict(change),))[1],
-            lambda cotangent: torch.func.vjp(act, point)[1](cotangent)[0],
-        )
+    def derivative(self, tensors: Tensors, change: Tensors, x: Tensor) -> Tensor:
+        """d(U x) along a change of the tensors."""
+        moved: Tensor = torch.func.jvp(lambda at: self.apply(at, x), (dict(tensors),), (dict(change),))[1]
+        return moved
 
     @abstractmethod
     def degree(self, shape: Sequence[int]) -> int:
@@ -140,17 +121,11 @@ class Structure(ShownWithOptions, ABC):
 
 
 class LinearStructure(Structure):
-    """A structure that is linear in its tensors, so that the pullback doesn't depend on them."""
+    """A structure that is linear in its tensors."""
 
-    @abstractmethod
-    def pullback(self, x: Tensor, cotangent: Tensor) -> dict[str, Tensor]:
-        """The gradient of ⟨cotangent, U x⟩ with respect to the tensors."""
-
-    def linearize(self, tensors: Tensors, x: Tensor) -> Linearization:
-        """U x; its derivative is the action of the change."""
-        return Linearization(
-            lambda: self.apply(tensors, x), lambda change: self.apply(change, x), partial(self.pullback, x)
-        )
+    def derivative(self, tensors: Tensors, change: Tensors, x: Tensor) -> Tensor:
+        """The action of the change."""
+        return self.apply(change, x)
 
     def degree(self, shape: Sequence[int]) -> int:
         return 1
@@ -264,9 +239,6 @@ class Scalar(LinearStructure):
         shift = damping * trace / (numbers[0] * numbers[1]) + torch.finfo(trace.dtype).tiny
         return {"u": trace / (squares[0] * squares[1] + shift * trace + torch.finfo(trace.dtype).tiny)}
 
-    def pullback(self, x: Tensor, cotangent: Tensor) -> dict[str, Tensor]:
-        return {"u": (x * cotangent).flatten(1).sum(1) if x.dim() > 1 else x * cotangent}
-
 
 @dataclass(frozen=True)
 class Diagonal(LinearStructure):
@@ -296,9 +268,6 @@ class Diagonal(LinearStructure):
         shift = damping * squares.flatten(1).mean(1) + torch.finfo(squares.dtype).tiny
         return {"d": (squares + shift.reshape(-1, 1, 1)).reciprocal()}
 
-    def pullback(self, x: Tensor, cotangent: Tensor) -> dict[str, Tensor]:
-        return {"d": x * cotangent}
-
 
 @dataclass(frozen=True)
 class Dense(LinearStructure):
@@ -316,7 +285,7 @@ class Dense(LinearStructure):
         return {"U": eye(math.prod(shape), like, count)}
 
     def apply(self, tensors: Tensors, x: Tensor) -> Tensor:
-        return torch.bmm(tensors["U"], _columns(x)).reshape(x.shape)
+        return torch.bmm(tensors["U"], x.reshape(len(x), -1, 1)).reshape(x.shape)
 
     def second_moments(self, rows: Tensor, columns: Tensor, kernel: int) -> dict[str, Tensor]:
         return {"whole": gram((rows[..., None] * columns[:, :, None]).flatten(2))}
@@ -327,10 +296,3 @@ class Dense(LinearStructure):
     def closed_form(self, moments: Tensors, damping: Damping) -> dict[str, Tensor]:
         """(H + λ)⁻¹."""
         return {"U": damped_inverse(moments["whole"], damping)}
-
-    def pullback(self, x: Tensor, cotangent: Tensor) -> dict[str, Tensor]:
-        return {"U": _columns(cotangent) * _columns(x).mT}
-
-
-def _columns(x: Tensor) -> Tensor:
-    return x.reshape(x.shape[0], -1, 1)

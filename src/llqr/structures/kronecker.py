@@ -21,7 +21,6 @@ from llqr.structures.base import (
     LONG_SIDE,
     Damping,
     Diagonal,
-    Linearization,
     Modes,
     Structure,
     Tensors,
@@ -69,48 +68,15 @@ def _along(vector: Tensor, x: Tensor, mode: int) -> Tensor:
     return vector.reshape(x.shape[0], *(x.shape[dim] if dim == mode + 1 else 1 for dim in range(1, x.dim())))
 
 
-def multiply_all(x: Tensor, factors: Sequence[Tensor | Thin], left_out: int | None = None) -> Tensor:
-    """x with every side multiplied by its factor, but for one that is left out."""
+def multiply_all(x: Tensor, factors: Sequence[Tensor | Thin]) -> Tensor:
+    """x with every side multiplied by its factor."""
     for mode, factor in enumerate(factors):
-        if mode != left_out:
-            x = multiply(x, factor, mode)
+        x = multiply(x, factor, mode)
     return x
-
-
-class AllButOne:
-    """For each side, x multiplied by the factors of all the others (X Dᵀ and C X for a matrix); computed when asked for."""
-
-    def __init__(self, x: Tensor, factors: Sequence[Tensor]) -> None:
-        self._x, self._factors = x, factors
-        self._products: dict[int, Tensor] = {}
-
-    def __getitem__(self, left_out: int) -> Tensor:
-        if left_out not in self._products:
-            self._products[left_out] = multiply_all(self._x, self._factors, left_out)
-        return self._products[left_out]
-
-
-def outer(cotangent: Tensor, x: Tensor, mode: int, factor: Tensor, onto: Tensor | None = None) -> Tensor:
-    """The gradient of ⟨cotangent, multiply(x, factor, mode)⟩ with respect to the factor, added to `onto` in place."""
-    if factor.dim() == 2:
-        gradient = (cotangent * x).sum([dim for dim in range(1, x.dim()) if dim != mode + 1])
-        return gradient if onto is None else onto.add_(gradient)
-    left, right = (y.transpose(1, mode + 1).flatten(2) for y in (cotangent, x))
-    return torch.bmm(left, right.mT) if onto is None else onto.baddbmm_(left, right.mT)
 
 
 def transpose(factor: Tensor) -> Tensor:
     return factor.mT if factor.dim() == 3 else factor
-
-
-def _shortest(stack: Sequence[int]) -> int:
-    """The side of a stack's shape (k, n_0, n_1, …) that costs least to multiply."""
-    return min(range(len(stack) - 1), key=lambda mode: stack[mode + 1])
-
-
-def _longest(stack: Sequence[int]) -> int:
-    """The side that costs most to multiply; another than the shortest one."""
-    return max(range(len(stack) - 1), key=lambda mode: (stack[mode + 1], mode))
 
 
 @dataclass(frozen=True)
@@ -131,10 +97,6 @@ class SideStructure(Structure):
     @abstractmethod
     def act(self, tensors: Tensors, x: Tensor) -> Tensor:
         """U x, of x with these sides."""
-
-    @abstractmethod
-    def linearize_sides(self, tensors: Tensors, x: Tensor) -> Linearization:
-        """U x with its derivatives, of x with these sides."""
 
     def sides(self, shape: Sequence[int]) -> tuple[int, ...]:
         """m × n, or C_out × C_in × k² for a convolution with `modes="all"`."""
@@ -159,17 +121,6 @@ class SideStructure(Structure):
 
     def apply(self, tensors: Tensors, x: Tensor) -> Tensor:
         return VECTOR.apply(tensors, x) if x.dim() < 3 else self.act(tensors, self._folded(x)).reshape(x.shape)
-
-    def linearize(self, tensors: Tensors, x: Tensor) -> Linearization:
-        if x.dim() < 3:
-            return VECTOR.linearize(tensors, x)
-        folded = self._folded(x)
-        value, derivative, pullback = self.linearize_sides(tensors, folded)
-        return Linearization(
-            lambda: value().reshape(x.shape),
-            lambda change: derivative(change).reshape(x.shape),
-            lambda cotangent: pullback(cotangent.reshape(folded.shape)),
-        )
 
     def second_moments(self, rows: Tensor, columns: Tensor, kernel: int) -> dict[str, Tensor]:
         """Along each side: matrices, or diagonals where the side is longer than max_dim."""
@@ -222,23 +173,6 @@ class Kronecker(SideStructure):
         pairs = scale.square() if factor.dim() == 2 else scale[..., None] * scale[:, None]
         return {**tensors, name: factor * pairs}
 
-    def linearize_sides(self, tensors: Tensors, x: Tensor) -> Linearization:
-        """d(C X Dᵀ) = dC (X Dᵀ) + (C X) dDᵀ; the pullback of P is P (X Dᵀ)ᵀ for C and Pᵀ (C X) for D.
-
-        Both X Dᵀ and C X are there for the pullback, so the value is one product more: with the factor of the shorter side.
-        """
-        factors, last = list(tensors.values()), _shortest(x.shape)
-        rest = AllButOne(x, factors)
-
-        def derivative(change: Tensors) -> Tensor:
-            parts = [multiply(rest[mode], change[name], mode) for mode, name in enumerate(tensors)]
-            return sum(parts[1:], start=parts[0])
-
-        def pullback(cotangent: Tensor) -> dict[str, Tensor]:
-            return {n: outer(cotangent, rest[mode], mode, f) for mode, (n, f) in enumerate(tensors.items())}
-
-        return Linearization(lambda: multiply(rest[last], factors[last], last), derivative, pullback)
-
     def degree(self, shape: Sequence[int]) -> int:
         return len(self.sizes(shape))
 
@@ -286,44 +220,6 @@ class EigenKronecker(SideStructure):
     def scale_side(self, tensors: Tensors, side: int, scale: Tensor) -> dict[str, Tensor]:
         basis = tensors[self.factors[side]]
         return {**tensors, self.factors[side]: basis * (scale if basis.dim() == 2 else scale[..., None])}
-
-    def linearize_sides(self, tensors: Tensors, x: Tensor) -> Linearization:
-        """With X̂ = Q_Lᵀ X Q_R and Y = Q_L (s ∘ X̂) Q_Rᵀ,
-
-            dX̂ = dQ_Lᵀ (X Q_R) + (Q_Lᵀ X) dQ_R
-            dY = dQ_L ((s ∘ X̂) Q_Rᵀ) + (Q_L (s ∘ X̂)) dQ_Rᵀ + Q_L (ds ∘ X̂ + s ∘ dX̂) Q_Rᵀ
-
-        and with P̂ = Q_Lᵀ P Q_R the pullback of P is P̂ ∘ X̂ for s, P ((s ∘ X̂) Q_Rᵀ)ᵀ + (X Q_R) (s ∘ P̂)ᵀ for Q_L, and
-        (Q_Lᵀ P)ᵀ (s ∘ X̂) + (Q_Lᵀ X)ᵀ (s ∘ P̂) for Q_R: the same in L and R, but for what the first term puts together. That
-        takes what Y (for the longer side) and P̂ (for the others) need anyway, so that five products involve the longer side,
-        not seven.
-        """
-        s, named = tensors[SCALE], _bases(tensors)
-        bases, long, short = list(named.values()), _longest(x.shape), _shortest(x.shape)
-        transposed = [transpose(basis) for basis in bases]
-        inner = AllButOne(x, transposed)
-        hat = multiply(inner[short], transposed[short], short)
-        scaled = s * hat
-        outside = AllButOne(scaled, bases)
-
-        def derivative(change: Tensors) -> Tensor:
-            hat_change = sum(multiply(inner[mode], transpose(change[name]), mode) for mode, name in enumerate(named))
-            moved = multiply_all(change[SCALE] * hat + s * hat_change, bases)
-            for mode, name in enumerate(named):
-                moved = moved + multiply(outside[mode], change[name], mode)
-            return moved
-
-        def pullback(cotangent: Tensor) -> dict[str, Tensor]:
-            pulled = AllButOne(cotangent, transposed)
-            hat_pulled = multiply(pulled[short], transposed[short], short)
-            weighed = s * hat_pulled
-            gradient: dict[str, Tensor] = {}
-            for mode, (name, basis) in enumerate(named.items()):
-                pair = (cotangent, outside[mode]) if mode == long else (pulled[mode], scaled)
-                gradient[name] = outer(inner[mode], weighed, mode, basis, onto=outer(*pair, mode, basis))
-            return {**gradient, SCALE: hat_pulled * hat}
-
-        return Linearization(lambda: multiply(outside[long], bases[long], long), derivative, pullback)
 
     def degree(self, shape: Sequence[int]) -> int:
         return 2 * len(self.sizes(shape)) - 1
