@@ -5,7 +5,7 @@ Blocks of one structure and one shape are kept as a stack, a `Group`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -46,7 +46,7 @@ class Preconditioner:
         return cls(identity_groups(parameters, structure))
 
     def apply(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """U g for the parameters that are given."""
+        """U g for the parameters that are given; of a layer's block the others count as zero."""
         if not isinstance(gradients, Mapping):
             raise LLQRError(
                 f"gradients are a mapping from parameter names to tensors, not a {type(gradients).__name__}"
@@ -55,38 +55,42 @@ class Preconditioner:
         for name in gradients:
             if name not in known:
                 raise unknown("parameter", name, known)
-        applied: dict[str, Tensor] = {}
         for group in self.groups:
-            chosen = group.select(gradients.keys())
-            if chosen is not None:
-                chosen.check(gradients)
-                stack = chosen.structure.apply(chosen.tensors, chosen.gather(gradients))
-                applied.update(chosen.scatter(stack, gradients))
+            group.check(gradients)
+        applied: dict[str, Tensor] = {}
+        for group, _, y in self._products(gradients):
+            applied.update(group.scatter(y, gradients))
         return {name: applied[name] for name in gradients}
+
+    def _products(self, gradients: Mapping[str, Tensor]) -> Iterator[tuple[Group, Tensor, Tensor]]:
+        """The blocks that these gradients are of, with g and U g. What a layer's block has no gradient for counts as zero."""
+        values = dict(gradients)
+        for each in self.groups:
+            group = each.covering(gradients.keys())
+            if group is not None:
+                values.update(group.zeros_beside(gradients))
+                x = group.gather(values)
+                yield group, x, group.structure.apply(group.tensors, x)
 
     def precondition(self, gradients: Mapping[str, Tensor]) -> Preconditioned:
         """U g, block by block, and g itself where that isn't finite, in the dtype that it goes back to.
 
-        Parameters that U doesn't know, or knows by another shape, are left out; those of a layer's block that have no gradient
-        count as zero. Every step pays for this: whether all is finite is asked once.
+        Parameters that U doesn't know, or knows by another shape, are left out. Every step pays for this: whether all is finite
+        is asked once.
         """
         shapes = {n: s for g in self.groups for names in g.members for n, s in zip(names, g.shapes, strict=True)}
-        values = {n: gradient for n, gradient in gradients.items() if shapes.get(n, gradient.shape) == gradient.shape}
-        for group in self.groups:
-            values.update(group.zeros_beside(values))
-        groups = [each for group in self.groups if (each := group.select(values.keys())) is not None]
-        inputs = [group.gather(values) for group in groups]
-        results = [group.structure.apply(group.tensors, x) for group, x in zip(groups, inputs, strict=True)]
-        finite = [_blocks_finite(group, y, values) for group, y in zip(groups, results, strict=True)]
+        values = {name: gradient for name, gradient in gradients.items() if shapes.get(name) == gradient.shape}
+        products = list(self._products(values))
+        finite = [_blocks_finite(group, y, values) for group, _, y in products]
         good = iter(torch.cat(finite).tolist() if finite else [])
         found, bad = dict[str, Tensor](), list[str]()
-        for group, x, y in zip(groups, inputs, results, strict=True):
+        for group, x, y in products:
             for i, key in enumerate(group.keys):
                 if not next(good):
                     y[i] = x[i]
                     bad.append(key)
             found.update(group.scatter(y, values))
-        return Preconditioned({name: found[name] for name in gradients if name in found}, bad)
+        return Preconditioned({name: found[name] for name in values}, bad)
 
     @property
     def blocks(self) -> dict[str, dict[str, Tensor]]:
@@ -144,11 +148,11 @@ class Preconditioner:
         return self._with(lambda mine, theirs: torch.lerp(theirs, mine, float(ema)), [g.tensors for g in other.groups])
 
     def take(self, other: Preconditioner) -> None:
-        """Take over the blocks that both have; the others stay."""
-        theirs = other.blocks
-        for key, tensors in self.blocks.items():
-            for name, tensor in tensors.items():
-                if key in theirs:
+        """Take over the blocks that both have, of the same structure and shapes; the others stay."""
+        mine, theirs, known = self.blocks, other.blocks, other.layout()
+        for key, block in self.layout().items():
+            if known.get(key) == block:
+                for name, tensor in mine[key].items():
                     tensor.copy_(theirs[key][name])
 
     def restricted(self, keys: Collection[str]) -> Preconditioner:
@@ -215,7 +219,7 @@ class Preconditioner:
 def _blocks_finite(group: Group, y: Tensor, values: Mapping[str, Tensor]) -> Tensor:
     """Whether each block of a stack is, in the dtypes of the values that it goes back to."""
     rows = y.reshape(len(y), -1)
-    largest = [min(torch.finfo(values[name].dtype).max for name in names) for names in group.members]
+    largest = [min(torch.finfo(values[name].dtype).max for name in names if name in values) for names in group.members]
     if min(largest) >= torch.finfo(group.dtype).max:
         return rows.isfinite().all(1)
     return (rows.abs() <= y.new_tensor(largest)[:, None]).all(1)

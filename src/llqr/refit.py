@@ -192,8 +192,7 @@ class Refit:
         """
         new = self.identity(parameters, trainable(parameters))
         if u is not None:
-            known = u.layout()
-            new.take(u.restricted([key for key, block in new.layout().items() if known.get(key) == block]))
+            new.take(u)
         return new
 
     def loaded(self, parameters: Mapping[str, Tensor], state: Any) -> Preconditioner:

@@ -111,52 +111,38 @@ class Group:
             blocks = [torch.cat([values[n].reshape(-1).to(self.dtype) for n in names]) for names in self.members]
         return blocks[0].unsqueeze(0) if len(blocks) == 1 else torch.stack(blocks)
 
-    def scatter(self, stack: Tensor, dtypes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inverse of `gather`: a value for each member, in the dtype of the tensor of that name in `dtypes`."""
+    def scatter(self, stack: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The inverse of `gather`: a value for each member that is in `like`, in the dtype that it has there."""
         scattered = {}
         for names, block in zip(self.members, stack.unbind(), strict=True):
             whole = self.structure.per == "parameter"
             parts = [block] if whole else torch.split(block, [shape.numel() for shape in self.shapes])
             for name, part, shape in zip(names, parts, self.shapes, strict=True):
-                scattered[name] = part.reshape(shape).to(dtypes[name].dtype)
+                if name in like:
+                    scattered[name] = part.reshape(shape).to(like[name].dtype)
         return scattered
 
-    def select(self, names: Collection[str]) -> Group | None:
+    def covering(self, names: Collection[str]) -> Group | None:
         """The blocks that cover some of these parameters."""
-        chosen = [i for i, members in enumerate(self.members) if any(name in names for name in members)]
-        if not chosen:
-            return None
-        for i in chosen:
-            missing = [name for name in self.members[i] if name not in names]
-            if missing:
-                raise LLQRError(
-                    f"the block of module {self.keys[i]!r} covers {', '.join(map(repr, self.members[i]))}, and there is no "
-                    f'gradient of {", ".join(map(repr, missing))}: give zeros for it, or use per="parameter"'
-                )
-        return self._subset(chosen)
+        blocks = zip(self.keys, self.members, strict=True)
+        return self.only([key for key, members in blocks if any(name in names for name in members)])
 
     def only(self, keys: Collection[str]) -> Group | None:
         """The blocks of these names."""
         chosen = [i for i, key in enumerate(self.keys) if key in keys]
-        return self._subset(chosen) if chosen else None
-
-    def _subset(self, chosen: list[int]) -> Group:
         if len(chosen) == len(self.keys):
             return self
         tensors = {name: tensor[chosen] for name, tensor in self.tensors.items()}
-        keys, members = tuple(self.keys[i] for i in chosen), tuple(self.members[i] for i in chosen)
-        return replace(self, keys=keys, members=members, tensors=tensors)
+        kept, members = tuple(self.keys[i] for i in chosen), tuple(self.members[i] for i in chosen)
+        return replace(self, keys=kept, members=members, tensors=tensors) if chosen else None
 
     def zeros_beside(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Zeros for the members that have no value in blocks where others have one."""
-        like = next(iter(self.tensors.values()))
-        return {
-            name: like.new_zeros(shape)
-            for members in self.members
-            if any(name in values for name in members)
-            for name, shape in zip(members, self.shapes, strict=True)
-            if name not in values
-        }
+        """Zeros for the members that have no value."""
+        like, members = (
+            next(iter(self.tensors.values())),
+            (zip(names, self.shapes, strict=True) for names in self.members),
+        )
+        return {name: like.new_zeros(shape) for block in members for name, shape in block if name not in values}
 
     def layout(self) -> Group:
         """The group without its numbers: enough to gather and scatter."""
