@@ -37,7 +37,7 @@ def matrix(u: Preconditioner, names: list[str], shapes: dict[str, tuple[int, ...
     return torch.stack(columns, 1)
 
 
-STRUCTURES = ["scalar", "diagonal", "kfac", "ekfac", "dense", Kronecker(modes="all"), EigenKronecker(modes="all")]
+STRUCTURES = ["scalar", "diagonal", "kfac", "ekfac", "dense", Kronecker(max_dim=3), EigenKronecker(max_dim=3)]
 
 
 @pytest.mark.parametrize("structure", STRUCTURES, ids=str)

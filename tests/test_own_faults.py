@@ -69,7 +69,7 @@ def test_faults_of_own_structures_are_told(fault: str) -> None:
 
 @pytest.mark.parametrize(
     "structure",
-    [Scalar(), Diagonal(), Dense(), Kronecker(), Kronecker(3, "all"), EigenKronecker(), EigenKronecker(2)],
+    [Scalar(), Diagonal(), Dense(), Kronecker(), Kronecker(3), EigenKronecker(), EigenKronecker(2)],
     ids=repr,
 )
 def test_the_librarys_own_structures_pass(structure: Structure) -> None:

@@ -15,7 +15,7 @@ from llqr.structures import Dense, EigenKronecker, Kronecker, Scalar
 from llqr.structures.stacks import StructureSpec
 
 STRUCTURES = ["scalar", "diagonal", "kfac", "ekfac", "dense", Scalar(per="layer"), Dense(per="layer")]
-STRUCTURES += [Kronecker(modes="all"), EigenKronecker(max_dim=4), {"0": "diagonal", "*": "kfac"}]
+STRUCTURES += [Kronecker(max_dim=6), EigenKronecker(max_dim=4), {"0": "diagonal", "*": "kfac"}]
 
 
 def network() -> nn.Sequential:

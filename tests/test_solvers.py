@@ -25,9 +25,9 @@ STRUCTURES: list[Structure] = [
     Dense(),
     Dense(per="layer"),
     Kronecker(),
-    Kronecker(max_dim=3, modes="all"),
+    Kronecker(max_dim=3),
     EigenKronecker(),
-    EigenKronecker(modes="all"),
+    EigenKronecker(max_dim=3),
 ]
 LINEAR = (Scalar, Diagonal, Dense)
 Blocks = dict[str, dict[str, Tensor]]

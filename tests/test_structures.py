@@ -21,12 +21,8 @@ STRUCTURES = [
     Dense(),
     Kronecker(),
     Kronecker(max_dim=2),
-    Kronecker(modes="all"),
-    Kronecker(max_dim=2, modes="all"),
     EigenKronecker(),
     EigenKronecker(max_dim=2),
-    EigenKronecker(modes="all"),
-    EigenKronecker(max_dim=2, modes="all"),
 ]
 SHAPES = [(), (3,), (1,), (2, 3), (4, 1), (3, 2, 2), (3, 2, 2, 2), (2, 1, 3, 3)]
 
@@ -106,21 +102,6 @@ def test_eigen_kronecker_is_the_dense_formula() -> None:
     basis = torch.kron(block["Q_R"][0], block["Q_L"][0])
     y = EigenKronecker().apply(block, x[None])[0]
     torch.testing.assert_close(columns(y), basis @ torch.diag(columns(block["s"][0])) @ basis.T @ columns(x))
-
-
-def test_all_modes_of_a_convolution() -> None:
-    """Y_oik = Σ C_oa D_ib E_kc X_abc over C_out, C_in and k²; with s in between for E-KFAC."""
-    x = torch.randn(4, 3, 2, 2).double()
-    block = {name: tensor[0] for name, tensor in random_block(Kronecker(modes="all"), (4, 3, 2, 2), 1, 0).items()}
-    y = Kronecker(modes="all").apply({name: tensor[None] for name, tensor in block.items()}, x[None])[0]
-    expected = torch.einsum("oa,ib,kc,abc->oik", block["C"], block["D"], block["E"], x.reshape(4, 3, 4))
-    torch.testing.assert_close(y, expected.reshape(4, 3, 2, 2))
-
-    block = {name: tensor[0] for name, tensor in random_block(EigenKronecker(modes="all"), (4, 3, 2, 2), 1, 0).items()}
-    y = EigenKronecker(modes="all").apply({name: tensor[None] for name, tensor in block.items()}, x[None])[0]
-    bases = block["Q_L"], block["Q_R"], block["Q_K"]
-    hat = block["s"] * torch.einsum("ao,bi,ck,abc->oik", *bases, x.reshape(4, 3, 4))
-    torch.testing.assert_close(y, torch.einsum("oa,ib,kc,abc->oik", *bases, hat).reshape(4, 3, 2, 2))
 
 
 def test_long_sides_are_diagonal() -> None:
@@ -223,7 +204,6 @@ def test_bad_structures_are_explained(structure: object, message: str) -> None:
     [
         lambda: Scalar(per="module"),
         lambda: Kronecker(max_dim=0),
-        lambda: EigenKronecker(modes="some"),
         lambda: Dense(per=1),
     ],
 )

@@ -70,7 +70,7 @@ def _check_structure(structure: Structure, shape: tuple[int, ...]) -> None:
     along = [structure.apply({n: s * t for n, t in moved.items()}, x) for s in range(degree + 2)]
     expect(torch.stack(along).diff(degree + 1, 0)[0] / 10.0**degree, torch.zeros_like(y), "degree() is too low")
     if type(structure).closed_form is not Structure.closed_form and len(shape) == 2:
-        moments = structure.second_moments(_numbers(2, 9, shape[0]), _numbers(2, 9, shape[1]).cos(), 1)
+        moments = structure.second_moments(_numbers(2, 9, shape[0]), _numbers(2, 9, shape[1]).cos())
         curved = structure.apply(structure.closed_form(moments, 0.1), x)
         if not bool(((x * curved).flatten(1).sum(1) > 0).all()):
             raise LLQRError(f"closed_form() of {structure!r} isn't positive: x·Ux has to be, for every x")

@@ -22,7 +22,6 @@ from llqr.errors import LLQRError, NonFiniteError, unknown
 
 Tensors = Mapping[str, Tensor]
 Per = Literal["parameter", "layer"]
-Modes = Literal["matrix", "all"]
 Damping = float | Tensor
 """λ as a share of the mean curvature: one for all of a stack, or one for each, (k,)."""
 
@@ -66,23 +65,17 @@ class Structure(ShownWithOptions, ABC):
     def scaled(self, tensors: Tensors, factor: float) -> dict[str, Tensor]:
         """The tensors of factor · U, for a positive factor."""
 
-    def second_moments(self, rows: Tensor, columns: Tensor, kernel: int) -> dict[str, Tensor]:
+    def second_moments(self, rows: Tensor, columns: Tensor) -> dict[str, Tensor]:
         """What `closed_form` needs of the gradients v = rows ⊗ columns of linear maps, summed over the T places where they act.
 
-        `rows` has shape (k, T, r) and `columns` (k, T, c); of a convolution the columns are `kernel` places for each channel.
-        Three names are taken: "rows" and "columns" are Σ rows rowsᵀ and Σ columns columnsᵀ, and where a structure has a factor
-        for the kernel, "columns" is of the channels and "kernel" of the places in it. H is their Kronecker product. Matrices,
-        or their diagonals. Other moments have other names.
+        `rows` has shape (k, T, r) and `columns` (k, T, c). Two names are taken: "rows" and "columns" are Σ rows rowsᵀ and
+        Σ columns columnsᵀ, or their diagonals, and H is their Kronecker product. Other moments have other names.
         """
         raise self._without_closed_form()
 
-    def joins_bias(self, kernel: int) -> bool:
-        """Whether a bias can be one more column of the weight that it goes with."""
-        return True
-
     def mean_curvature(self, moments: Tensors) -> Tensor:
-        """The mean of H's diagonal, (k,), which L2 is compared with; here of moments called "rows", "columns" and "kernel"."""
-        if not moments.keys() <= {"rows", "columns", "kernel"}:
+        """The mean of H's diagonal, (k,), which L2 is compared with; here of "rows" and "columns"."""
+        if moments.keys() != {"rows", "columns"}:
             raise LLQRError(
                 f"{self!r} keeps moments of its own, {', '.join(map(repr, moments))}, and a divergence with L2 asks for the "
                 "mean of H's diagonal: write mean_curvature(moments), one number for each block"
@@ -227,7 +220,7 @@ class Scalar(LinearStructure):
     def apply(self, tensors: Tensors, x: Tensor) -> Tensor:
         return tensors["u"].reshape(-1, *(1 for _ in x.shape[1:])) * x
 
-    def second_moments(self, rows: Tensor, columns: Tensor, kernel: int) -> dict[str, Tensor]:
+    def second_moments(self, rows: Tensor, columns: Tensor) -> dict[str, Tensor]:
         return {"rows": gram(rows), "columns": gram(columns)}
 
     def closed_form(self, moments: Tensors, damping: Damping) -> dict[str, Tensor]:
@@ -256,7 +249,7 @@ class Diagonal(LinearStructure):
     def apply(self, tensors: Tensors, x: Tensor) -> Tensor:
         return tensors["d"] * x
 
-    def second_moments(self, rows: Tensor, columns: Tensor, kernel: int) -> dict[str, Tensor]:
+    def second_moments(self, rows: Tensor, columns: Tensor) -> dict[str, Tensor]:
         return {"squares": rows.square().mT @ columns.square()}
 
     def mean_curvature(self, moments: Tensors) -> Tensor:
@@ -287,7 +280,7 @@ class Dense(LinearStructure):
     def apply(self, tensors: Tensors, x: Tensor) -> Tensor:
         return torch.bmm(tensors["U"], x.reshape(len(x), -1, 1)).reshape(x.shape)
 
-    def second_moments(self, rows: Tensor, columns: Tensor, kernel: int) -> dict[str, Tensor]:
+    def second_moments(self, rows: Tensor, columns: Tensor) -> dict[str, Tensor]:
         return {"whole": gram((rows[..., None] * columns[:, :, None]).flatten(2))}
 
     def mean_curvature(self, moments: Tensors) -> Tensor:
