@@ -14,12 +14,13 @@ from torch import Tensor
 
 from llqr.checks import ShownWithOptions
 from llqr.divergences.families import standard_normal
-from llqr.errors import LLQRError, NotTwiceDifferentiableError, unknown
+from llqr.errors import LLQRError, NotTwiceDifferentiableError
 
 if TYPE_CHECKING:
     from llqr.divergences.inside import L2
 
 Reduction = Literal["mean", "sum"]
+REDUCTIONS = "mean", "sum"
 
 DENSE_LIMIT = 1024
 """Numbers of one example's output whose second derivatives are written out."""
@@ -247,8 +248,3 @@ def hessian_product(function: Callable[[Tensor], Tensor], point: Tensor, tangent
                 f"{what} can't be differentiated twice ({error}): use KL, which doesn't ask for that, or other operations"
             ) from error
     return product
-
-
-def check_reduction(reduction: str) -> None:
-    if reduction not in ("mean", "sum"):
-        raise unknown("reduction", reduction, ("mean", "sum"))

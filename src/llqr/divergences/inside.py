@@ -12,16 +12,16 @@ from torch import Tensor
 
 from llqr.checks import Loss, check_callable, check_finite, check_flag
 from llqr.divergences.base import (
+    REDUCTIONS,
     BasePoint,
     Divergence,
     QuadraticTerm,
     Reduction,
     Term,
-    check_reduction,
     hessian_product,
 )
 from llqr.divergences.families import standard_normal
-from llqr.errors import LLQRError
+from llqr.errors import LLQRError, check_one_of
 
 Metric = float | Tensor | Callable[[Tensor], Tensor] | Divergence
 LayerPsi = Callable[[Any, dict[str, Tensor], Any, dict[str, Tensor]], Tensor]
@@ -158,7 +158,7 @@ class Intermediate(Divergence):
     """
 
     def __init__(self, metrics: Mapping[str | int, Metric], reduction: Reduction = "mean") -> None:
-        check_reduction(reduction)
+        check_one_of("reduction", reduction, REDUCTIONS)
         if not isinstance(metrics, Mapping) or not metrics:
             raise LLQRError("Intermediate takes a mapping from module names to metrics, such as {'2': 0.1}")
         for module, metric in metrics.items():

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from llqr.divergences.base import BasePoint, QuadraticTerm, Reduction, Term, check_reduction, hessian_product
-from llqr.divergences.families import Categorical, Family, resolve_family
+from llqr.divergences.base import REDUCTIONS, BasePoint, QuadraticTerm, Reduction, Term, hessian_product
+from llqr.divergences.families import FAMILIES, Categorical, Family
 from llqr.divergences.inside import L2
-from llqr.errors import LLQRError
+from llqr.errors import LLQRError, check_one_of, meant
 
 
 class OutputTerm(Term):
@@ -77,8 +77,8 @@ class Distributional(OutputTerm):
     by_variable = True
 
     def __init__(self, family: str | Family = "categorical", reduction: Reduction = "mean") -> None:
-        check_reduction(reduction)
-        self.family = resolve_family(family)
+        check_one_of("reduction", reduction, REDUCTIONS)
+        self.family = meant("family", family, Family, FAMILIES)
         self.reduction = reduction
         self.additive = reduction == "sum"
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from llqr.checks import ShownWithOptions
 from llqr.curvature.precision import at_least_single
-from llqr.errors import LLQRError, NonFiniteError, unknown
+from llqr.errors import LLQRError, NonFiniteError, check_one_of
 
 Tensors = Mapping[str, Tensor]
 Per = Literal["parameter", "layer"]
@@ -197,11 +197,6 @@ def _start(side: int, rank: int, dtype: torch.dtype, device: torch.device) -> Te
     return torch.randn(side, rank, generator=generator, dtype=torch.float64, device="cpu").to(device, dtype)
 
 
-def check_per(per: Per) -> None:
-    if per not in ("parameter", "layer"):
-        raise unknown("extent of a block", per, ("parameter", "layer"))
-
-
 @dataclass(frozen=True)
 class Scalar(LinearStructure):
     """U x = u·x: a learned length for each parameter, or for each layer with `per="layer"`."""
@@ -209,7 +204,7 @@ class Scalar(LinearStructure):
     per: Per = "parameter"
 
     def __post_init__(self) -> None:
-        check_per(self.per)
+        check_one_of("extent of a block", self.per, ("parameter", "layer"))
 
     def multiplier(self, shape: Sequence[int]) -> str | None:
         return "u" if self.per == "parameter" else None
@@ -272,7 +267,7 @@ class Dense(LinearStructure):
     per: Per = "parameter"
 
     def __post_init__(self) -> None:
-        check_per(self.per)
+        check_one_of("extent of a block", self.per, ("parameter", "layer"))
 
     def identity(self, shape: Sequence[int], like: Tensor, count: int = 1) -> dict[str, Tensor]:
         return {"U": eye(math.prod(shape), like, count)}

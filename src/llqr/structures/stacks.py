@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llqr.errors import LLQRError, unknown
+from llqr.errors import LLQRError, meant, unknown
 from llqr.structures.base import Dense, Diagonal, Scalar, Structure
 from llqr.structures.kronecker import EigenKronecker, Kronecker
 
@@ -31,13 +31,7 @@ StructureSpec = str | Structure | Mapping[str, str | Structure]
 
 def resolve(structure: str | Structure) -> Structure:
     """The structure that a name stands for; a structure stands for itself."""
-    if isinstance(structure, Structure):
-        return structure
-    if isinstance(structure, type) and issubclass(structure, Structure):
-        raise LLQRError(f"the structure is a class; write {structure.__name__}() to make one")
-    if not isinstance(structure, str) or structure not in NAMES:
-        raise unknown("structure", structure, NAMES)
-    return NAMES[structure]()
+    return meant("structure", structure, Structure, NAMES)
 
 
 def assign(structure: StructureSpec, names: Collection[str]) -> dict[str, Structure]:
