@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -79,7 +79,7 @@ def check_one_of(kind: str, value: object, options: Collection[str]) -> None:
         raise unknown(kind, value, options)
 
 
-def meant(kind: str, value: object, of: type, names: Mapping[str, Callable[[], T]]) -> T:
+def meant(kind: str, value: Any, of: type, names: Mapping[str, Callable[[], T]]) -> T:
     """The object that a name stands for; an object stands for itself."""
     if isinstance(value, of):
         found: T = value
