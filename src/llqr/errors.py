@@ -79,8 +79,8 @@ def check_one_of(kind: str, value: object, options: Collection[str]) -> None:
         raise unknown(kind, value, options)
 
 
-def meant(kind: str, value: Any, of: type, names: Mapping[str, Callable[[], T]]) -> T:
-    """The object that a name stands for; an object stands for itself."""
+def meant(kind: str, value: Any, of: Any, names: Mapping[str, Callable[[], T]]) -> T:
+    """The object of this class that a name stands for; an object stands for itself."""
     if isinstance(value, of):
         found: T = value
         return found
