@@ -30,7 +30,8 @@ from llqr.exact.steps import exact_step
 from llqr.paper import PaperLLQR
 from llqr.preconditioner import Preconditioner
 from llqr.refit import fit
-from llqr.structures import Kronecker
+from llqr.structures import Diagonal, Kronecker, Scalar
+from llqr.structures.kronecker import SideStructure
 from llqr.structures.stacks import Group, owner
 
 Step = Mapping[str, Tensor]
@@ -238,9 +239,8 @@ def spectra(u: Preconditioner) -> dict[str, Tensor]:
 def _spectrum(group: Group, index: int) -> Tensor | None:
     structure, shape, size = group.structure, group.shape, math.prod(group.shape)
     tensors = {name: stack[index : index + 1].detach().cpu().double() for name, stack in group.tensors.items()}
-    multiplier = structure.multiplier(shape)
-    if multiplier is not None:
-        return tensors[multiplier].reshape(-1)
+    if isinstance(structure, (Scalar, Diagonal, SideStructure)) and len(tensors) == 1:  # it acts number by number
+        return next(iter(tensors.values())).reshape(-1)
     if isinstance(structure, Kronecker):
         return _of_factors([stack[0] for stack in tensors.values()])
     if size > SMALL:

@@ -104,10 +104,6 @@ class Structure(ShownWithOptions, ABC):
         """How many numbers the block spreads the gradient's squared norm over: n for a diagonal, 1 for mixing blocks."""
         return 1
 
-    def multiplier(self, shape: Sequence[int]) -> str | None:
-        """The tensor t of the block with U x = t ∘ x, one number a coordinate or one for all; None where it does more."""
-        return None
-
     def memory(self, shape: Sequence[int], itemsize: int = 4) -> int:
         """Bytes that one block takes for a parameter of this shape."""
         return itemsize * sum(math.prod(size) for size in self.sizes(shape).values())
@@ -206,9 +202,6 @@ class Scalar(LinearStructure):
     def __post_init__(self) -> None:
         check_one_of("extent of a block", self.per, ("parameter", "layer"))
 
-    def multiplier(self, shape: Sequence[int]) -> str | None:
-        return "u" if self.per == "parameter" else None
-
     def identity(self, shape: Sequence[int], like: Tensor, count: int = 1) -> dict[str, Tensor]:
         return {"u": ones((), like, count)}
 
@@ -234,9 +227,6 @@ class Diagonal(LinearStructure):
 
     def spread(self, shape: Sequence[int]) -> int:
         return math.prod(shape)
-
-    def multiplier(self, shape: Sequence[int]) -> str | None:
-        return "d"
 
     def identity(self, shape: Sequence[int], like: Tensor, count: int = 1) -> dict[str, Tensor]:
         return {"d": ones(shape, like, count)}

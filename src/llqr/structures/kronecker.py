@@ -82,9 +82,6 @@ class SideStructure(Structure):
             for name, size in self.sizes(shape).items()
         }
 
-    def multiplier(self, shape: Sequence[int]) -> str | None:
-        return VECTOR.multiplier(shape) if len(shape) < 2 else None
-
     def apply(self, tensors: Tensors, x: Tensor) -> Tensor:
         return VECTOR.apply(tensors, x) if x.dim() < 3 else self.act(tensors, x.flatten(2)).reshape(x.shape)
 
