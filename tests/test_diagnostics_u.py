@@ -23,8 +23,7 @@ SHAPES = {"a.weight": (6, 5), "a.bias": (6,), "b.weight": (4, 3, 2, 2), "c": ()}
 def learned(structure: Any, shapes: dict[str, tuple[int, ...]] | None = None, spread: float = 0.3) -> Preconditioner:
     """U moved away from the identity at random, as a fit would."""
     u = Preconditioner.identity({n: torch.zeros(s).double() for n, s in (shapes or SHAPES).items()}, structure)
-    change = [{n: torch.randn_like(t) for n, t in group.tensors.items()} for group in u.groups]
-    return u.moved(change, spread)
+    return u.moved([torch.randn_like(tensor) for tensor in u.tensors], spread)
 
 
 def matrix(u: Preconditioner, names: list[str], shapes: dict[str, tuple[int, ...]]) -> Tensor:

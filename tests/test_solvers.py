@@ -233,9 +233,7 @@ def test_line_search_of_conjugate_gradient_is_exact(structure: Structure) -> Non
     model = random_model()
     u = fit(model, structure, ConjugateGradient(), steps=1)
     identity = Preconditioner.identity(model.gradient, structure)
-    change = [
-        {n: t - i.tensors[n] for n, t in g.tensors.items()} for g, i in zip(u.groups, identity.groups, strict=True)
-    ]
+    change = [after - before for after, before in zip(u.tensors, identity.tensors, strict=True)]
     lengths = torch.linspace(0.5, 1.5, 41, dtype=torch.float64)
     values = []
     for length in lengths:

@@ -5,7 +5,7 @@ Blocks of one structure and one shape are kept as a stack, a `Group`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -25,8 +25,8 @@ class Preconditioned(NamedTuple):
     nonfinite: list[str]
 
 
-Change = list[dict[str, Tensor]]
-"""A change of every tensor of a preconditioner, group by group."""
+Stacks = list[Tensor]
+"""One for every tensor of a preconditioner, group by group: a change of it, say."""
 
 
 class Preconditioner:
@@ -112,24 +112,34 @@ class Preconditioner:
     @property
     def memory(self) -> int:
         """Bytes of all the tensors."""
-        return sum(t.numel() * t.element_size() for group in self.groups for t in group.tensors.values())
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+
+    @property
+    def tensors(self) -> Stacks:
+        """Those of all blocks, as they are stacked."""
+        return [tensor for group in self.groups for tensor in group.tensors.values()]
+
+    def with_tensors(self, tensors: Iterable[Tensor]) -> Preconditioner:
+        """The same blocks of other tensors."""
+        each = iter(tensors)
+        groups = [replace(group, tensors={name: next(each) for name in group.tensors}) for group in self.groups]
+        return Preconditioner(groups, self.history)
 
     def with_history(self, history: Sequence[float]) -> Preconditioner:
         """The same blocks, under another history."""
         return Preconditioner(self.groups, history)
 
     def clone(self) -> Preconditioner:
-        return self._with(torch.clone)
+        return self.with_tensors(tensor.clone() for tensor in self.tensors)
 
-    def moved(self, change: Change, length: float) -> Preconditioner:
+    def moved(self, change: Stacks, length: float) -> Preconditioner:
         """U + length · change."""
-        return self._with(lambda tensor, part: tensor.add(part, alpha=length), change)
+        return self.with_tensors(t.add(part, alpha=length) for t, part in zip(self.tensors, change, strict=True))
 
-    def move_(self, change: Change, length: float) -> None:
+    def move_(self, change: Stacks, length: float) -> None:
         """U ← U + length · change."""
-        for group, part in zip(self.groups, change, strict=True):
-            for name, tensor in group.tensors.items():
-                tensor.add_(part[name], alpha=length)
+        for tensor, part in zip(self.tensors, change, strict=True):
+            tensor.add_(part, alpha=length)
 
     def scaled(self, factor: float) -> Preconditioner:
         """factor · U, for a positive factor."""
@@ -145,7 +155,8 @@ class Preconditioner:
         """ema · U + (1 - ema) · other, tensor by tensor."""
         checked_number("ema", ema, lambda share: 0 <= share <= 1, "a number between 0 and 1")
         self.check_same_blocks(other)
-        return self._with(lambda mine, theirs: torch.lerp(theirs, mine, float(ema)), [g.tensors for g in other.groups])
+        pairs = zip(self.tensors, other.tensors, strict=True)
+        return self.with_tensors(torch.lerp(theirs, mine, float(ema)) for mine, theirs in pairs)
 
     def take(self, other: Preconditioner) -> None:
         """Take over the blocks that both have, of the same structure and shapes; the others stay."""
@@ -162,7 +173,7 @@ class Preconditioner:
 
     def is_finite(self) -> bool:
         """By the sums: a NaN or an infinity anywhere makes one, and a sum is the cheapest pass over a tensor."""
-        return all(bool(tensor.sum().isfinite()) for group in self.groups for tensor in group.tensors.values())
+        return all(bool(tensor.sum().isfinite()) for tensor in self.tensors)
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and builtins alone: the blocks by name, and the history."""
@@ -206,14 +217,6 @@ class Preconditioner:
             keys = ", ".join(group.keys[:3]) + (f", … ({len(group.keys)})" if len(group.keys) > 3 else "")
             lines.append(f"  {group.structure!r}: {sizes} for {keys}")
         return "\n".join(lines) + ")"
-
-    def _with(self, function: Callable[..., Tensor], *changes: Change) -> Preconditioner:
-        """The same with a function of each tensor, and of those in the changes, in its place."""
-        groups = [
-            replace(g, tensors={n: function(t, *(part[n] for part in parts)) for n, t in g.tensors.items()})
-            for g, *parts in zip(self.groups, *changes, strict=True)
-        ]
-        return Preconditioner(groups, self.history)
 
 
 def _blocks_finite(group: Group, y: Tensor, values: Mapping[str, Tensor]) -> Tensor:
