@@ -20,6 +20,7 @@ from llqr.checks import check_amount, check_count, check_tensors
 from llqr.curvature.precision import at_least_single, raised
 from llqr.errors import LLQRError, NonFiniteError, unknown
 from llqr.structures.base import Damping, Structure
+from llqr.structures.kronecker import SideStructure
 
 MEMORY = 0.8
 """How much each refit counts beside the next one, in a weighted mean over all of them."""
@@ -210,7 +211,7 @@ class Block:
             inverse = self.structure.closed_form(moments, damping)
         except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
             raise NonFiniteError(f"the curvature of {self.map.key!r} can't be inverted: {error}") from error
-        if units is not None:
+        if units is not None and isinstance(self.structure, SideStructure):
             inverse = self.structure.scale_side(inverse, 0 if self.map.inputs_on_rows else 1, units)
         self.inverse = {name: tensor.contiguous() for name, tensor in inverse.items()}  # as ranks send them
 
@@ -239,7 +240,7 @@ class Block:
         small units is learned too, as Adam learns it. It is half of the way to inputs of one size, where pixels that hardly
         ever change would count as much as the others.
         """
-        if not (self.map.reads_data and self.structure.by_sides) or self.diagonal:
+        if not (self.map.reads_data and isinstance(self.structure, SideStructure)) or self.diagonal:
             return None
         moment = self.moments[self._inputs]
         sizes = moment if moment.dim() == 2 else moment.diagonal(dim1=1, dim2=2)

@@ -101,26 +101,18 @@ class ConjugateGradient(Solver):
 
 def _minimum(coefficients: list[float], start: float, limit: float) -> float:
     """The length in (0, limit] with the least a₁t + a₂t² + a₃t³ + a₄t⁴, among its stationary points, `start` and `limit`."""
-    scaled, power = [], start  # in units of start, so that powers don't overflow
-    for coefficient in coefficients:
-        scaled.append(coefficient * power)
-        power *= start
-    top = max(map(abs, scaled))
-    if not 0 < top < math.inf or not all(map(math.isfinite, scaled)):
+    units = 1.0, start, start * start, start * start * start
+    a1, a2, a3, a4 = (a * unit for a, unit in zip(coefficients, units, strict=True))
+    ratios = [-a / a1 if a1 else math.inf for a in (4 * a4, 3 * a3, 2 * a2)]
+    if not all(map(math.isfinite, ratios)):
         return start
-    a1, a2, a3, a4 = (coefficient / top for coefficient in scaled)
-    slope = [a1, 2 * a2, 3 * a3, 4 * a4]
-    while len(slope) > 1 and abs(slope[-1]) < 1e-14:
-        slope.pop()
-    candidates = [1.0, limit / start]
-    if len(slope) > 1:
-        companion = torch.zeros(len(slope) - 1, len(slope) - 1, dtype=torch.float64)
-        companion.diagonal(-1).fill_(1)
-        companion[:, -1] = -torch.tensor(slope[:-1], dtype=torch.float64) / slope[-1]
-        roots = torch.linalg.eigvals(companion)
-        candidates += [float(root.real) for root in roots if abs(float(root.imag)) < 1e-6 * abs(complex(root))]
-    values = {t: t * (a1 + t * (a2 + t * (a3 + t * a4))) for t in candidates if 0 < t <= limit / start}
-    return start * min((t for t in values if math.isfinite(values[t])), key=values.__getitem__, default=1.0)
+    companion = torch.zeros(3, 3, dtype=torch.float64)  # a₁s³ + 2a₂s² + 3a₃s + 4a₄ = 0 for s = 1/t
+    companion.diagonal(-1).fill_(1)
+    companion[:, 2] = torch.tensor(ratios, dtype=torch.float64)
+    roots = [1 / s for s in torch.linalg.eigvals(companion).tolist() if s]
+    candidates = [1.0, limit / start, *(t.real for t in roots if abs(t.imag) < 1e-6 * abs(t))]
+    values = {t: t + t * t * (a2 + t * (a3 + t * a4)) / a1 for t in candidates if 0 < t <= limit / start}
+    return start * max((t for t in values if math.isfinite(values[t])), key=values.__getitem__, default=1.0)
 
 
 @dataclass(frozen=True)

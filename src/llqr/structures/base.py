@@ -36,8 +36,6 @@ class Structure(ShownWithOptions, ABC):
     """
 
     per: Per = "parameter"
-    by_sides = False
-    """U has a factor for each side of a matrix, found from the second moment along it; `scale_side` is written."""
 
     def sizes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
         """The name and shape of each tensor of a block for a parameter of this shape: as `identity` makes them."""
@@ -86,10 +84,6 @@ class Structure(ShownWithOptions, ABC):
     def closed_form(self, moments: Tensors, damping: Damping) -> dict[str, Tensor]:
         """The tensors of (H + λ)⁻¹ within this structure, H the second moments; λ is `damping` times their mean diagonal."""
         raise self._without_closed_form()
-
-    def scale_side(self, tensors: Tensors, side: int, scale: Tensor) -> dict[str, Tensor]:
-        """The tensors of S U S, with S diagonal along one side: `scale` is (k, n)."""
-        raise LLQRError(f"{self!r} says that it is `by_sides`: write scale_side()")
 
     def check_closed_form(self) -> None:
         """Raise for a structure that says only how it acts, which is enough for the paper's fit."""

@@ -59,7 +59,6 @@ class SideStructure(Structure):
     """A structure with a factor for each side of a parameter (m, ...), seen as m × n; a vector is diagonal."""
 
     max_dim: int = 8192
-    by_sides = True
     factors: ClassVar[tuple[str, ...]]
     """The names of the factors, side by side."""
 
@@ -69,6 +68,10 @@ class SideStructure(Structure):
     @abstractmethod
     def act(self, tensors: Tensors, x: Tensor) -> Tensor:
         """U x, of matrices x."""
+
+    @abstractmethod
+    def scale_side(self, tensors: Tensors, side: int, scale: Tensor) -> dict[str, Tensor]:
+        """The tensors of S U S, with S diagonal along one side: `scale` is (k, n)."""
 
     def sizes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
         if len(shape) < 2:

@@ -42,28 +42,26 @@ def assign(structure: StructureSpec, names: Collection[str]) -> dict[str, Struct
     """
     if not isinstance(structure, Mapping):
         return dict.fromkeys(names, resolve(structure))
-    answering = {name: list(accumulate(name.split("."), "{}.{}".format))[::-1] for name in names}
-    known = dict.fromkeys(answer for answers in answering.values() for answer in answers)
-    resolved = {pattern: resolve(entry) for pattern, entry in structure.items()}
-    wild = [pattern for pattern in structure if isinstance(pattern, str) and not WILD.isdisjoint(pattern)]
+    modules = {name: list(accumulate(name.split("."), "{}.{}".format)) for name in names}  # that hold it, and itself
+    known = dict.fromkeys(each for holding in modules.values() for each in holding)
     for pattern in structure:
         if not isinstance(pattern, str):
             raise LLQRError(f"a mapping of structures has name patterns for keys; {pattern!r} is not a string")
-        if not (any(fnmatchcase(answer, pattern) for answer in known) if pattern in wild else pattern in known):
-            raise unknown("parameter or module in the mapping of structures", pattern, list(known))
-    order = {pattern: rank for rank, pattern in enumerate(resolved)}
-    assigned: dict[str, Structure] = {}
-    for name, answers in answering.items():
-        # names are looked up, so that a model with many parameters, each by its name, isn't matched pattern by pattern
-        matching = [answer for answer in answers if answer in order and answer not in wild]
-        matching += [pattern for pattern in wild if any(fnmatchcase(answer, pattern) for answer in answers)][:1]
-        if matching:
-            assigned[name] = resolved[min(matching, key=order.__getitem__)]
+        if not _matches(pattern, known):
+            raise unknown("parameter or module in the mapping of structures", pattern, known)
+    resolved = {pattern: resolve(entry) for pattern, entry in structure.items()}
+    firsts = {name: next((p for p in resolved if _matches(p, holding)), None) for name, holding in modules.items()}
+    assigned = {name: resolved[first] for name, first in firsts.items() if first is not None}
     missing = [name for name in names if name not in assigned]
     if missing:
         listed = ", ".join(repr(name) for name in missing[:10]) + (", …" if len(missing) > 10 else "")
         raise LLQRError(f'no pattern of the structures matches {listed}: add a last "*" that says what the rest gets')
     return assigned
+
+
+def _matches(pattern: str, names: Collection[str]) -> bool:
+    """Whether it is one of the names or, as a pattern, fits one: patterns cost more, and most keys are names."""
+    return pattern in names or (not WILD.isdisjoint(pattern) and any(fnmatchcase(name, pattern) for name in names))
 
 
 def owner(name: str) -> str:
