@@ -15,7 +15,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from llqr.checks import ShownWithOptions
+from llqr.checks import ShownWithOptions, checked_number
 from llqr.curvature.precision import raised
 from llqr.errors import LLQRError
 
@@ -115,9 +115,8 @@ class Gaussian(Family):
     """Every number of the output is the mean of a Gaussian of fixed variance."""
 
     def __init__(self, variance: float = 1.0) -> None:
-        if not 0 < variance < float("inf"):
-            raise LLQRError(f"a Gaussian's variance is a positive number, not {variance!r}")
-        self.variance = variance
+        what = "a Gaussian's variance"
+        self.variance = checked_number(what, variance, lambda v: 0 < v < math.inf, "a positive number")
 
     def kl(self, p: Tensor, q: Tensor) -> Tensor:
         return (p - q).square() / (2 * self.variance)

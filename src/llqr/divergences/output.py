@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from llqr.checks import checked_number
 from llqr.divergences.base import REDUCTIONS, BasePoint, QuadraticTerm, Reduction, Term, hessian_product
 from llqr.divergences.families import FAMILIES, Categorical, Family
 from llqr.divergences.inside import L2
@@ -143,10 +144,9 @@ class Renyi(Distributional):
     """log Σ p_k^a p_θ^(1-a) / (a-1), a > 0 the order: H is a times the Fisher matrix; order 1 is the limit, KL."""
 
     def __init__(self, order: float = 0.5, family: str | Family = "categorical", reduction: Reduction = "mean") -> None:
-        if isinstance(order, bool) or not isinstance(order, (int, float)) or not 0 < order < math.inf:
-            raise LLQRError(f"the order of a Rényi divergence is a positive number, not {order!r}")
         super().__init__(family, reduction)
-        self.curvature = self.order = float(order)
+        what = "the order of a Rényi divergence"
+        self.curvature = self.order = checked_number(what, order, lambda a: 0 < a < math.inf, "a positive number")
 
     def between(self, base: Tensor, output: Tensor) -> Tensor:
         if self.order == 1:

@@ -158,7 +158,7 @@ class ScaleFree(Solver):
         for _ in range(steps):
             before = state.value
             best = min(best, state, key=_State.merit)
-            slope = state.slope(problem)
+            slope = problem.slope(state.product, state.scale)
             direction = directions.next(state.point.pullback(slope), bounds.free(state.point.u))
             moved = None if direction is None else advance(problem, state, slope, direction, bounds)
             if moved is None or not (moved.point.u.is_finite() and math.isfinite(moved.value)):
@@ -203,9 +203,6 @@ class _State:
         """J with the curvature's absolute value: what steps are compared by, because J itself has no bottom where H is
         negative, and the longest step would win. The same as J where H is positive."""
         return self.value + self.scale**2 * max(0.0, -self.curved)
-
-    def slope(self, problem: Problem) -> Stacks:
-        return problem.slope(self.product, self.scale)
 
 
 def _metric(problem: Problem) -> Stacks:

@@ -66,14 +66,14 @@ class Structure(ShownWithOptions, ABC):
     def second_moments(self, rows: Tensor, columns: Tensor) -> dict[str, Tensor]:
         """What `closed_form` needs of the gradients v = rows ⊗ columns of linear maps, summed over the T places where they act.
 
-        `rows` has shape (k, T, r) and `columns` (k, T, c). Two names are taken: "rows" and "columns" are Σ rows rowsᵀ and
-        Σ columns columnsᵀ, or their diagonals, and H is their Kronecker product. Other moments have other names.
+        `rows` has shape (k, T, r) and `columns` (k, T, c). Three names are taken: "rows" and "columns" are Σ rows rowsᵀ and
+        Σ columns columnsᵀ, or their diagonals, whose Kronecker product is H; "whole" is H. Other moments have other names.
         """
         raise self._without_closed_form()
 
     def mean_curvature(self, moments: Tensors) -> Tensor:
-        """The mean of H's diagonal, (k,), which L2 is compared with; here of "rows" and "columns"."""
-        if moments.keys() != {"rows", "columns"}:
+        """The mean of H's diagonal, (k,), which L2 is compared with; here of "rows" and "columns", or of "whole"."""
+        if moments.keys() not in ({"rows", "columns"}, {"whole"}):
             raise LLQRError(
                 f"{self!r} keeps moments of its own, {', '.join(map(repr, moments))}, and a divergence with L2 asks for the "
                 "mean of H's diagonal: write mean_curvature(moments), one number for each block"
@@ -261,9 +261,6 @@ class Dense(LinearStructure):
 
     def second_moments(self, rows: Tensor, columns: Tensor) -> dict[str, Tensor]:
         return {"whole": gram((rows[..., None] * columns[:, :, None]).flatten(2))}
-
-    def mean_curvature(self, moments: Tensors) -> Tensor:
-        return moments["whole"].diagonal(dim1=1, dim2=2).mean(1)
 
     def closed_form(self, moments: Tensors, damping: Damping) -> dict[str, Tensor]:
         """(H + λ)⁻¹."""
