@@ -103,12 +103,10 @@ class Term(Divergence):
     variable = "the output"
     """What it is a function of, in words."""
 
-    _title = ""
-
     @property
     def title(self) -> str:
         """What errors call it."""
-        return self._title or f"psi() of {self!r}"
+        return f"psi() of {self!r}"
 
     def terms(self) -> Iterator[tuple[float, Term | L2]]:
         yield 1.0, self
@@ -156,10 +154,8 @@ class Term(Divergence):
 
     def check_psi(self, base: BasePoint) -> None:
         """Raise where ψ_N isn't one number, doesn't depend on the output, or has a slope at x_N^k though `flat` says that it
-        hasn't: H would lack the curvature of the network itself then.
-
-        The slope is compared with those a tenth of the output's size away, and all of it. Rounding leaves far less than that,
-        also where predictions are so sure that nothing near them has a slope.
+        hasn't: H would lack the curvature of the network itself then. The slope is compared with those a tenth of the output's
+        size away, and all of it: rounding leaves far less.
         """
         point = base.output.detach()
         with torch.enable_grad():

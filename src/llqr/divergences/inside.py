@@ -204,11 +204,15 @@ class _Joint(Term):
     variable = "x and the parameters"
 
     def __init__(self, function: LayerPsi | LayerLoss, flat: bool, title: str, of_change: bool = True) -> None:
-        self.function, self.flat, self._title, self.of_change = function, flat, title, of_change
+        self.function, self.flat, self._title, self._of_change = function, flat, title, of_change
+
+    @property
+    def title(self) -> str:
+        return self._title
 
     def psi(self, output: Tensor, base: BasePoint) -> Tensor:
         assert base.unpack is not None
-        return self.function(*base.unpack(output), *(base.unpack(base.output) if self.of_change else ()))
+        return self.function(*base.unpack(output), *(base.unpack(base.output) if self._of_change else ()))
 
     def __repr__(self) -> str:
         return _brief(self.function)

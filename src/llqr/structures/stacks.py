@@ -116,17 +116,18 @@ class Group:
 
     def covering(self, names: Collection[str]) -> Group | None:
         """The blocks that cover some of these parameters."""
-        blocks = zip(self.keys, self.members, strict=True)
-        return self.only([key for key, members in blocks if any(name in names for name in members)])
+        return self._at([i for i, members in enumerate(self.members) if any(name in names for name in members)])
 
     def only(self, keys: Collection[str]) -> Group | None:
         """The blocks of these names."""
-        chosen = [i for i, key in enumerate(self.keys) if key in keys]
+        return self._at([i for i, key in enumerate(self.keys) if key in keys])
+
+    def _at(self, chosen: list[int]) -> Group | None:
         if len(chosen) == len(self.keys):
             return self
         tensors = {name: tensor[chosen] for name, tensor in self.tensors.items()}
-        kept, members = tuple(self.keys[i] for i in chosen), tuple(self.members[i] for i in chosen)
-        return replace(self, keys=kept, members=members, tensors=tensors) if chosen else None
+        keys, members = tuple(self.keys[i] for i in chosen), tuple(self.members[i] for i in chosen)
+        return replace(self, keys=keys, members=members, tensors=tensors) if chosen else None
 
     def zeros_beside(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Zeros for the members that have no value."""
