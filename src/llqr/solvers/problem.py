@@ -10,10 +10,12 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from llqr.checks import ShownWithOptions, checked_number
 from llqr.preconditioner import Preconditioner, Stacks
@@ -135,10 +137,18 @@ class Point:
     def __init__(self, problem: Problem, u: Preconditioner) -> None:
         self.u, self._descent = u, problem.descent
         self._leaves = [stack.detach().requires_grad_() for stack in u.tensors]
+        self._ends: list[GradientEdge] = []  # of autograd's graph, which doesn't hold δ itself
+
+    @cached_property
+    def step(self) -> Stacks:
+        return [stack.detach() for stack in self._act()]
+
+    def _act(self) -> Stacks:
         with torch.enable_grad():
-            acting = zip(u.with_tensors(self._leaves).groups, problem.descent, strict=True)
-            self._step = [group.structure.apply(group.tensors, x) for group, x in acting]
-        self.step: Stacks = [stack.detach() for stack in self._step]
+            acting = zip(self.u.with_tensors(self._leaves).groups, self._descent, strict=True)
+            step = [group.structure.apply(group.tensors, x) for group, x in acting]
+        self._ends = [get_gradient_edge(stack) for stack in step]
+        return step
 
     def derivative(self, change: Stacks) -> Stacks:
         """dδ along a change of U."""
@@ -147,7 +157,9 @@ class Point:
 
     def pullback(self, slope: Stacks) -> Stacks:
         """∇_U J, given P."""
-        return [*torch.autograd.grad(self._step, self._leaves, slope, retain_graph=True, materialize_grads=True)]
+        if not self._ends:
+            self._act()
+        return [*torch.autograd.grad(self._ends, self._leaves, slope, retain_graph=True, materialize_grads=True)]
 
 
 class Solver(ShownWithOptions, ABC):
