@@ -15,7 +15,7 @@ from llqr.diagnostics import QUANTILES, comparison, spectra, staleness
 from llqr.divergences import KL
 from llqr.errors import LLQRError
 from llqr.solvers import SGDM, ScaleFree
-from llqr.structures import Dense, EigenKronecker, Kronecker, Scalar
+from llqr.structures import EigenKronecker, Kronecker
 
 SHAPES = {"a.weight": (6, 5), "a.bias": (6,), "b.weight": (4, 3, 2, 2), "c": ()}
 
@@ -49,13 +49,6 @@ def test_small_blocks_have_their_exact_spectra(structure: Any) -> None:
         symmetric = torch.allclose(dense, dense.T)
         truth = torch.linalg.eigvalsh(dense) if symmetric else torch.linalg.svdvals(dense).sort().values
         assert torch.allclose(values.expand_as(truth), truth, atol=1e-9)  # of a scalar one number stands for all
-
-
-def test_a_layers_block_is_one() -> None:
-    u = learned({"a": Dense(per="layer"), "*": Scalar()})
-    found = spectra(u)
-    dense = matrix(u, ["a.weight", "a.bias"], SHAPES)
-    assert torch.allclose(found["a"], torch.linalg.svdvals(dense).sort().values)
 
 
 def test_factors_with_diagonal_sides_and_many_values(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,31 +115,6 @@ def test_long_sides_are_diagonal() -> None:
     torch.testing.assert_close(y, torch.diag(block["C"][0]) @ x @ block["D"][0].T)
 
 
-def test_layer_blocks_join_what_a_module_owns() -> None:
-    """per="layer": one U for vec(weight) and vec(bias) together, and u·g for both."""
-    gradients = {
-        "a.weight": torch.randn(2, 3).double(),
-        "a.bias": torch.randn(2).double(),
-        "top": torch.randn(2).double(),
-    }
-    u = Preconditioner.identity(gradients, Dense(per="layer"))
-    assert {key: block["U"].shape for key, block in u.blocks.items()} == {"a": (8, 8), "": (2, 2)}
-    u.blocks["a"]["U"].copy_(torch.randn(8, 8))
-    joined = torch.cat([gradients["a.weight"].reshape(-1), gradients["a.bias"]])
-    applied = u.apply(gradients)
-    expected = u.blocks["a"]["U"] @ joined
-    torch.testing.assert_close(torch.cat([applied["a.weight"].reshape(-1), applied["a.bias"]]), expected)
-    alone = u.apply({"a.weight": gradients["a.weight"]})  # the bias has no gradient, and counts as zero
-    assert alone.keys() == {"a.weight"}
-    expected = u.blocks["a"]["U"][:6, :6] @ gradients["a.weight"].reshape(-1)
-    torch.testing.assert_close(alone["a.weight"].reshape(-1), expected)
-
-    scalars = Preconditioner.identity(gradients, Scalar(per="layer"))
-    scalars.blocks["a"]["u"].fill_(3.0)
-    torch.testing.assert_close(scalars.apply(gradients)["a.bias"], 3 * gradients["a.bias"])
-    torch.testing.assert_close(scalars.apply(gradients)["top"], gradients["top"])
-
-
 def test_low_precision_gradients_have_float32_blocks() -> None:
     gradients = {"w": torch.randn(3, 2).bfloat16(), "v": torch.randn(3).double()}
     u = Preconditioner.identity(gradients, "kfac")
@@ -191,7 +166,6 @@ def test_parameters_by_their_names_are_looked_up(monkeypatch: pytest.MonkeyPatch
         ({"haed": "scalar", "*": "kfac"}, "did you mean 'head'"),
         ({"embed": "scalar"}, r"'layers\.0\.attn\.weight'.*\"\*\""),
         ({0: "scalar"}, "not a string"),
-        ({"layers.0.attn.weight": Dense(per="layer"), "*": Scalar(per="layer")}, "two structures"),
     ],
 )
 def test_bad_structures_are_explained(structure: object, message: str) -> None:
@@ -202,9 +176,8 @@ def test_bad_structures_are_explained(structure: object, message: str) -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: Scalar(per="module"),
         lambda: Kronecker(max_dim=0),
-        lambda: Dense(per=1),
+        lambda: EigenKronecker(max_dim=-1),
     ],
 )
 def test_bad_options_are_refused(make: object) -> None:
@@ -227,6 +200,6 @@ def test_blocks_of_one_shape_share_a_stack() -> None:
         f"large{i}": torch.zeros(300, 250) for i in range(2)
     }
     u = Preconditioner.identity(layers, "kfac")
-    assert sorted(len(group.keys) for group in u.groups) == [1, 1, 40]
+    assert sorted(len(group.names) for group in u.groups) == [1, 1, 40]
     assert u.memory == 4 * (40 * 32 + 2 * (300**2 + 250**2))
     assert math.isclose(u.memory, sum(Kronecker().memory(tuple(p.shape)) for p in layers.values()))

@@ -30,10 +30,10 @@ Stacks = list[Tensor]
 
 
 class Preconditioner:
-    """U = diag(U_0, U_1, …): learned inverse curvature, one structured block for each parameter or layer.
+    """U = diag(U_0, U_1, …): learned inverse curvature, one structured block for each parameter.
 
-    `blocks` maps the name of a parameter (of a module, for blocks `per="layer"`) to that block's tensors; `history` is the
-    objective J at the start of the fit and after each of its steps.
+    `blocks` maps the name of a parameter to its block's tensors; `history` is the objective J at the start of the fit and after
+    each of its steps.
     """
 
     def __init__(self, groups: Sequence[Group], history: Sequence[float] = ()) -> None:
@@ -46,12 +46,12 @@ class Preconditioner:
         return cls(identity_groups(parameters, structure))
 
     def apply(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """U g for the parameters that are given; of a layer's block the others count as zero."""
+        """U g for the parameters that are given."""
         if not isinstance(gradients, Mapping):
             raise LLQRError(
                 f"gradients are a mapping from parameter names to tensors, not a {type(gradients).__name__}"
             )
-        known = {name for group in self.groups for members in group.members for name in members}
+        known = {name for group in self.groups for name in group.names}
         for name in gradients:
             if name not in known:
                 raise unknown("parameter", name, known)
@@ -63,13 +63,11 @@ class Preconditioner:
         return {name: applied[name] for name in gradients}
 
     def _products(self, gradients: Mapping[str, Tensor]) -> Iterator[tuple[Group, Tensor, Tensor]]:
-        """The blocks that these gradients are of, with g and U g. What a layer's block has no gradient for counts as zero."""
-        values = dict(gradients)
+        """The blocks that these gradients are of, with g and U g."""
         for each in self.groups:
-            group = each.covering(gradients.keys())
+            group = each.only(gradients.keys())
             if group is not None:
-                values.update(group.zeros_beside(gradients))
-                x = group.gather(values)
+                x = group.gather(gradients)
                 yield group, x, group.structure.apply(group.tensors, x)
 
     def precondition(self, gradients: Mapping[str, Tensor]) -> Preconditioned:
@@ -78,14 +76,14 @@ class Preconditioner:
         Parameters that U doesn't know, or knows by another shape, are left out. Every step pays for this: whether all is finite
         is asked once.
         """
-        shapes = {n: s for g in self.groups for names in g.members for n, s in zip(names, g.shapes, strict=True)}
+        shapes = {name: group.shape for group in self.groups for name in group.names}
         values = {name: gradient for name, gradient in gradients.items() if shapes.get(name) == gradient.shape}
         products = list(self._products(values))
         finite = [_blocks_finite(group, y, values) for group, _, y in products]
         good = iter(torch.cat(finite).tolist() if finite else [])
         found, bad = dict[str, Tensor](), list[str]()
         for group, x, y in products:
-            for i, key in enumerate(group.keys):
+            for i, key in enumerate(group.names):
                 if not next(good):
                     y[i] = x[i]
                     bad.append(key)
@@ -97,17 +95,17 @@ class Preconditioner:
         return {
             key: {name: stack[i] for name, stack in group.tensors.items()}
             for group in self.groups
-            for i, key in enumerate(group.keys)
+            for i, key in enumerate(group.names)
         }
 
     @property
     def structures(self) -> dict[str, Structure]:
         """The structure of each block, under the names of `blocks`."""
-        return {key: group.structure for group in self.groups for key in group.keys}
+        return {name: group.structure for group in self.groups for name in group.names}
 
-    def layout(self) -> dict[str, tuple[Structure, tuple[torch.Size, ...]]]:
-        """The structure of each block, and the shapes of its parameters."""
-        return {key: (group.structure, group.shapes) for group in self.groups for key in group.keys}
+    def layout(self) -> dict[str, tuple[Structure, torch.Size]]:
+        """The structure of each block, and the shape of its parameter."""
+        return {name: (group.structure, group.shape) for group in self.groups for name in group.names}
 
     @property
     def memory(self) -> int:
@@ -159,7 +157,7 @@ class Preconditioner:
         return self.with_tensors(torch.lerp(theirs, mine, float(ema)) for mine, theirs in pairs)
 
     def take(self, other: Preconditioner) -> None:
-        """Take over the blocks that both have, of the same structure and shapes; the others stay."""
+        """Take over the blocks that both have, of the same structure and shape; the others stay."""
         mine, theirs, known = self.blocks, other.blocks, other.layout()
         for key, block in self.layout().items():
             if known.get(key) == block:
@@ -211,18 +209,18 @@ class Preconditioner:
             raise LLQRError(f"the preconditioners don't have the same block for {', '.join(map(repr, different[:5]))}")
 
     def __repr__(self) -> str:
-        lines = [f"Preconditioner({sum(len(group.keys) for group in self.groups)} blocks, {self.memory:,} bytes"]
+        lines = [f"Preconditioner({sum(len(group.names) for group in self.groups)} blocks, {self.memory:,} bytes"]
         for group in self.groups:
             sizes = ", ".join(f"{name}{tuple(tensor.shape[1:])}" for name, tensor in group.tensors.items())
-            keys = ", ".join(group.keys[:3]) + (f", … ({len(group.keys)})" if len(group.keys) > 3 else "")
-            lines.append(f"  {group.structure!r}: {sizes} for {keys}")
+            names = ", ".join(group.names[:3]) + (f", … ({len(group.names)})" if len(group.names) > 3 else "")
+            lines.append(f"  {group.structure!r}: {sizes} for {names}")
         return "\n".join(lines) + ")"
 
 
 def _blocks_finite(group: Group, y: Tensor, values: Mapping[str, Tensor]) -> Tensor:
     """Whether each block of a stack is, in the dtypes of the values that it goes back to."""
     rows = y.reshape(len(y), -1)
-    largest = [min(torch.finfo(values[name].dtype).max for name in names if name in values) for names in group.members]
+    largest = [torch.finfo(values[name].dtype).max for name in group.names]
     if min(largest) >= torch.finfo(group.dtype).max:
         return rows.isfinite().all(1)
     return (rows.abs() <= y.new_tensor(largest)[:, None]).all(1)

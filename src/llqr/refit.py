@@ -186,10 +186,7 @@ class Refit:
         return Preconditioner.identity({name: parameters[name] for name in only}, self._structures(parameters, only))
 
     def current(self, parameters: Mapping[str, Tensor], u: Preconditioner | None) -> Preconditioner:
-        """U for the parameters that are trained: the one that is there, the identity for what it doesn't know.
-
-        It doesn't know a layer's block either that covers other parameters now, since some were added or frozen.
-        """
+        """U for the parameters that are trained: the one that is there, the identity for what it doesn't know."""
         new = self.identity(parameters, trainable(parameters))
         if u is not None:
             new.take(u)

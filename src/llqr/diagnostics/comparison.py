@@ -32,7 +32,7 @@ from llqr.preconditioner import Preconditioner
 from llqr.refit import fit
 from llqr.structures import Diagonal, Kronecker, Scalar
 from llqr.structures.kronecker import SideStructure
-from llqr.structures.stacks import Group, owner
+from llqr.structures.stacks import Group
 
 Step = Mapping[str, Tensor]
 
@@ -121,7 +121,7 @@ def judge(step: Step, reference: Reference) -> Verdict:
         raise LLQRError("the step is zero: there is no direction to judge (does the optimizer have these parameters?)")
     layers: dict[str, list[str]] = {}
     for name in r.gradient:  # a parameter that the model owns itself is a layer of its own
-        layers.setdefault(owner(name) or name, []).append(name)
+        layers.setdefault(name.rpartition(".")[0] or name, []).append(name)
     parts = {}
     for layer, names in layers.items():
         own, exact = ({name: each[name] for name in names} for each in (step, r.step))
@@ -232,7 +232,7 @@ def spectra(u: Preconditioner) -> dict[str, Tensor]:
         )
     if not u.is_finite():
         raise LLQRError("U isn't finite: it has no spectrum")
-    found = {key: _spectrum(group, i) for group in u.groups for i, key in enumerate(group.keys)}
+    found = {key: _spectrum(group, i) for group in u.groups for i, key in enumerate(group.names)}
     return {key: values.sort().values for key, values in found.items() if values is not None}
 
 

@@ -11,17 +11,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from llqr.checks import ShownWithOptions
 from llqr.curvature.precision import at_least_single
-from llqr.errors import LLQRError, NonFiniteError, check_one_of
+from llqr.errors import LLQRError, NonFiniteError
 
 Tensors = Mapping[str, Tensor]
-Per = Literal["parameter", "layer"]
 Damping = float | Tensor
 """λ as a share of the mean curvature: one for all of a stack, or one for each, (k,)."""
 
@@ -31,11 +29,7 @@ class Structure(ShownWithOptions, ABC):
 
     One of your own says how it begins (`identity`), how it acts (`apply`), and two things about that (`degree`, `scaled`); the
     rest follows. Derivatives by the tensors are autograd's.
-
-    `per` says what one block covers: a parameter, or all the parameters that a module owns itself, joined to one vector.
     """
-
-    per: Per = "parameter"
 
     def sizes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
         """The name and shape of each tensor of a block for a parameter of this shape: as `identity` makes them."""
@@ -189,12 +183,7 @@ def _start(side: int, rank: int, dtype: torch.dtype, device: torch.device) -> Te
 
 @dataclass(frozen=True)
 class Scalar(LinearStructure):
-    """U x = u·x: a learned length for each parameter, or for each layer with `per="layer"`."""
-
-    per: Per = "parameter"
-
-    def __post_init__(self) -> None:
-        check_one_of("extent of a block", self.per, ("parameter", "layer"))
+    """U x = u·x: a learned length for each parameter."""
 
     def identity(self, shape: Sequence[int], like: Tensor, count: int = 1) -> dict[str, Tensor]:
         return {"u": ones((), like, count)}
@@ -243,15 +232,7 @@ class Diagonal(LinearStructure):
 
 @dataclass(frozen=True)
 class Dense(LinearStructure):
-    """vec(U x) = U vec(x), U of n × n for a block of n numbers: exact for a block, and only for small ones.
-
-    `per="layer"`: one matrix for all the parameters that a module owns itself, the paper's U_i.
-    """
-
-    per: Per = "parameter"
-
-    def __post_init__(self) -> None:
-        check_one_of("extent of a block", self.per, ("parameter", "layer"))
+    """vec(U x) = U vec(x), U of n × n for a block of n numbers: exact for a block, and only for small ones."""
 
     def identity(self, shape: Sequence[int], like: Tensor, count: int = 1) -> dict[str, Tensor]:
         return {"U": eye(math.prod(shape), like, count)}

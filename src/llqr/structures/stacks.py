@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import reduce
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from llqr.curvature.precision import at_least_single
 from llqr.errors import LLQRError, meant, unknown
 from llqr.structures.base import Dense, Diagonal, Scalar, Structure
 from llqr.structures.kronecker import EigenKronecker, Kronecker
@@ -64,11 +64,6 @@ def _matches(pattern: str, names: Collection[str]) -> bool:
     return pattern in names or (not WILD.isdisjoint(pattern) and any(fnmatchcase(name, pattern) for name in names))
 
 
-def owner(name: str) -> str:
-    """The module that owns a parameter: the name up to the last dot."""
-    return name.rpartition(".")[0]
-
-
 STACK_LIMIT = 2**16
 """Parameters with more numbers than this are not stacked: their products fill a processor alone, and stacking copies them."""
 
@@ -78,76 +73,44 @@ BLOCK_LIMIT = 2 * 2**30
 
 @dataclass(frozen=True)
 class Group:
-    """A stack of blocks: `members[i]` are the parameters that block `keys[i]` covers, all of the same `shapes`."""
+    """A stack of blocks, one for each of these parameters of one shape."""
 
     structure: Structure
-    keys: tuple[str, ...]
-    members: tuple[tuple[str, ...], ...]
-    shapes: tuple[torch.Size, ...]
+    names: tuple[str, ...]
+    shape: torch.Size
     tensors: dict[str, Tensor]
 
     @property
     def dtype(self) -> torch.dtype:
         return next(iter(self.tensors.values())).dtype
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape that the structure sees: a parameter's own, or one vector for a layer."""
-        return _seen(self.structure, self.shapes)
-
     def gather(self, values: Mapping[str, Tensor]) -> Tensor:
-        """The stack (k, *shape) of the members' values; the parameters of a layer are joined to one vector."""
-        if self.structure.per == "parameter":
-            blocks = [values[name].to(self.dtype) for (name,) in self.members]
-        else:
-            blocks = [torch.cat([values[n].reshape(-1).to(self.dtype) for n in names]) for names in self.members]
+        """The stack (k, *shape) of the parameters' values."""
+        blocks = [values[name].to(self.dtype) for name in self.names]
         return blocks[0].unsqueeze(0) if len(blocks) == 1 else torch.stack(blocks)
 
     def scatter(self, stack: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inverse of `gather`: a value for each member that is in `like`, in the dtype that it has there."""
-        scattered = {}
-        for names, block in zip(self.members, stack.unbind(), strict=True):
-            whole = self.structure.per == "parameter"
-            parts = [block] if whole else torch.split(block, [shape.numel() for shape in self.shapes])
-            for name, part, shape in zip(names, parts, self.shapes, strict=True):
-                if name in like:
-                    scattered[name] = part.reshape(shape).to(like[name].dtype)
-        return scattered
+        """The inverse of `gather`: each value in the dtype that it has in `like`."""
+        return {name: block.to(like[name].dtype) for name, block in zip(self.names, stack.unbind(), strict=True)}
 
-    def covering(self, names: Collection[str]) -> Group | None:
-        """The blocks that cover some of these parameters."""
-        return self._at([i for i, members in enumerate(self.members) if any(name in names for name in members)])
-
-    def only(self, keys: Collection[str]) -> Group | None:
-        """The blocks of these names."""
-        return self._at([i for i, key in enumerate(self.keys) if key in keys])
-
-    def _at(self, chosen: list[int]) -> Group | None:
-        if len(chosen) == len(self.keys):
+    def only(self, names: Collection[str]) -> Group | None:
+        """The blocks of these parameters."""
+        chosen = [i for i, name in enumerate(self.names) if name in names]
+        if len(chosen) == len(self.names):
             return self
         tensors = {name: tensor[chosen] for name, tensor in self.tensors.items()}
-        keys, members = tuple(self.keys[i] for i in chosen), tuple(self.members[i] for i in chosen)
-        return replace(self, keys=keys, members=members, tensors=tensors) if chosen else None
-
-    def zeros_beside(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Zeros for the members that have no value."""
-        like, members = (
-            next(iter(self.tensors.values())),
-            (zip(names, self.shapes, strict=True) for names in self.members),
-        )
-        return {name: like.new_zeros(shape) for block in members for name, shape in block if name not in values}
+        return replace(self, names=tuple(self.names[i] for i in chosen), tensors=tensors) if chosen else None
 
     def layout(self) -> Group:
         """The group without its numbers: enough to gather and scatter."""
         return replace(self, tensors={name: tensor.new_empty(0) for name, tensor in self.tensors.items()})
 
     def check(self, values: Mapping[str, Tensor]) -> None:
-        """Raise for a member's value that isn't a dense tensor of real numbers of its shape, on the device of the block."""
+        """Raise for a value that isn't a dense tensor of real numbers of its shape, on the device of the block."""
         device = next(iter(self.tensors.values())).device
-        for members in self.members:
-            for name, shape in zip(members, self.shapes, strict=True):
-                if name in values:
-                    _check_value(name, values[name], shape, device)
+        for name in self.names:
+            if name in values:
+                _check_value(name, values[name], self.shape, device)
 
 
 def _check_value(name: str, value: object, shape: torch.Size, device: torch.device) -> None:
@@ -168,45 +131,22 @@ def identity_groups(parameters: Mapping[str, Tensor], structure: StructureSpec) 
 
     Blocks of one kind are stacked, unless they are too large for that.
     """
-    stacks: dict[Any, list[tuple[str, tuple[str, ...]]]] = {}
-    for key, names, block in _blocks(assign(structure, parameters)):
-        members = [parameters[name] for name in names]
-        for member in members:
-            if not member.is_floating_point():
-                raise LLQRError(f"{key!r} is of {member.dtype}; only real floating-point parameters have a structure")
-        dtype = reduce(torch.promote_types, (member.dtype for member in members), torch.float32)
-        shapes = tuple(member.shape for member in members)
-        size = block.memory(_seen(block, shapes), dtype.itemsize)
+    stacks: dict[Any, list[str]] = {}
+    for name, block in assign(structure, parameters).items():
+        parameter = parameters[name]
+        if not parameter.is_floating_point():
+            raise LLQRError(f"{name!r} is of {parameter.dtype}; only real floating-point parameters have a structure")
+        dtype = at_least_single(parameter.dtype)
+        size = block.memory(parameter.shape, dtype.itemsize)
         if size > BLOCK_LIMIT:
             raise LLQRError(
-                f"the {block!r} block of {key!r} would take {size / 2**30:,.1f} GB: use a structure with smaller blocks "
+                f"the {block!r} block of {name!r} would take {size / 2**30:,.1f} GB: use a structure with smaller blocks "
                 'there, such as "diagonal", "kfac" or Kronecker(max_dim=...)'
             )
-        alone = key if sum(map(Tensor.numel, members)) > STACK_LIMIT else None
-        stacks.setdefault((block, shapes, dtype, members[0].device, alone), []).append((key, names))
+        alone = name if parameter.numel() > STACK_LIMIT else None
+        stacks.setdefault((block, parameter.shape, dtype, parameter.device, alone), []).append(name)
     groups = []
-    for (block, shapes, dtype, device, _), entries in stacks.items():
-        keys, covered = (tuple(column) for column in zip(*entries, strict=True))
+    for (block, shape, dtype, device, _), names in stacks.items():
         like = torch.empty(0, dtype=dtype, device=device)
-        groups.append(Group(block, keys, covered, shapes, block.identity(_seen(block, shapes), like, len(keys))))
+        groups.append(Group(block, tuple(names), shape, block.identity(shape, like, len(names))))
     return groups
-
-
-def _seen(structure: Structure, shapes: Sequence[torch.Size]) -> tuple[int, ...]:
-    return tuple(shapes[0]) if structure.per == "parameter" else (sum(shape.numel() for shape in shapes),)
-
-
-def _blocks(assigned: Mapping[str, Structure]) -> Iterator[tuple[str, tuple[str, ...], Structure]]:
-    """The name, the parameters and the structure of each block."""
-    layers: dict[str, tuple[Structure, list[str]]] = {}
-    for name, structure in assigned.items():
-        if structure.per == "parameter":
-            yield name, (name,), structure
-            continue
-        module = owner(name)
-        first, members = layers.setdefault(module, (structure, []))
-        if first != structure:
-            raise LLQRError(f'module {module!r} has two structures per="layer", {first!r} and {structure!r}: use one')
-        members.append(name)
-    for module, (structure, members) in layers.items():
-        yield module, tuple(members), structure
