@@ -5,7 +5,7 @@ Blocks of one structure and one shape are kept as a stack, a `Group`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -163,11 +163,6 @@ class Preconditioner:
             if known.get(key) == block:
                 for name, tensor in mine[key].items():
                     tensor.copy_(theirs[key][name])
-
-    def restricted(self, keys: Collection[str]) -> Preconditioner:
-        """The blocks of these names."""
-        groups = [group.only(keys) for group in self.groups]
-        return Preconditioner([group for group in groups if group is not None], self.history)
 
     def is_finite(self) -> bool:
         """By the sums: a NaN or an infinity anywhere makes one, and a sum is the cheapest pass over a tensor."""

@@ -197,11 +197,10 @@ class Refit:
         blocks = state.get("blocks") if isinstance(state, Mapping) else None
         if not isinstance(blocks, Mapping):
             raise LLQRError("the 'preconditioner' in the state, under 'llqr', has no 'blocks'")
-        u = self.identity(parameters, [name for name, p in parameters.items() if p.requires_grad or name in blocks])
-        for key in blocks:
-            if key not in u.structures:
-                raise unknown("block in the state", key, u.structures)
-        u = u.restricted(blocks)
+        for name in blocks:
+            if name not in parameters:
+                raise unknown("block in the state", name, parameters)
+        u = self.identity(parameters, [name for name in parameters if name in blocks])
         u.load_state_dict(state)
         return u
 
