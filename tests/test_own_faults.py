@@ -40,6 +40,10 @@ class Faulty(Structure):
             return tensors["d"][:1] * x
         return (tensors["d"] * x).flatten() if self.fault == "shape" else tensors["d"] * x
 
+    def derivative(self, tensors: Any, change: Any, x: Tensor) -> Tensor:
+        found = super().derivative(tensors, change, x)
+        return -found if self.fault == "derivative" else found
+
     def degree(self, shape: Any) -> int:
         return 0 if self.fault == "degree" else 1
 
@@ -52,6 +56,7 @@ FAULTS = {
     "like": "make it from `like`",
     "shape": "U x has the shape of x",
     "identity": "doesn't give x back",
+    "derivative": "isn't how apply",
     "tensor": "returns a dict of tensors by name",
     "degree": "degree",
     "scaled": "scaled",

@@ -21,8 +21,8 @@ DRAWS = 4000
 def check_structure(structure: Structure, shapes: Sequence[Sequence[int]] = SHAPES) -> None:
     """Raise an error that says what is wrong with a structure of your own, for parameters of these shapes.
 
-    `identity` makes stacks and leaves x as it is; each block of a stack acts as it does alone; `scaled` and `degree` are
-    right; and a `closed_form`, where there is one, is positive.
+    `identity` makes stacks and leaves x as it is; each block of a stack acts as it does alone; `derivative`, `scaled` and
+    `degree` are right; and a `closed_form`, where there is one, is positive.
     """
     for shape in map(tuple, shapes):
         _check_structure(structure, shape)
@@ -49,7 +49,7 @@ def _check_structure(structure: Structure, shape: tuple[int, ...]) -> None:
     x = _numbers(2, *shape)
 
     def expect(found: object, wanted: Tensor, what: str) -> None:
-        close = isinstance(found, Tensor) and found.shape == wanted.shape and torch.allclose(found, wanted, 1e-6, 1e-9)
+        close = isinstance(found, Tensor) and found.shape == wanted.shape and torch.allclose(found, wanted, 1e-6, 1e-8)
         if not close:
             raise LLQRError(f"{what}, of {structure!r} for shape {shape}")
 
@@ -65,6 +65,10 @@ def _check_structure(structure: Structure, shape: tuple[int, ...]) -> None:
     y = structure.apply(moved, x)
     alone = [structure.apply({n: t[i : i + 1] for n, t in moved.items()}, x[i : i + 1]) for i in range(2)]
     expect(torch.cat(alone), y, "a block of a stack doesn't act as it does alone")
+    change, h = {name: _numbers(*tensor.shape) for name, tensor in tensors.items()}, 1e-5
+    there, back = (structure.apply({n: t + h * sign * change[n] for n, t in moved.items()}, x) for sign in (1, -1))
+    slope = structure.derivative(moved, change, x)
+    expect(slope, (there - back) / (2 * h), "derivative() isn't how apply() changes with the tensors")
     expect(structure.apply(structure.scaled(moved, 2.5), x), 2.5 * y, "scaled(tensors, 2.5) doesn't act as 2.5 · U")
     degree = structure.degree(shape)
     along = [structure.apply({n: s * t for n, t in moved.items()}, x) for s in range(degree + 2)]
