@@ -70,6 +70,10 @@ class SideStructure(Structure):
         """U x, of matrices x."""
 
     @abstractmethod
+    def act_along(self, tensors: Tensors, change: Tensors, x: Tensor) -> Tensor:
+        """d(U x) along a change of the tensors, of matrices x: by hand, since forward mode costs more."""
+
+    @abstractmethod
     def scale_side(self, tensors: Tensors, side: int, scale: Tensor) -> dict[str, Tensor]:
         """The tensors of S U S, with S diagonal along one side: `scale` is (k, n)."""
 
@@ -87,6 +91,11 @@ class SideStructure(Structure):
 
     def apply(self, tensors: Tensors, x: Tensor) -> Tensor:
         return VECTOR.apply(tensors, x) if x.dim() < 3 else self.act(tensors, x.flatten(2)).reshape(x.shape)
+
+    def derivative(self, tensors: Tensors, change: Tensors, x: Tensor) -> Tensor:
+        if x.dim() < 3:
+            return VECTOR.derivative(tensors, change, x)
+        return self.act_along(tensors, change, x.flatten(2)).reshape(x.shape)
 
     def second_moments(self, rows: Tensor, columns: Tensor) -> dict[str, Tensor]:
         """Along each side: matrices, or diagonals where the side is longer than max_dim."""
@@ -113,6 +122,11 @@ class Kronecker(SideStructure):
             w = tensors.get(_diagonal_of(name))
             x = multiply(x, tensors[name] if w is None else Thin(w, tensors[name]), side)
         return x
+
+    def act_along(self, tensors: Tensors, change: Tensors, x: Tensor) -> Tensor:
+        """dC X Dᵀ + C X dDᵀ."""
+        left, right = (self.act({**tensors, name: change[name]}, x) for name in self.factors)
+        return left + right
 
     def closed_form(self, moments: Tensors, damping: Damping) -> dict[str, Tensor]:
         """C = (G + √λ ḡ)⁻¹ and D = (A + √λ ā)⁻¹, with ḡ and ā the means of their diagonals: the damping is split, so that each
@@ -168,6 +182,19 @@ class EigenKronecker(SideStructure):
         left, right = (tensors[name] for name in self.factors)
         hat = multiply(multiply(x, transpose(left), 0), transpose(right), 1)
         return multiply(multiply(tensors[SCALE] * hat, left, 0), right, 1)
+
+    def act_along(self, tensors: Tensors, change: Tensors, x: Tensor) -> Tensor:
+        """With X̂ = Q_Lᵀ X Q_R and Z = s ∘ X̂: dX̂ = dQ_Lᵀ X Q_R + Q_Lᵀ X dQ_R, dZ = ds ∘ X̂ + s ∘ dX̂, and
+
+        d(Q_L Z Q_Rᵀ) = (dQ_L Z + Q_L dZ) Q_Rᵀ + Q_L Z dQ_Rᵀ.
+        """
+        (left, right, s), (d_left, d_right, d_s) = ([t[n] for n in (*self.factors, SCALE)] for t in (tensors, change))
+        half = multiply(x, transpose(left), 0)
+        hat = multiply(half, transpose(right), 1)
+        d_hat = multiply(multiply(x, transpose(d_left), 0), transpose(right), 1) + multiply(half, transpose(d_right), 1)
+        inside, d_inside = s * hat, d_s * hat + s * d_hat
+        moved = multiply(multiply(inside, d_left, 0) + multiply(d_inside, left, 0), right, 1)
+        return moved + multiply(multiply(inside, left, 0), d_right, 1)
 
     def closed_form(self, moments: Tensors, damping: Damping) -> dict[str, Tensor]:
         """(A ⊗ G + λ)⁻¹, exactly: in the eigenbases of A and G it divides by their eigenvalues' products plus λ."""
