@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -97,10 +96,10 @@ def test_last_layer() -> None:
         assert (relative(kronecker(sums[key].moments()), truth) < 1e-10) == exact
 
 
-def curvature(structure: Structure, k: int = 2, r: int = 3, c: int = 8, kernel: int = 1) -> dict[str, Tensor]:
+def curvature(structure: Structure, k: int = 2, r: int = 3, c: int = 8) -> dict[str, Tensor]:
     """Moments of random gradients, as a map of k matrices would have them."""
     rows, columns = torch.randn(k, 50, r).double(), torch.randn(k, 50, c).double() @ torch.randn(k, c, c).double()
-    return structure.second_moments(rows, columns, kernel)
+    return structure.second_moments(rows, columns)
 
 
 def whole(structure: Structure, moments: Mapping[str, Tensor], group: int) -> Tensor:
@@ -127,30 +126,25 @@ def as_matrix(structure: Structure, tensors: Mapping[str, Tensor], shape: tuple[
         Diagonal(),
         EigenKronecker(max_dim=5),
         EigenKronecker(max_dim=1),
-        EigenKronecker(modes="all"),
     ],
     ids=str,
 )
 def test_exact_inverses(structure: Structure) -> None:
     """U = (H + λ)⁻¹, λ a share of the mean of H's diagonal; H = A ⊗ G, the whole, or its diagonal."""
-    kernel = 4 if structure == EigenKronecker(modes="all") else 1
-    moments = curvature(structure, kernel=kernel)
-    assert len(moments) == {"EigenKronecker": 2 + (kernel > 1)}.get(type(structure).__name__, 1)
+    moments = curvature(structure)
+    assert len(moments) == (2 if isinstance(structure, EigenKronecker) else 1)
     u = structure.closed_form(moments, DAMPING)
     for group in range(2):
         h = whole(structure, moments, group)
         truth = torch.linalg.inv(h + DAMPING * h.diagonal().mean() * torch.eye(len(h)).double())
-        found = as_matrix(structure, u, (3, 2, 4) if kernel > 1 else (3, 8), group)
+        found = as_matrix(structure, u, (3, 8), group)
         torch.testing.assert_close(found, truth, rtol=1e-9, atol=1e-9 * float(truth.abs().max()))
 
 
-@pytest.mark.parametrize(
-    "structure", [Kronecker(), Kronecker(max_dim=5), Kronecker(max_dim=1), Kronecker(modes="all")], ids=str
-)
+@pytest.mark.parametrize("structure", [Kronecker(), Kronecker(max_dim=5), Kronecker(max_dim=1)], ids=str)
 def test_split_damping(structure: Kronecker) -> None:
     """Kronecker's U = (G + √λ ḡ)⁻¹ ⊗ (A + √λ ā)⁻¹, each factor with a share of its own mean."""
-    kernel = 4 if structure.modes == "all" else 1
-    moments = curvature(structure, kernel=kernel)
+    moments = curvature(structure)
     u = structure.closed_form(moments, DAMPING)
     for group in range(2):
         truth = torch.ones(1, 1).double()
@@ -158,7 +152,7 @@ def test_split_damping(structure: Kronecker) -> None:
             factor = moment[group] if moment[group].dim() == 2 else moment[group].diag()
             damped = factor + DAMPING**0.5 * factor.diagonal().mean() * torch.eye(len(factor)).double()
             truth = torch.kron(truth, torch.linalg.inv(damped))
-        found = as_matrix(structure, u, (3, 2, 4) if kernel > 1 else (3, 8), group)
+        found = as_matrix(structure, u, (3, 8), group)
         torch.testing.assert_close(found, truth, rtol=1e-9, atol=1e-9 * float(truth.abs().max()))
 
 
@@ -202,9 +196,9 @@ def test_stationary(structure: Structure) -> None:
         assert float(here[name].norm()) < 1e-8 * float(there[name].norm()), name
 
 
-@pytest.mark.parametrize("structure", [*STRUCTURES, Kronecker(modes="all"), EigenKronecker(modes="all")], ids=str)
+@pytest.mark.parametrize("structure", [*STRUCTURES, Kronecker(max_dim=5), EigenKronecker(max_dim=5)], ids=str)
 def test_grouped_convolution(structure: Any) -> None:
-    """A matrix for each group, each with its own curvature; U acts group by group, biases as one more column where they can."""
+    """A matrix for each group, each with its own curvature; U acts group by group, biases as one more column."""
     layers = nn.PReLU(), nn.Conv2d(4, 6, 3, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(24, 3)
     model = nn.Sequential(*layers).double()
     optimizer = LLQR(sgd(model), model, structure=structure)
@@ -212,8 +206,7 @@ def test_grouped_convolution(structure: Any) -> None:
     optimizer.step()
     block = optimizer.blocks["1.weight"]
     assert block.map.shape == (2, 3, 18)
-    three = getattr(structure, "modes", "matrix") == "all"
-    assert block.map.bias == (None if three else "1.bias")
+    assert block.map.bias == "1.bias"
     x = {name: torch.randn_like(p) for name, p in model.named_parameters()}
     read = block.map.read(x)
     applied = Stack([block]).apply(read)
@@ -228,30 +221,8 @@ def test_grouped_convolution(structure: Any) -> None:
             )
         else:
             alone = {name: tensor[group : group + 1] for name, tensor in block.inverse.items()}
-            folded = read[group : group + 1]
-            if three:
-                folded = folded.unflatten(2, (-1, 9))
-            torch.testing.assert_close(
-                applied[group], block.structure.apply(alone, folded)[0].reshape(applied[group].shape)
-            )
-
-
-def test_kernel_moments_have_trace_one() -> None:
-    """With three factors, A over the channels and the kernel's share: their product is of the size of H."""
-    model = nn.Conv1d(3, 2, 4).double()
-    x = torch.randn(5, 3, 9).double()
-    output = model(x)
-    found = find_uses([output], {id(model.weight): "weight"})
-    slope = torch.randn_like(output)
-    structure = Kronecker(modes="all")
-    sums = Sums(replace(found.uses[0].map, bias=None), structure)
-    rows, columns, repeats = found.uses[0].sides(slope)
-    sums.add((rows, columns, repeats))
-    moments = sums.moments()
-    torch.testing.assert_close(moments["kernel"].diagonal(dim1=1, dim2=2).sum(1), torch.ones(1).double())
-    trace = kronecker(moments).trace()
-    mean_input = columns.square().sum() / rows.shape[1]
-    torch.testing.assert_close(trace, mean_input * rows.square().sum() * repeats)
+            truth = block.structure.apply(alone, read[group : group + 1])[0]
+            torch.testing.assert_close(applied[group], truth)
 
 
 def test_mappings() -> None:
@@ -359,7 +330,7 @@ def test_kronecker_with_a_long_side(on_rows: bool) -> None:
     long = few_directions(side, 20)
     other = torch.randn(2, long.shape[1], short).double()
     rows, columns = (long, other) if on_rows else (other, long)
-    moments = Kronecker().second_moments(rows, columns, 1)
+    moments = Kronecker().second_moments(rows, columns)
     u = Kronecker().closed_form(moments, DAMPING)
     assert u["C" if on_rows else "D"].shape == (2, side, leading_rank(side))
     x = torch.randn(2, rows.shape[2], columns.shape[2]).double()
@@ -390,6 +361,6 @@ def test_a_structure_with_moments_of_its_own_says_what_l2_needs() -> None:
     class Own(Diagonal):
         mean_curvature = Structure.mean_curvature
 
-    moments = Own().second_moments(torch.ones(1, 4, 3), torch.ones(1, 4, 2), 1)
+    moments = Own().second_moments(torch.ones(1, 4, 3), torch.ones(1, 4, 2))
     with pytest.raises(LLQRError, match=r"moments of its own, 'squares'.*write mean_curvature\(moments\)"):
         Own().mean_curvature(moments)

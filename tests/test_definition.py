@@ -686,7 +686,7 @@ def test_errors(way: Any) -> None:
         run(KL() + Layerwise({3: lambda x, own, x_k, own_k: x}, flat=False))
     with pytest.raises(LLQRError, match="the loss term at 3 has to return one number"):
         run(KL(), LayerwiseLoss(cross_entropy, {3: lambda x, own: x}))
-    with pytest.raises(LLQRError, match=r"returned a tensor of shape \(5, 5\).*matrices \(6, 5, 5\)"):
+    with pytest.raises(LLQRError, match=r"has shape \(5, 5\).*6 × 5 × 5 numbers"):
         run(KL() + Intermediate({"1": lambda x: x.T @ x}))
     with pytest.raises(LLQRError, match="negative entries"):
         run(KL() + Intermediate({"1": lambda x: x}))

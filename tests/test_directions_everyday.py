@@ -39,7 +39,7 @@ from loops import (
 )
 
 END = 7
-KINDS: list[Any] = [*STRUCTURES, Kronecker(max_dim=4), EigenKronecker(modes="all"), {"0": "dense", "*": "kfac"}]
+KINDS: list[Any] = [*STRUCTURES, Kronecker(max_dim=4), EigenKronecker(max_dim=4), {"0": "dense", "*": "kfac"}]
 Model = Callable[[], nn.Module]
 
 

@@ -38,7 +38,7 @@ CASES: dict[str, Case] = {
     "no_sync": Case({"structure": "kfac"}, micro=3, no_sync=True),
     "frozen layer": Case({"structure": "ekfac"}, frozen=("0.weight", "0.bias")),
     "one block": Case({"structure": "diagonal"}, frozen=("0.weight", "0.bias", "2.bias")),
-    "blocks of layers": Case({"structure": {"0": Dense(per="layer"), "*": Scalar(per="layer")}}),
+    "dense and scalar": Case({"structure": {"0": Dense(), "*": Scalar()}}),
     "uneven": Case({"structure": "ekfac"}, uneven=True),
     "uneven newton": Case(
         {"structure": "diagonal", "divergence": "newton", "damping": 0.5}, uneven=True, closures=True

@@ -335,6 +335,23 @@ def test_uses_of_one_weight_are_added() -> None:
     torch.testing.assert_close(sums.moments()["columns"][0], gradients.T @ gradients)
 
 
+def test_a_weight_used_both_ways_with_a_long_side() -> None:
+    """As W and as Wᵀ, with a side beyond max_dim: its moment is the diagonal of what it would be."""
+    model = Own(lambda m, x: (x @ m.w).tanh() @ m.w.T, w=(4, 3)).double()
+    output = model(vectors().double())
+    _, uses = uses_of(model, output, torch.randn_like(output))
+    found = []
+    for structure in (Kronecker(), Kronecker(max_dim=3)):
+        each = [Sums(map_, structure) for map_, _ in uses]
+        for sums, (_, sides) in zip(each, uses, strict=True):
+            sums.add(sides)
+        (joined,) = merged(each).values()
+        found.append(joined.moments())
+    full, short = found
+    torch.testing.assert_close(short["rows"], full["rows"].diagonal(dim1=1, dim2=2))
+    torch.testing.assert_close(short["columns"], full["columns"])
+
+
 @pytest.mark.parametrize("case", ["slices of one", "chunks of one"])
 def test_parts_of_one_weight(case: str) -> None:
     """Parts that don't overlap are maps of their own, each under its own key."""

@@ -17,7 +17,6 @@ from llqr.errors import LLQRError
 from llqr.paper import PaperLLQR
 from llqr.preconditioner import Preconditioner
 from llqr.solvers import ScaleFree
-from llqr.structures import Dense
 from loops import (
     Batch,
     assert_same,
@@ -157,19 +156,6 @@ def test_a_group_that_is_added_is_the_identity_until_the_next_refit(structure: A
     train(model, optimizer, range(2, 4))
     assert {"2.weight", "2.bias"} <= optimizer.preconditioner.blocks.keys()
     assert optimizer.stats.refits == 2
-
-
-def test_a_layer_that_is_added_to_begins_anew() -> None:
-    """Its block covers more than before, so that there is nothing to go on with."""
-    model = network()
-    optimizer = LLQR.paper(torch.optim.SGD([p for p in model.parameters() if p.dim() == 2], lr=0.1), model, **{
-        **OPTIONS, "structure": Dense(per="layer"), "every": 2})  # fmt: skip
-    train(model, optimizer, range(1))
-    optimizer.add_param_group({"params": [model[0].bias]})
-    train(model, optimizer, range(1, 3))
-    assert optimizer.stats.refits == 2
-    assert optimizer.preconditioner is not None
-    assert [tuple(t.shape) for t in optimizer.preconditioner.blocks["0"].values()] == [(25, 25)]
 
 
 def test_a_group_of_strangers_is_refused_and_nothing_changes() -> None:

@@ -20,7 +20,6 @@ from llqr.divergences import KL, Divergence, GaussNewton, Newton
 from llqr.errors import LLQRError, LLQRWarning
 from llqr.paper import PaperLLQR
 from llqr.solvers import SGDM, ScaleFree, Solver
-from llqr.structures import Dense
 from loops import assert_same, backward, batch, blocks_of, gradients_of, network, never, parameters_of, sgd, train
 from zoo import Attention, cases, pick, token_loss
 
@@ -109,7 +108,7 @@ def test_the_zoo(case: str, divergence: Divergence) -> None:
 
 def test_frozen_parameters() -> None:
     """They may be among the base's: U has no block for them, and a pattern for them alone is no mistake."""
-    for structure in ("kfac", Dense(per="layer"), {"0": "kfac", "*": "diagonal"}):
+    for structure in ("kfac", "dense", {"0": "kfac", "*": "diagonal"}):
         for warm_start in (False, True):
             model = network()
             model[0].requires_grad_(False)
@@ -123,9 +122,9 @@ def test_frozen_parameters() -> None:
                 assert torch.equal(p, before[name]) == name.startswith("0")
 
 
-@pytest.mark.parametrize("structure", ["ekfac", Dense(per="layer")], ids=repr)
+@pytest.mark.parametrize("structure", ["ekfac", "dense"])
 def test_freezing_and_thawing(structure: Any) -> None:
-    """What is thawed is the identity until the next refit; what is left of a layer begins anew."""
+    """What is thawed is the identity until the next refit."""
     model = network()
     optimizer = wrapped(model, structure=structure, every=2)
     train(model, optimizer, range(1))
@@ -145,7 +144,7 @@ def test_freezing_and_thawing(structure: Any) -> None:
     assert optimizer.stats.rejected == 0
 
 
-@pytest.mark.parametrize("structure", ["kfac", Dense(per="layer")], ids=repr)
+@pytest.mark.parametrize("structure", ["kfac", "dense"])
 def test_unused_parameters(structure: Any) -> None:
     """A parameter without a gradient is left alone, as by the base; what a branch brings in later is stepped."""
 
@@ -183,7 +182,7 @@ def test_parameters_without_dimensions() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.linear(x) * self.temperature  # type: ignore[no-any-return]
 
-    for structure in ("scalar", "diagonal", "kfac", "ekfac", "dense", Dense(per="layer")):
+    for structure in ("scalar", "diagonal", "kfac", "ekfac", "dense"):
         model = Tempered().double()
         optimizer = wrapped(model, structure=structure)
         q = QuadraticModel.build(copy.deepcopy(model), *batch(), functional.cross_entropy, KL(), DAMPING)

@@ -18,11 +18,11 @@ from torch.optim import lr_scheduler
 from llqr import LLQR
 from llqr.errors import LLQRError, LLQRWarning
 from llqr.paper import PaperLLQR
-from llqr.structures import Dense, Kronecker, Scalar
+from llqr.structures import Kronecker, Scalar
 from loops import STRUCTURES, assert_same, backward, batch, blocks_of, network, never, parameters_of, sgd, train
 
 EVERY, END = 4, 10
-KINDS: list[Any] = [*STRUCTURES, Dense(per="layer"), {"0": Kronecker(), "*.bias": "diagonal", "*": Scalar(per="layer")}]
+KINDS: list[Any] = [*STRUCTURES, {"0": Kronecker(), "*.bias": "diagonal", "*": Scalar()}]
 
 
 def fresh(structure: Any = "ekfac", seed: int = 0, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, PaperLLQR]:
@@ -145,8 +145,8 @@ def test_the_base_takes_the_state_too() -> None:
 
 
 def test_frozen_parameters_in_a_state() -> None:
-    """A layer's block covers what was trained; it comes back where the same is frozen."""
-    for structure in (Dense(per="layer"), "kfac"):
+    """U has blocks of what was trained; it comes back where the same is frozen."""
+    for structure in ("dense", "kfac"):
         trained = []
         for restart in (False, True):
             model, optimizer = fresh(structure)
@@ -168,6 +168,7 @@ def _wrong_states(good: dict[str, Any]) -> dict[str, tuple[Any, str]]:
     blocks = own["preconditioner"]["blocks"]
     less = {**blocks, "0.weight": {"d": torch.ones(5, 4)}}
     other = {**blocks, "stranger": {"d": torch.ones(3)}}
+    unknown = "unknown block in the state 'stranger': known are '0.weight', '0.bias'"
     return {
         "nothing": (None, "isn't the state_dict"),
         "a list": ([], "isn't the state_dict"),
@@ -179,7 +180,7 @@ def _wrong_states(good: dict[str, Any]) -> dict[str, tuple[Any, str]]:
         "no step": ({**good, "llqr": {**own, "step": "four"}}, "under 'llqr'"),
         "no blocks": ({**good, "llqr": {**own, "preconditioner": {}}}, "under 'llqr'"),
         "other tensors": ({**good, "llqr": {**own, "preconditioner": {"blocks": less, "history": []}}}, "'0.weight'"),
-        "other names": ({**good, "llqr": {**own, "preconditioner": {"blocks": other, "history": []}}}, "'stranger'"),
+        "other names": ({**good, "llqr": {**own, "preconditioner": {"blocks": other, "history": []}}}, unknown),
         "other groups": ({**good, "param_groups": good["param_groups"] * 2}, "parameter groups"),
     }  # fmt: skip
 
@@ -204,15 +205,6 @@ def test_a_wrong_state_changes_nothing(wrong: str) -> None:
         assert torch.equal(entry["momentum_buffer"], after["state"][number]["momentum_buffer"])
     for key, block in before["llqr"]["preconditioner"]["blocks"].items():
         assert_same(block, after["llqr"]["preconditioner"]["blocks"][key])
-
-
-def test_blocks_of_other_names_are_told_with_those_there_are() -> None:
-    """A state of blocks per parameter, where they are per layer here."""
-    model, optimizer = fresh("diagonal")
-    train(model, optimizer, range(1))
-    _, other = fresh(Dense(per="layer"))
-    with pytest.raises(LLQRError, match=r"unknown block in the state '0.weight': .*known are '0', '2'"):
-        other.load_state_dict(optimizer.state_dict())
 
 
 def test_another_structure_is_refused() -> None:

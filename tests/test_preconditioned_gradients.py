@@ -11,11 +11,11 @@ from torch import nn
 from llqr import LLQR, Preconditioner
 from llqr.errors import LLQRError
 from llqr.paper import PaperLLQR
-from llqr.structures import Dense, EigenKronecker, Kronecker, Scalar
+from llqr.structures import EigenKronecker, Kronecker
 from llqr.structures.stacks import StructureSpec
 
-STRUCTURES = ["scalar", "diagonal", "kfac", "ekfac", "dense", Scalar(per="layer"), Dense(per="layer")]
-STRUCTURES += [Kronecker(modes="all"), EigenKronecker(max_dim=4), {"0": "diagonal", "*": "kfac"}]
+STRUCTURES = ["scalar", "diagonal", "kfac", "ekfac", "dense"]
+STRUCTURES += [Kronecker(max_dim=6), EigenKronecker(max_dim=4), {"0": "diagonal", "*": "kfac"}]
 
 
 def network() -> nn.Sequential:

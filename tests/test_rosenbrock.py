@@ -147,8 +147,8 @@ def test_the_papers_inner_solver_needs_small_gradients() -> None:
     point = at(START)
     model = QuadraticModel.build(problem.two_layers(point), problem.INPUTS, None, problem.mean, Newton())
     best = 0.5 * float(problem.gradient(point) @ problem.newton(point))
-    assert fit(model, Scalar(per="layer"), SGDM(lr=1e-4), 500).history[-1] / best < -1e6
-    assert fit(model, Scalar(per="layer"), CONVERGED, 25).history[-1] / best == pytest.approx(1, abs=1e-9)
+    assert fit(model, Scalar(), SGDM(lr=1e-4), 500).history[-1] / best < -1e6
+    assert fit(model, Scalar(), CONVERGED, 25).history[-1] / best == pytest.approx(1, abs=1e-9)
     early = replace(FULL.valley, most=300)
     ahead, behind = (early.run(scalars(every, SGDM(lr=1e-4), 500)) for every in (100, 300))
     assert not ahead.diverged
@@ -164,7 +164,7 @@ def test_the_fit_is_that_of_the_plain_recursion() -> None:
         buffer = 0.9 * buffer - g * (g - h @ (u * g))
         u = u - 1e-4 * buffer
     model = QuadraticModel.build(problem.two_layers(point), problem.INPUTS, None, problem.mean, Newton())
-    blocks = fit(model, Scalar(per="layer"), SGDM(lr=1e-4), 100).blocks
+    blocks = fit(model, Scalar(), SGDM(lr=1e-4), 100).blocks
     torch.testing.assert_close(torch.stack([block["u"] for block in blocks.values()]), u, rtol=1e-9, atol=1e-9)
     single = QuadraticModel.build(problem.Single(point), problem.INPUTS, None, problem.mean, Newton())
     step = fit(single, Dense(), CONVERGED, 25).apply({"point": g})["point"]

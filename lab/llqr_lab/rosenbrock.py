@@ -168,7 +168,7 @@ def relaxed(build: Build, structure: Scalar | Dense, every: int, solver: Solver,
 
 def scalars(every: int, solver: Solver, steps: int = 25) -> Direction:
     """One number per layer, on the two-layer form."""
-    return relaxed(two_layers, Scalar(per="layer"), every, solver, steps)
+    return relaxed(two_layers, Scalar(), every, solver, steps)
 
 
 def dense(every: int, solver: Solver, steps: int = 25) -> Direction:

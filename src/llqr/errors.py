@@ -6,8 +6,11 @@ All of them are `ValueError`s: what was asked for can't be done with what was gi
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class LLQRError(ValueError):
@@ -69,3 +72,20 @@ def unknown(kind: str, name: object, options: Iterable[object]) -> LLQRError:
     hint = f"did you mean {near[0]!r}? " if near else ""
     listed = ", ".join(repr(option) for option in known[:20]) + (", …" if len(known) > 20 else "")
     return LLQRError(f"unknown {kind} {name!r}: {hint}known are {listed or 'none'}")
+
+
+def check_one_of(kind: str, value: object, options: Collection[str]) -> None:
+    if not isinstance(value, str) or value not in options:
+        raise unknown(kind, value, options)
+
+
+def meant(kind: str, value: Any, of: Any, names: Mapping[str, Callable[[], T]]) -> T:
+    """The object of this class that a name stands for; an object stands for itself."""
+    if isinstance(value, of):
+        found: T = value
+        return found
+    if isinstance(value, type) and issubclass(value, of):
+        raise LLQRError(f"the {kind} is a class; write {value.__name__}() to make one")
+    if not isinstance(value, str) or value not in names:
+        raise unknown(kind, value, names)
+    return names[value]()

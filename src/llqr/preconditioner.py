@@ -5,7 +5,7 @@ Blocks of one structure and one shape are kept as a stack, a `Group`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -25,15 +25,15 @@ class Preconditioned(NamedTuple):
     nonfinite: list[str]
 
 
-Change = list[dict[str, Tensor]]
-"""A change of every tensor of a preconditioner, group by group."""
+Stacks = list[Tensor]
+"""One for every tensor of a preconditioner, group by group: a change of it, say."""
 
 
 class Preconditioner:
-    """U = diag(U_0, U_1, …): learned inverse curvature, one structured block for each parameter or layer.
+    """U = diag(U_0, U_1, …): learned inverse curvature, one structured block for each parameter.
 
-    `blocks` maps the name of a parameter (of a module, for blocks `per="layer"`) to that block's tensors; `history` is the
-    objective J at the start of the fit and after each of its steps.
+    `blocks` maps the name of a parameter to its block's tensors; `history` is the objective J at the start of the fit and after
+    each of its steps.
     """
 
     def __init__(self, groups: Sequence[Group], history: Sequence[float] = ()) -> None:
@@ -51,81 +51,93 @@ class Preconditioner:
             raise LLQRError(
                 f"gradients are a mapping from parameter names to tensors, not a {type(gradients).__name__}"
             )
-        known = {name for group in self.groups for members in group.members for name in members}
+        known = {name for group in self.groups for name in group.names}
         for name in gradients:
             if name not in known:
                 raise unknown("parameter", name, known)
-        applied: dict[str, Tensor] = {}
         for group in self.groups:
-            chosen = group.select(gradients.keys())
-            if chosen is not None:
-                chosen.check(gradients)
-                stack = chosen.structure.apply(chosen.tensors, chosen.gather(gradients))
-                applied.update(chosen.scatter(stack, gradients))
+            group.check(gradients)
+        applied: dict[str, Tensor] = {}
+        for group, _, y in self._products(gradients):
+            applied.update(group.scatter(y, gradients))
         return {name: applied[name] for name in gradients}
+
+    def _products(self, gradients: Mapping[str, Tensor]) -> Iterator[tuple[Group, Tensor, Tensor]]:
+        """The blocks that these gradients are of, with g and U g."""
+        for each in self.groups:
+            group = each.only(gradients.keys())
+            if group is not None:
+                x = group.gather(gradients)
+                yield group, x, group.structure.apply(group.tensors, x)
 
     def precondition(self, gradients: Mapping[str, Tensor]) -> Preconditioned:
         """U g, block by block, and g itself where that isn't finite, in the dtype that it goes back to.
 
-        Parameters that U doesn't know, or knows by another shape, are left out; those of a layer's block that have no gradient
-        count as zero. Every step pays for this: whether all is finite is asked once.
+        Parameters that U doesn't know, or knows by another shape, are left out. Every step pays for this: whether all is finite
+        is asked once.
         """
-        shapes = {n: s for g in self.groups for names in g.members for n, s in zip(names, g.shapes, strict=True)}
-        values = {n: gradient for n, gradient in gradients.items() if shapes.get(n, gradient.shape) == gradient.shape}
-        for group in self.groups:
-            values.update(group.zeros_beside(values))
-        groups = [each for group in self.groups if (each := group.select(values.keys())) is not None]
-        inputs = [group.gather(values) for group in groups]
-        results = [group.structure.apply(group.tensors, x) for group, x in zip(groups, inputs, strict=True)]
-        finite = [_blocks_finite(group, y, values) for group, y in zip(groups, results, strict=True)]
+        shapes = {name: group.shape for group in self.groups for name in group.names}
+        values = {name: gradient for name, gradient in gradients.items() if shapes.get(name) == gradient.shape}
+        products = list(self._products(values))
+        finite = [_blocks_finite(group, y, values) for group, _, y in products]
         good = iter(torch.cat(finite).tolist() if finite else [])
         found, bad = dict[str, Tensor](), list[str]()
-        for group, x, y in zip(groups, inputs, results, strict=True):
-            for i, key in enumerate(group.keys):
+        for group, x, y in products:
+            for i, key in enumerate(group.names):
                 if not next(good):
                     y[i] = x[i]
                     bad.append(key)
             found.update(group.scatter(y, values))
-        return Preconditioned({name: found[name] for name in gradients if name in found}, bad)
+        return Preconditioned({name: found[name] for name in values}, bad)
 
     @property
     def blocks(self) -> dict[str, dict[str, Tensor]]:
         return {
             key: {name: stack[i] for name, stack in group.tensors.items()}
             for group in self.groups
-            for i, key in enumerate(group.keys)
+            for i, key in enumerate(group.names)
         }
 
     @property
     def structures(self) -> dict[str, Structure]:
         """The structure of each block, under the names of `blocks`."""
-        return {key: group.structure for group in self.groups for key in group.keys}
+        return {name: group.structure for group in self.groups for name in group.names}
 
-    def layout(self) -> dict[str, tuple[Structure, tuple[torch.Size, ...]]]:
-        """The structure of each block, and the shapes of its parameters."""
-        return {key: (group.structure, group.shapes) for group in self.groups for key in group.keys}
+    def layout(self) -> dict[str, tuple[Structure, torch.Size]]:
+        """The structure of each block, and the shape of its parameter."""
+        return {name: (group.structure, group.shape) for group in self.groups for name in group.names}
 
     @property
     def memory(self) -> int:
         """Bytes of all the tensors."""
-        return sum(t.numel() * t.element_size() for group in self.groups for t in group.tensors.values())
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+
+    @property
+    def tensors(self) -> Stacks:
+        """Those of all blocks, as they are stacked."""
+        return [tensor for group in self.groups for tensor in group.tensors.values()]
+
+    def with_tensors(self, tensors: Iterable[Tensor]) -> Preconditioner:
+        """The same blocks of other tensors."""
+        each = iter(tensors)
+        groups = [replace(group, tensors={name: next(each) for name in group.tensors}) for group in self.groups]
+        return Preconditioner(groups, self.history)
 
     def with_history(self, history: Sequence[float]) -> Preconditioner:
         """The same blocks, under another history."""
         return Preconditioner(self.groups, history)
 
     def clone(self) -> Preconditioner:
-        return self._with(torch.clone)
+        return self.with_tensors(tensor.clone() for tensor in self.tensors)
 
-    def moved(self, change: Change, length: float) -> Preconditioner:
+    def moved(self, change: Stacks, length: float) -> Preconditioner:
         """U + length · change."""
-        return self._with(lambda tensor, part: tensor.add(part, alpha=length), change)
+        return self.with_tensors(t.add(part, alpha=length) for t, part in zip(self.tensors, change, strict=True))
 
-    def move_(self, change: Change, length: float) -> None:
+    def move_(self, change: Stacks, length: float) -> None:
         """U ← U + length · change."""
-        for group, part in zip(self.groups, change, strict=True):
-            for name, tensor in group.tensors.items():
-                tensor.add_(part[name], alpha=length)
+        for tensor, part in zip(self.tensors, change, strict=True):
+            tensor.add_(part, alpha=length)
 
     def scaled(self, factor: float) -> Preconditioner:
         """factor · U, for a positive factor."""
@@ -141,24 +153,20 @@ class Preconditioner:
         """ema · U + (1 - ema) · other, tensor by tensor."""
         checked_number("ema", ema, lambda share: 0 <= share <= 1, "a number between 0 and 1")
         self.check_same_blocks(other)
-        return self._with(lambda mine, theirs: torch.lerp(theirs, mine, float(ema)), [g.tensors for g in other.groups])
+        pairs = zip(self.tensors, other.tensors, strict=True)
+        return self.with_tensors(torch.lerp(theirs, mine, float(ema)) for mine, theirs in pairs)
 
     def take(self, other: Preconditioner) -> None:
-        """Take over the blocks that both have; the others stay."""
-        theirs = other.blocks
-        for key, tensors in self.blocks.items():
-            for name, tensor in tensors.items():
-                if key in theirs:
+        """Take over the blocks that both have, of the same structure and shape; the others stay."""
+        mine, theirs, known = self.blocks, other.blocks, other.layout()
+        for key, block in self.layout().items():
+            if known.get(key) == block:
+                for name, tensor in mine[key].items():
                     tensor.copy_(theirs[key][name])
-
-    def restricted(self, keys: Collection[str]) -> Preconditioner:
-        """The blocks of these names."""
-        groups = [group.only(keys) for group in self.groups]
-        return Preconditioner([group for group in groups if group is not None], self.history)
 
     def is_finite(self) -> bool:
         """By the sums: a NaN or an infinity anywhere makes one, and a sum is the cheapest pass over a tensor."""
-        return all(bool(tensor.sum().isfinite()) for group in self.groups for tensor in group.tensors.values())
+        return all(bool(tensor.sum().isfinite()) for tensor in self.tensors)
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and builtins alone: the blocks by name, and the history."""
@@ -196,26 +204,18 @@ class Preconditioner:
             raise LLQRError(f"the preconditioners don't have the same block for {', '.join(map(repr, different[:5]))}")
 
     def __repr__(self) -> str:
-        lines = [f"Preconditioner({sum(len(group.keys) for group in self.groups)} blocks, {self.memory:,} bytes"]
+        lines = [f"Preconditioner({sum(len(group.names) for group in self.groups)} blocks, {self.memory:,} bytes"]
         for group in self.groups:
             sizes = ", ".join(f"{name}{tuple(tensor.shape[1:])}" for name, tensor in group.tensors.items())
-            keys = ", ".join(group.keys[:3]) + (f", … ({len(group.keys)})" if len(group.keys) > 3 else "")
-            lines.append(f"  {group.structure!r}: {sizes} for {keys}")
+            names = ", ".join(group.names[:3]) + (f", … ({len(group.names)})" if len(group.names) > 3 else "")
+            lines.append(f"  {group.structure!r}: {sizes} for {names}")
         return "\n".join(lines) + ")"
-
-    def _with(self, function: Callable[..., Tensor], *changes: Change) -> Preconditioner:
-        """The same with a function of each tensor, and of those in the changes, in its place."""
-        groups = [
-            replace(g, tensors={n: function(t, *(part[n] for part in parts)) for n, t in g.tensors.items()})
-            for g, *parts in zip(self.groups, *changes, strict=True)
-        ]
-        return Preconditioner(groups, self.history)
 
 
 def _blocks_finite(group: Group, y: Tensor, values: Mapping[str, Tensor]) -> Tensor:
     """Whether each block of a stack is, in the dtypes of the values that it goes back to."""
     rows = y.reshape(len(y), -1)
-    largest = [min(torch.finfo(values[name].dtype).max for name in names) for names in group.members]
+    largest = [torch.finfo(values[name].dtype).max for name in group.names]
     if min(largest) >= torch.finfo(group.dtype).max:
         return rows.isfinite().all(1)
     return (rows.abs() <= y.new_tensor(largest)[:, None]).all(1)

@@ -185,14 +185,10 @@ class Refit:
         return Preconditioner.identity({name: parameters[name] for name in only}, self._structures(parameters, only))
 
     def current(self, parameters: Mapping[str, Tensor], u: Preconditioner | None) -> Preconditioner:
-        """U for the parameters that are trained: the one that is there, the identity for what it doesn't know.
-
-        It doesn't know a layer's block either that covers other parameters now, since some were added or frozen.
-        """
+        """U for the parameters that are trained: the one that is there, the identity for what it doesn't know."""
         new = self.identity(parameters, trainable(parameters))
         if u is not None:
-            known = u.layout()
-            new.take(u.restricted([key for key, block in new.layout().items() if known.get(key) == block]))
+            new.take(u)
         return new
 
     def loaded(self, parameters: Mapping[str, Tensor], state: Any) -> Preconditioner:
@@ -200,11 +196,10 @@ class Refit:
         blocks = state.get("blocks") if isinstance(state, Mapping) else None
         if not isinstance(blocks, Mapping):
             raise LLQRError("the 'preconditioner' in the state, under 'llqr', has no 'blocks'")
-        u = self.identity(parameters, [name for name, p in parameters.items() if p.requires_grad or name in blocks])
-        for key in blocks:
-            if key not in u.structures:
-                raise unknown("block in the state", key, u.structures)
-        u = u.restricted(blocks)
+        for name in blocks:
+            if name not in parameters:
+                raise unknown("block in the state", name, parameters)
+        u = self.identity(parameters, [name for name in parameters if name in blocks])
         u.load_state_dict(state)
         return u
 
@@ -219,10 +214,38 @@ class Refit:
 
     def objective(self, parameters: Mapping[str, Tensor], source: Source) -> Quadratic:
         """The quadratic model that J is of."""
-        only = trainable(parameters)
+        only, processes = trainable(parameters), source.processes
         inputs: Inputs = () if source.inputs is None and not source.own_batch else source.inputs
         if source.own_batch and source.loss_fn is not None:
-            return self._build(only, source, inputs, source.targets, source.loss_fn)
+            about: dict[str, Any] = {"targets": source.targets, "loss_fn": source.loss_fn}
+        else:
+            about = self._about_step(source, inputs, only)
+        whole = "closure" in about  # it calls the model by itself
+        weights = None if self.weights is None or whole else self.weights(inputs)
+        portion = None
+        if processes.several:
+            portion = self._portion(processes, None if whole or "output" in about else inputs, weights)
+        called = source.called
+        with in_modes(called.modes if called is not None else []):
+            q = QuadraticModel.build(
+                self.model,
+                inputs,
+                divergence=self.divergence,
+                damping=self.damping,
+                chunk_size=self.chunk_size,
+                weights=weights,
+                training=False if source.evaluated else None,
+                streams=source.streams if whole else called and called.streams,
+                only=only,
+                shared=self.shared,
+                segments=self.segments,
+                portion=portion,
+                **{"targets": None, "loss_fn": None, "output": self.output, **about},
+            )
+        return JoinedModel(q, processes, joined="gradient" in about) if processes.several else q
+
+    def _about_step(self, source: Source, inputs: Inputs, only: list[str]) -> dict[str, Any]:
+        """What tells the model's gradient and loss, where they are those of the step."""
         if not source.gradients:
             raise LLQRError(
                 "no parameter has a gradient: call loss.backward() before optimizer.step(), or give refit() targets and a "
@@ -231,8 +254,7 @@ class Refit:
         gradient = {name: source.gradients[name] for name in only if name in source.gradients}
         closure = None if source.own_batch else source.closure
         if self._loss_alone and self._needs_loss and (closure is None or self.chunk_size is None):
-            whole = whole_loss(closure or self._own_loss(inputs), self.model)
-            return self._build(only, source, inputs, gradient=gradient, closure=whole)
+            return {"gradient": gradient, "closure": whole_loss(closure or self._own_loss(inputs), self.model)}
         if inputs == ():
             raise LLQRError(
                 "there are no inputs to refit on: the model wasn't called (by model(...), with gradients on) since the last "
@@ -245,7 +267,7 @@ class Refit:
                 "keywords, as in model(**batch)"
             )
         if not self._needs_loss:
-            return self._build(only, source, inputs, gradient=gradient)
+            return {"gradient": gradient}
         if closure is None:
             raise LLQRError(self._loss_wanted())
         if self.output is not None:
@@ -253,46 +275,7 @@ class Refit:
                 "output picks a part of what the model returns, and the closure is about the whole: give LLQR.paper a loss_fn, "
                 "which is given that part, and a refit_batch"
             )
-        loss = loss_of_output(self.called, closure)
-        return self._build(only, source, inputs, None, loss, gradient, output=tensor_alone)
-
-    def _build(
-        self,
-        only: list[str],
-        source: Source,
-        inputs: Inputs,
-        targets: Any = None,
-        loss_fn: Loss | None = None,
-        gradient: dict[str, Tensor] | None = None,
-        closure: Callable[[], Tensor] | None = None,
-        output: Selector | None = None,
-    ) -> Quadratic:
-        weights = None if self.weights is None or closure is not None else self.weights(inputs)
-        called, several, portion = source.called, source.processes.several, None
-        if several:
-            by_closure = closure is not None or output is not None
-            portion = self._portion(source.processes, None if by_closure else inputs, weights)
-        with in_modes(called.modes if called is not None else []):
-            q = QuadraticModel.build(
-                self.model,
-                inputs,
-                targets,
-                loss_fn,
-                self.divergence,
-                self.damping,
-                self.chunk_size,
-                output=output or self.output,
-                weights=weights,
-                training=False if source.evaluated else None,
-                streams=source.streams if closure is not None else called and called.streams,
-                gradient=gradient,
-                only=only,
-                closure=closure,
-                shared=self.shared,
-                segments=self.segments,
-                portion=portion,
-            )
-        return JoinedModel(q, source.processes, joined=gradient is not None) if several else q
+        return {"gradient": gradient, "loss_fn": loss_of_output(self.called, closure), "output": tensor_alone}
 
     def _portion(self, processes: Process, inputs: Inputs | None, weights: Tensor | None) -> Portion:
         """How much this rank's batch counts among all of them: by its examples, and by the weights of its variables.

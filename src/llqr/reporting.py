@@ -131,10 +131,7 @@ def _unusual(block: Block) -> Iterable[str]:
     """The sides that aren't inverted as whole matrices."""
     if not isinstance(block.structure, (Kronecker, EigenKronecker)):
         return
-    _, *sides = block.map.joined
-    if not block.structure.joins_bias(block.map.kernel):
-        sides = [sides[0], sides[1] // block.map.kernel, block.map.kernel]
-    for side in sides:
+    for side in block.map.joined[1:]:
         if side > block.structure.max_dim:
             yield f"the side of {side:,} by its diagonal"
         elif side > LONG_SIDE and isinstance(block.structure, Kronecker):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -218,8 +218,6 @@ class Collector(Listener):
     def add(self, map_: LinearMap, sides: Sides) -> None:
         """Count one use of a map."""
         structure = self.structures[map_.weight]
-        if not structure.joins_bias(map_.kernel):
-            map_ = replace(map_, bias=None)
         if map_ not in self.sums:
             self.sums[map_] = Sums(map_, structure)
         self.sums[map_].add(sides)

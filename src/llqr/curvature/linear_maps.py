@@ -20,6 +20,7 @@ from llqr.checks import check_amount, check_count, check_tensors
 from llqr.curvature.precision import at_least_single, raised
 from llqr.errors import LLQRError, NonFiniteError, unknown
 from llqr.structures.base import Damping, Structure
+from llqr.structures.kronecker import SideStructure
 
 MEMORY = 0.8
 """How much each refit counts beside the next one, in a weighted mean over all of them."""
@@ -32,7 +33,7 @@ NEVER_SEEN = 1e-6
 """An input of the data that is smaller than this share of the mean, in squares, has no units that are known."""
 
 Moments = dict[str, Tensor]
-ROWS, COLUMNS, KERNEL = "rows", "columns", "kernel"
+ROWS, COLUMNS = "rows", "columns"
 
 
 def damping_after(refits: int) -> float:
@@ -48,8 +49,6 @@ class LinearMap:
     shape: tuple[int, int, int]
     inputs_on_rows: bool = False
     """The map is x ↦ xᵀ W in place of x ↦ W x: the columns are its outputs."""
-    kernel: int = 1
-    """Of a convolution: its columns are so many places for each of its channels."""
     bias: str | None = None
     """Joined to W as one more column (row), which meets a constant input of 1."""
     places: Tensor | None = field(default=None, compare=False)
@@ -168,7 +167,7 @@ class Block:
             raise LLQRError(f"the state has {key!r} in shape {map_.shape}, and it is {tuple(weight.shape)} here")
         dtype, (g, r, c) = at_least_single(weight.dtype), map_.joined
         rows, columns = (torch.empty(g, 1, side, dtype=dtype, device="meta") for side in (r, c))
-        wanted = {n: tuple(m.shape) for n, m in structure.second_moments(rows, columns, map_.kernel).items()}
+        wanted = {n: tuple(m.shape) for n, m in structure.second_moments(rows, columns).items()}
         given = {name: tuple(moment.shape) for name, moment in state["moments"].items()}
         if wanted != given:
             raise LLQRError(f"{key!r} has {given} in the state, and {structure!r} {wanted}: give the same structure")
@@ -187,7 +186,7 @@ class Block:
         """Whether the second moments of this map can be averaged in; made so where it is without its bias this time."""
         if replace(map_, bias=self.map.bias, reads_data=self.map.reads_data) != self.map:
             return False
-        if map_.bias is None and self.map.bias is not None and self.moments.keys() <= {ROWS, COLUMNS, KERNEL}:
+        if map_.bias is None and self.map.bias is not None and self.moments.keys() <= {ROWS, COLUMNS}:
             moments.update({name: grown(m, self.moments[name]) for name, m in moments.items()})
         elif map_.bias != self.map.bias:
             return False
@@ -216,7 +215,7 @@ class Block:
             inverse = self.structure.closed_form(moments, damping)
         except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
             raise NonFiniteError(f"the curvature of {self.map.key!r} can't be inverted: {error}") from error
-        if units is not None:
+        if units is not None and isinstance(self.structure, SideStructure):
             inverse = self.structure.scale_side(inverse, 0 if self.map.inputs_on_rows else 1, units)
         self.inverse = {name: tensor.contiguous() for name, tensor in inverse.items()}  # as ranks send them
 
@@ -230,7 +229,7 @@ class Block:
         g, r, c = self.map.joined
         dtype, device = next((t.dtype, t.device) for t in self.inverse.values())
         units = torch.eye(r * c, dtype=dtype, device=device).reshape(-1, 1, r, c).expand(-1, g, -1, -1)
-        columns = [_applied(self, self.inverse, unit.contiguous()).reshape(g, -1) for unit in units]
+        columns = [self.structure.apply(self.inverse, unit.contiguous()).reshape(g, -1) for unit in units]
         return torch.stack(columns, 2).squeeze(0)
 
     def units(self) -> Tensor | None:
@@ -240,7 +239,7 @@ class Block:
         small units is learned too, as Adam learns it. It is half of the way to inputs of one size, where pixels that hardly
         ever change would count as much as the others.
         """
-        if not (self.map.reads_data and self.structure.by_sides) or self.diagonal:
+        if not (self.map.reads_data and isinstance(self.structure, SideStructure)) or self.diagonal:
             return None
         moment = self.moments[self.map.inputs]
         sizes = moment if moment.dim() == 2 else moment.diagonal(dim1=1, dim2=2)
@@ -259,12 +258,11 @@ def _map_of(state: Any, key: str) -> LinearMap | None:
     try:
         parts = {f.name: state[f.name] for f in fields(LinearMap)}
         map_ = LinearMap(**{**parts, "shape": tuple(parts["shape"])})
-        counts, places = (*map_.shape, map_.kernel, map_.first + 1), map_.places
+        counts, places = (*map_.shape, map_.first + 1), map_.places
         sound = (
             all(isinstance(name, str) for name in map_.members)
             and len(map_.shape) == 3
             and all(type(count) is int and count > 0 for count in counts)
-            and map_.shape[2] % map_.kernel == 0
             and type(map_.inputs_on_rows) is type(map_.reads_data) is bool
             and (
                 map_.first == 0
@@ -304,14 +302,8 @@ class Stack:
 
     def apply(self, x: Tensor) -> Tensor:
         """U x, in memory of its own, also by a structure that returns what it was given."""
-        applied = _applied(self.blocks[0], self._inverse, x)
+        applied = self.blocks[0].structure.apply(self._inverse, x)
         return applied.clone() if applied.data_ptr() == x.data_ptr() else applied
-
-
-def _applied(like: Block, inverse: Mapping[str, Tensor], x: Tensor) -> Tensor:
-    """U x, for the U of blocks that are like this one."""
-    folded = x.reshape(*x.shape[:2], -1, like.map.kernel) if KERNEL in like.moments else x
-    return like.structure.apply(inverse, folded).reshape(x.shape)
 
 
 def stacked(blocks: Iterable[Block]) -> list[Stack]:
@@ -329,7 +321,7 @@ def _kind(block: Block) -> tuple[Any, ...]:
     """What blocks have to share to be in one stack."""
     map_ = block.map
     layout = [(name, tensor.shape, tensor.dtype, tensor.device) for name, tensor in block.inverse.items()]
-    how = (map_.shape, map_.bias is None, map_.inputs_on_rows, map_.kernel, KERNEL in block.moments)
+    how = (map_.shape, map_.bias is None, map_.inputs_on_rows)
     return (block.structure, *how, *layout)
 
 

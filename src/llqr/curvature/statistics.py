@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from llqr.curvature.linear_maps import COLUMNS, KERNEL, ROWS, LinearMap, Moments, grown
+from llqr.curvature.linear_maps import COLUMNS, ROWS, LinearMap, Moments, grown
 from llqr.curvature.precision import raised
 from llqr.structures.base import Structure
 
@@ -90,16 +90,13 @@ class Sums:
             else:
                 columns = functional.pad(columns, (0, 1), value=1.0)
         self.places += repeats * rows.shape[1]
-        for name, moment in self.structure.second_moments(rows, columns, self.map.kernel).items():
+        for name, moment in self.structure.second_moments(rows, columns).items():
             moment = moment if repeats == 1 else moment * repeats
             self.tensors[name] = self.tensors[name] + moment if name in self.tensors else moment
 
     def moments(self) -> Moments:
         """A as a mean over the places and G as a sum, so that A ⊗ G is of the size of H."""
-        moments = {name: m / self.places if name == self.map.inputs else m for name, m in self.tensors.items()}
-        if KERNEL in moments:  # it shares its size with the channels
-            moments[KERNEL] = moments[KERNEL] / moments[KERNEL].diagonal(dim1=1, dim2=2).sum(1)[:, None, None]
-        return moments
+        return {name: m / self.places if name == self.map.inputs else m for name, m in self.tensors.items()}
 
 
 UNLIKE_USES = "UnlikeUses"
@@ -128,9 +125,9 @@ def merged(found: Iterable[Sums]) -> dict[str, Sums]:
 def _joined(group: list[Sums]) -> Sums | None:
     if len(group) == 1:
         return group[0]
-    if len({(sums.map.shape, sums.map.kernel) for sums in group}) > 1:
+    if len({sums.map.shape for sums in group}) > 1:
         return None
-    by_sides = all(sums.tensors.keys() <= {ROWS, COLUMNS, KERNEL} for sums in group)
+    by_sides = all(sums.tensors.keys() <= {ROWS, COLUMNS} for sums in group)
     if not by_sides and len({(sums.map.bias, sums.map.inputs_on_rows) for sums in group}) > 1:
         return None  # the numbers of other moments aren't arranged alike
     first = replace(group[0].map, reads_data=all(sums.map.reads_data for sums in group))
@@ -154,11 +151,11 @@ def _balanced(sums: Sums) -> Moments:
     _, r, c = sums.map.shape
     if ROWS not in sums.tensors:
         return sums.tensors
-    cut = {ROWS: r, COLUMNS: c if KERNEL not in sums.tensors else c // sums.map.kernel}
-    moments = {name: m[:, : cut[name], : cut[name]] if name in cut else m for name, m in sums.moments().items()}
+    cut = {ROWS: r, COLUMNS: c}
+    moments = {n: m[:, : cut[n]] if m.dim() == 2 else m[:, : cut[n], : cut[n]] for n, m in sums.moments().items()}
     traces = {name: float(m.sum() if m.dim() == 2 else m.diagonal(dim1=1, dim2=2).sum()) for name, m in moments.items()}
     size = (traces[ROWS] * traces[COLUMNS]) ** 0.5
-    return {name: m * (size / traces[name]) if name in cut and traces[name] > 0 else m for name, m in moments.items()}
+    return {name: m * (size / traces[name]) if traces[name] > 0 else m for name, m in moments.items()}
 
 
 def _are_apart(maps: list[LinearMap]) -> bool:

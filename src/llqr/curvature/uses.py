@@ -324,7 +324,6 @@ def _convolution(node: Any, names: Mapping[int, str]) -> Use | None:
         origin.name,
         (groups, rows // groups, columns * places),
         inputs_on_rows=transposed,
-        kernel=places,
         reads_data=_is_data(inputs, names),
     )
     map_ = map_ if transposed else _with_bias(map_, bias, names)

@@ -30,8 +30,9 @@ from llqr.exact.steps import exact_step
 from llqr.paper import PaperLLQR
 from llqr.preconditioner import Preconditioner
 from llqr.refit import fit
-from llqr.structures import Kronecker
-from llqr.structures.stacks import Group, owner
+from llqr.structures import Diagonal, Kronecker, Scalar
+from llqr.structures.kronecker import SideStructure
+from llqr.structures.stacks import Group
 
 Step = Mapping[str, Tensor]
 
@@ -120,7 +121,7 @@ def judge(step: Step, reference: Reference) -> Verdict:
         raise LLQRError("the step is zero: there is no direction to judge (does the optimizer have these parameters?)")
     layers: dict[str, list[str]] = {}
     for name in r.gradient:  # a parameter that the model owns itself is a layer of its own
-        layers.setdefault(owner(name) or name, []).append(name)
+        layers.setdefault(name.rpartition(".")[0] or name, []).append(name)
     parts = {}
     for layer, names in layers.items():
         own, exact = ({name: each[name] for name in names} for each in (step, r.step))
@@ -231,16 +232,15 @@ def spectra(u: Preconditioner) -> dict[str, Tensor]:
         )
     if not u.is_finite():
         raise LLQRError("U isn't finite: it has no spectrum")
-    found = {key: _spectrum(group, i) for group in u.groups for i, key in enumerate(group.keys)}
+    found = {key: _spectrum(group, i) for group in u.groups for i, key in enumerate(group.names)}
     return {key: values.sort().values for key, values in found.items() if values is not None}
 
 
 def _spectrum(group: Group, index: int) -> Tensor | None:
     structure, shape, size = group.structure, group.shape, math.prod(group.shape)
     tensors = {name: stack[index : index + 1].detach().cpu().double() for name, stack in group.tensors.items()}
-    multiplier = structure.multiplier(shape)
-    if multiplier is not None:
-        return tensors[multiplier].reshape(-1)
+    if isinstance(structure, (Scalar, Diagonal, SideStructure)) and len(tensors) == 1:  # it acts number by number
+        return next(iter(tensors.values())).reshape(-1)
     if isinstance(structure, Kronecker):
         return _of_factors([stack[0] for stack in tensors.values()])
     if size > SMALL:

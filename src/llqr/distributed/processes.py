@@ -297,4 +297,4 @@ def _layout(tensors: Tensors) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
 
 
 def _order(map_: LinearMap) -> tuple[Any, ...]:
-    return map_.weight, map_.first, map_.inputs_on_rows, map_.kernel, map_.bias or "", map_.shape
+    return map_.weight, map_.first, map_.inputs_on_rows, map_.bias or "", map_.shape

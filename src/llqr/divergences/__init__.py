@@ -13,12 +13,15 @@ Divergences can be added and multiplied by positive numbers: `KL() + 0.1 * Inter
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from llqr.checks import Loss
 from llqr.divergences.base import BasePoint, Divergence, Reduction, Sum, Term
 from llqr.divergences.families import Bernoulli, Categorical, Gaussian
 from llqr.divergences.inside import L2, ActivationTerm, Intermediate, Layerwise, LayerwiseLoss
 from llqr.divergences.output import KL, Distributional, GaussNewton, Newton, OutputTerm, Renyi, ReverseKL
-from llqr.errors import LLQRError, unknown
+from llqr.errors import LLQRError, meant
 
 __all__ = [
     "KL",
@@ -55,14 +58,11 @@ NAMES: dict[str, type[Divergence]] = {
 def resolve(divergence: str | Divergence, reduction: Reduction = "mean") -> Divergence:
     """The divergence that a name stands for; a divergence stands for itself. `reduction` is of names of divergences between
     output distributions."""
-    if isinstance(divergence, Divergence):
-        return divergence
-    if isinstance(divergence, type) and issubclass(divergence, Divergence):
-        raise LLQRError(f"the divergence is a class; write {divergence.__name__}() to make one")
-    if not isinstance(divergence, str) or divergence not in NAMES:
-        raise unknown("divergence", divergence, NAMES)
-    kind = NAMES[divergence]
-    return kind(reduction=reduction) if issubclass(kind, Distributional) else kind()
+    made: dict[str, Callable[[], Divergence]] = {
+        name: partial(kind, reduction=reduction) if issubclass(kind, Distributional) else kind
+        for name, kind in NAMES.items()
+    }
+    return meant("divergence", divergence, Divergence, made)
 
 
 def layerwise(

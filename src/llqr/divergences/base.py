@@ -14,12 +14,13 @@ from torch import Tensor
 
 from llqr.checks import ShownWithOptions
 from llqr.divergences.families import standard_normal
-from llqr.errors import LLQRError, NotTwiceDifferentiableError, unknown
+from llqr.errors import LLQRError, NotTwiceDifferentiableError
 
 if TYPE_CHECKING:
     from llqr.divergences.inside import L2
 
 Reduction = Literal["mean", "sum"]
+REDUCTIONS = "mean", "sum"
 
 DENSE_LIMIT = 1024
 """Numbers of one example's output whose second derivatives are written out."""
@@ -102,12 +103,10 @@ class Term(Divergence):
     variable = "the output"
     """What it is a function of, in words."""
 
-    _title = ""
-
     @property
     def title(self) -> str:
         """What errors call it."""
-        return self._title or f"psi() of {self!r}"
+        return f"psi() of {self!r}"
 
     def terms(self) -> Iterator[tuple[float, Term | L2]]:
         yield 1.0, self
@@ -155,10 +154,8 @@ class Term(Divergence):
 
     def check_psi(self, base: BasePoint) -> None:
         """Raise where ψ_N isn't one number, doesn't depend on the output, or has a slope at x_N^k though `flat` says that it
-        hasn't: H would lack the curvature of the network itself then.
-
-        The slope is compared with those a tenth of the output's size away, and all of it. Rounding leaves far less than that,
-        also where predictions are so sure that nothing near them has a slope.
+        hasn't: H would lack the curvature of the network itself then. The slope is compared with those a tenth of the output's
+        size away, and all of it: rounding leaves far less.
         """
         point = base.output.detach()
         with torch.enable_grad():
@@ -247,8 +244,3 @@ def hessian_product(function: Callable[[Tensor], Tensor], point: Tensor, tangent
                 f"{what} can't be differentiated twice ({error}): use KL, which doesn't ask for that, or other operations"
             ) from error
     return product
-
-
-def check_reduction(reduction: str) -> None:
-    if reduction not in ("mean", "sum"):
-        raise unknown("reduction", reduction, ("mean", "sum"))

@@ -15,11 +15,12 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from llqr.checks import ShownWithOptions, checked_number
 from llqr.curvature.precision import raised
-from llqr.errors import LLQRError, unknown
+from llqr.errors import LLQRError
 
 
-class Family(ABC):
+class Family(ShownWithOptions, ABC):
     """A distribution of one random variable, parametrised by network outputs."""
 
     @abstractmethod
@@ -38,13 +39,13 @@ class Family(ABC):
         """A random vector for each variable whose second moment is F(p): the slope of -log p at a value drawn from p."""
         raise LLQRError(f"{self!r} can't be drawn from: write draw(p, generator), with the second moment F(p)")
 
-    @abstractmethod
     def variables(self, output: Tensor) -> torch.Size:
-        """The shape of the array of variables that an output holds; an error where it can't hold any."""
+        """The shape of the array of variables that an output holds; each number is one unless this says otherwise."""
+        return output.shape
 
-    @abstractmethod
     def spread(self, weights: Tensor) -> Tensor:
         """One weight a variable, shaped so that it multiplies an output."""
+        return weights
 
 
 class Categorical(Family):
@@ -87,24 +88,8 @@ class Categorical(Family):
     def spread(self, weights: Tensor) -> Tensor:
         return weights.unsqueeze(self.dim)
 
-    def __repr__(self) -> str:
-        return "Categorical()" if self.dim == -1 else f"Categorical(dim={self.dim})"
 
-
-class Elementwise(Family):
-    """A family in which every number of the output is a variable of its own."""
-
-    def variables(self, output: Tensor) -> torch.Size:
-        return output.shape
-
-    def spread(self, weights: Tensor) -> Tensor:
-        return weights
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
-
-
-class Bernoulli(Elementwise):
+class Bernoulli(Family):
     """Every number of the output is the logit of a coin."""
 
     def kl(self, p: Tensor, q: Tensor) -> Tensor:
@@ -126,13 +111,12 @@ class Bernoulli(Elementwise):
         return torch.stack((logit, torch.zeros_like(logit)), dim=-1)
 
 
-class Gaussian(Elementwise):
+class Gaussian(Family):
     """Every number of the output is the mean of a Gaussian of fixed variance."""
 
     def __init__(self, variance: float = 1.0) -> None:
-        if not 0 < variance < float("inf"):
-            raise LLQRError(f"a Gaussian's variance is a positive number, not {variance!r}")
-        self.variance = variance
+        what = "a Gaussian's variance"
+        self.variance = checked_number(what, variance, lambda v: 0 < v < math.inf, "a positive number")
 
     def kl(self, p: Tensor, q: Tensor) -> Tensor:
         return (p - q).square() / (2 * self.variance)
@@ -147,24 +131,12 @@ class Gaussian(Elementwise):
         drawn: Tensor = standard_normal(p, generator) / self.variance**0.5
         return drawn
 
-    def __repr__(self) -> str:
-        return f"Gaussian(variance={self.variance})"
-
 
 def standard_normal(like: Tensor, generator: torch.Generator) -> Tensor:
     return torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=generator)
 
 
 FAMILIES: dict[str, type[Family]] = {"categorical": Categorical, "bernoulli": Bernoulli, "gaussian": Gaussian}
-
-
-def resolve_family(family: str | Family) -> Family:
-    """The family that a name stands for; a family stands for itself."""
-    if isinstance(family, Family):
-        return family
-    if family not in FAMILIES:
-        raise unknown("family", family, FAMILIES)
-    return FAMILIES[family]()
 
 
 # --- the family of a loss ---

@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llqr.checks import Loss, check_callable, check_finite, check_flag
+from llqr.checks import Loss, check_callable, check_finite, check_flag, checked_number
 from llqr.divergences.base import (
+    REDUCTIONS,
     BasePoint,
     Divergence,
     QuadraticTerm,
     Reduction,
     Term,
-    check_reduction,
     hessian_product,
 )
 from llqr.divergences.families import standard_normal
-from llqr.errors import LLQRError
+from llqr.errors import LLQRError, check_one_of
 
 Metric = float | Tensor | Callable[[Tensor], Tensor] | Divergence
 LayerPsi = Callable[[Any, dict[str, Tensor], Any, dict[str, Tensor]], Tensor]
@@ -112,20 +112,16 @@ class _Metric(QuadraticTerm):
         if not isinstance(found, Tensor):
             raise LLQRError(f"the metric at {self.module!r} returned a {type(found).__name__}, not a number or tensor")
         shape, found = tuple(found.shape), found.detach().to(output) * scale
-        if callable(metric):
-            if shape in ((count, size, size), tuple(output.shape)):
-                return found if shape == (count, size, size) else found.reshape(count, size)
-            raise LLQRError(
-                f"the metric at {self.module!r} returned a tensor of shape {shape} for activations of shape "
-                f"{tuple(output.shape)}: return a number, a diagonal of that shape, or matrices {(count, size, size)}"
-            )
-        if found.numel() == size and shape == tuple(output.shape[output.dim() - len(shape) :]):
-            return found.reshape(1, size)
-        if shape == (size, size):
-            return found[None]
+        several, whose = (count, "their") if callable(metric) else (1, "one example's")
+        matrix = (count, size, size) if callable(metric) else (size, size)
+        diagonal = output.shape if callable(metric) else output.shape[output.dim() - len(shape) :]
+        if shape == matrix:
+            return found.reshape(several, size, size)
+        if shape == diagonal and found.numel() == several * size:
+            return found.reshape(several, size)
         raise LLQRError(
-            f"the metric at {self.module!r} has shape {shape}, and one example's activation has {size} numbers: give a "
-            f"weight, a diagonal of the activation's shape, or a {size} × {size} matrix"
+            f"the metric at {self.module!r} has shape {shape}, for activations of shape {tuple(output.shape)}: it is a number, "
+            f"a diagonal of {whose} shape, or {' × '.join(map(str, matrix))} numbers"
         )
 
     def __repr__(self) -> str:
@@ -158,7 +154,7 @@ class Intermediate(Divergence):
     """
 
     def __init__(self, metrics: Mapping[str | int, Metric], reduction: Reduction = "mean") -> None:
-        check_reduction(reduction)
+        check_one_of("reduction", reduction, REDUCTIONS)
         if not isinstance(metrics, Mapping) or not metrics:
             raise LLQRError("Intermediate takes a mapping from module names to metrics, such as {'2': 0.1}")
         for module, metric in metrics.items():
@@ -208,11 +204,15 @@ class _Joint(Term):
     variable = "x and the parameters"
 
     def __init__(self, function: LayerPsi | LayerLoss, flat: bool, title: str, of_change: bool = True) -> None:
-        self.function, self.flat, self._title, self.of_change = function, flat, title, of_change
+        self.function, self.flat, self._title, self._of_change = function, flat, title, of_change
+
+    @property
+    def title(self) -> str:
+        return self._title
 
     def psi(self, output: Tensor, base: BasePoint) -> Tensor:
         assert base.unpack is not None
-        return self.function(*base.unpack(output), *(base.unpack(base.output) if self.of_change else ()))
+        return self.function(*base.unpack(output), *(base.unpack(base.output) if self._of_change else ()))
 
     def __repr__(self) -> str:
         return _brief(self.function)
@@ -263,9 +263,8 @@ class L2(Divergence):
     needs_loss = False
 
     def __init__(self, weight: float | Mapping[str | int, float] = 1.0) -> None:
-        for module, value in weight.items() if isinstance(weight, Mapping) else [("weight", weight)]:
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-                raise LLQRError(f"L2 weights are non-negative numbers; {module!r} is {value!r}")
+        for module, value in weight.items() if isinstance(weight, Mapping) else [("all", weight)]:
+            checked_number(f"the L2 weight of {module!r}", value, lambda w: 0 <= w < math.inf, "zero or more")
         self.weight = weight
 
     def terms(self) -> Iterator[tuple[float, Term | L2]]:
@@ -286,13 +285,9 @@ def _check_metric(module: str | int, metric: Metric) -> None:
     elif isinstance(metric, Tensor):
         if not metric.isfinite().all():
             raise LLQRError(f"the metric at {module!r} has values that are not finite")
-    elif not callable(metric) and (
-        isinstance(metric, bool) or not isinstance(metric, (int, float)) or not 0 < metric < math.inf
-    ):
-        raise LLQRError(
-            f"the metric at {module!r} is {metric!r}; it is a positive weight, a tensor, a function of the activation, or a "
-            "divergence"
-        )
+    elif not callable(metric):
+        meaning = "a positive weight, a tensor, a function of the activation, or a divergence"
+        checked_number(f"the metric at {module!r}", metric, lambda weight: 0 < weight < math.inf, meaning)
 
 
 def _check_functions(what: str, functions: object, form: str) -> None:

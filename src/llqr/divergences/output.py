@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from llqr.divergences.base import BasePoint, QuadraticTerm, Reduction, Term, check_reduction, hessian_product
-from llqr.divergences.families import Categorical, Family, resolve_family
+from llqr.checks import checked_number
+from llqr.divergences.base import REDUCTIONS, BasePoint, QuadraticTerm, Reduction, Term, hessian_product
+from llqr.divergences.families import FAMILIES, Categorical, Family
 from llqr.divergences.inside import L2
-from llqr.errors import LLQRError
+from llqr.errors import LLQRError, check_one_of, meant
 
 
 class OutputTerm(Term):
@@ -77,8 +78,8 @@ class Distributional(OutputTerm):
     by_variable = True
 
     def __init__(self, family: str | Family = "categorical", reduction: Reduction = "mean") -> None:
-        check_reduction(reduction)
-        self.family = resolve_family(family)
+        check_one_of("reduction", reduction, REDUCTIONS)
+        self.family = meant("family", family, Family, FAMILIES)
         self.reduction = reduction
         self.additive = reduction == "sum"
 
@@ -143,10 +144,9 @@ class Renyi(Distributional):
     """log Σ p_k^a p_θ^(1-a) / (a-1), a > 0 the order: H is a times the Fisher matrix; order 1 is the limit, KL."""
 
     def __init__(self, order: float = 0.5, family: str | Family = "categorical", reduction: Reduction = "mean") -> None:
-        if isinstance(order, bool) or not isinstance(order, (int, float)) or not 0 < order < math.inf:
-            raise LLQRError(f"the order of a Rényi divergence is a positive number, not {order!r}")
         super().__init__(family, reduction)
-        self.curvature = self.order = float(order)
+        what = "the order of a Rényi divergence"
+        self.curvature = self.order = checked_number(what, order, lambda a: 0 < a < math.inf, "a positive number")
 
     def between(self, base: Tensor, output: Tensor) -> Tensor:
         if self.order == 1:

@@ -7,10 +7,9 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
-from llqr.preconditioner import Change, Preconditioner
-from llqr.solvers.problem import Point, Problem, Solver, Stacks, add, block_norms, mapped, positive, weighted
+from llqr.preconditioner import Preconditioner, Stacks
+from llqr.solvers.problem import Point, Problem, Solver, add, block_norms, positive, weighted
 
 NOTHING_TO_GAIN = 1e-6
 """A line search that lowers J by less than this, relative to J, is the last."""
@@ -25,13 +24,13 @@ STRETCH = (0.1, 3.0)
 class ConjugateDirections:
     """Polak–Ribière: d ← -M∇J + β⁺ d, with β⁺ = max(0, ⟨M∇J, ∇J - ∇J_before⟩ / ⟨M∇J_before, ∇J_before⟩); M = I by default."""
 
-    def __init__(self, problem: Problem, metric: list[Tensor] | None = None) -> None:
+    def __init__(self, problem: Problem, metric: Stacks | None = None) -> None:
         self._problem, self._metric = problem, metric
-        self._last: tuple[Change, float, Change] | None = None
+        self._last: tuple[Stacks, float, Stacks] | None = None
 
-    def next(self, gradient: Change, free: list[Tensor] | None = None) -> Change | None:
+    def next(self, gradient: Stacks, free: Stacks | None = None) -> Stacks | None:
         """The direction, of the blocks that are free to move (a factor for each); None where there is no descent left."""
-        descent: Change = mapped(torch.neg, gradient)
+        descent = [-part for part in gradient]
         for factors in (self._metric, free):
             descent = descent if factors is None else weighted(factors, descent)
         before = gradient if self._last is None else self._last[0]
@@ -61,7 +60,7 @@ class ConjugateGradient(Solver):
     def solve(self, problem: Problem, u: Preconditioner, steps: int) -> Preconditioner:
         point = problem.at(u)
         product = problem.curvature(point.step)
-        longest = LONGEST * problem.norm([group.tensors for group in u.groups])
+        longest = LONGEST * problem.norm(u.tensors)
         degree = u.degree
         history = [problem.value(point.step, product)]
         directions = ConjugateDirections(problem)
@@ -102,26 +101,18 @@ class ConjugateGradient(Solver):
 
 def _minimum(coefficients: list[float], start: float, limit: float) -> float:
     """The length in (0, limit] with the least a₁t + a₂t² + a₃t³ + a₄t⁴, among its stationary points, `start` and `limit`."""
-    scaled, power = [], start  # in units of start, so that powers don't overflow
-    for coefficient in coefficients:
-        scaled.append(coefficient * power)
-        power *= start
-    top = max(map(abs, scaled))
-    if not 0 < top < math.inf or not all(map(math.isfinite, scaled)):
+    units = 1.0, start, start * start, start * start * start
+    a1, a2, a3, a4 = (a * unit for a, unit in zip(coefficients, units, strict=True))
+    ratios = [-a / a1 if a1 else math.inf for a in (4 * a4, 3 * a3, 2 * a2)]
+    if not all(map(math.isfinite, ratios)):
         return start
-    a1, a2, a3, a4 = (coefficient / top for coefficient in scaled)
-    slope = [a1, 2 * a2, 3 * a3, 4 * a4]
-    while len(slope) > 1 and abs(slope[-1]) < 1e-14:
-        slope.pop()
-    candidates = [1.0, limit / start]
-    if len(slope) > 1:
-        companion = torch.zeros(len(slope) - 1, len(slope) - 1, dtype=torch.float64)
-        companion.diagonal(-1).fill_(1)
-        companion[:, -1] = -torch.tensor(slope[:-1], dtype=torch.float64) / slope[-1]
-        roots = torch.linalg.eigvals(companion)
-        candidates += [float(root.real) for root in roots if abs(float(root.imag)) < 1e-6 * abs(complex(root))]
-    values = {t: t * (a1 + t * (a2 + t * (a3 + t * a4))) for t in candidates if 0 < t <= limit / start}
-    return start * min((t for t in values if math.isfinite(values[t])), key=values.__getitem__, default=1.0)
+    companion = torch.zeros(3, 3, dtype=torch.float64)  # a₁s³ + 2a₂s² + 3a₃s + 4a₄ = 0 for s = 1/t
+    companion.diagonal(-1).fill_(1)
+    companion[:, 2] = torch.tensor(ratios, dtype=torch.float64)
+    roots = [1 / s for s in torch.linalg.eigvals(companion).tolist() if s]
+    candidates = [1.0, limit / start, *(t.real for t in roots if abs(t.imag) < 1e-6 * abs(t))]
+    values = {t: t + t * t * (a2 + t * (a3 + t * a4)) / a1 for t in candidates if 0 < t <= limit / start}
+    return start * max((t for t in values if math.isfinite(values[t])), key=values.__getitem__, default=1.0)
 
 
 @dataclass(frozen=True)
@@ -167,7 +158,7 @@ class ScaleFree(Solver):
         for _ in range(steps):
             before = state.value
             best = min(best, state, key=_State.merit)
-            slope = state.slope(problem)
+            slope = problem.slope(state.product, state.scale)
             direction = directions.next(state.point.pullback(slope), bounds.free(state.point.u))
             moved = None if direction is None else advance(problem, state, slope, direction, bounds)
             if moved is None or not (moved.point.u.is_finite() and math.isfinite(moved.value)):
@@ -213,16 +204,14 @@ class _State:
         negative, and the longest step would win. The same as J where H is positive."""
         return self.value + self.scale**2 * max(0.0, -self.curved)
 
-    def slope(self, problem: Problem) -> Stacks:
-        return problem.slope(self.product, self.scale)
 
-
-def _metric(problem: Problem) -> list[Tensor]:
-    """A weight for each block."""
-    metric = []
+def _metric(problem: Problem) -> Stacks:
+    """A weight for each block, tensor by tensor."""
+    metric: Stacks = []
     for group, gradient in zip(problem.groups, problem.gradient, strict=True):
         squares = block_norms(gradient).square()
-        metric.append((group.structure.spread(group.shape) / squares).masked_fill(squares == 0, 0.0))
+        weight = (group.structure.spread(group.shape) / squares).masked_fill(squares == 0, 0.0)
+        metric += [weight] * len(group.tensors)
     return metric
 
 
@@ -231,7 +220,7 @@ class _Bounds:
 
     def __init__(self, start: Preconditioner, reach: float) -> None:
         self._reach = reach
-        self._start = [{name: block_norms(tensor) for name, tensor in group.tensors.items()} for group in start.groups]
+        self._start = [block_norms(tensor) for tensor in start.tensors]
 
     def scale(self, problem: Problem, state: _State) -> float:
         """The best c for a pair (δ, Hδ), or the one that is there if δ isn't a descent direction.
@@ -242,27 +231,27 @@ class _Bounds:
         scale = _ratio(-state.along, max(abs(state.curved), least))
         return scale if 0 < scale < math.inf else state.scale
 
-    def free(self, u: Preconditioner) -> list[Tensor]:
-        """For each block 1, or 0 where one of its tensors has come to the bound."""
-        masks = []
-        for group, start in zip(u.groups, self._start, strict=True):
-            inside = [block_norms(t) < 0.99 * self._reach * start[name] for name, t in group.tensors.items()]
-            masks.append(torch.stack(inside).all(0).to(group.dtype))
+    def free(self, u: Preconditioner) -> Stacks:
+        """For each block 1, or 0 where one of its tensors has come to the bound; tensor by tensor."""
+        inside = (block_norms(t) < 0.99 * self._reach * start for t, start in zip(u.tensors, self._start, strict=True))
+        masks: Stacks = []
+        for group in u.groups:
+            free = torch.stack([next(inside) for _ in group.tensors]).all(0)
+            masks += [free.to(group.dtype)] * len(group.tensors)
         return masks
 
-    def length(self, u: Preconditioner, direction: Change, relative: float = math.inf) -> float:
+    def length(self, u: Preconditioner, direction: Stacks, relative: float = math.inf) -> float:
         """The longest a that leaves every tensor's norm within `reach` of that at the start, and moves none by more than
         `relative` of its norm (now or at the start, the larger)."""
         longest = math.inf
-        for group, part, start in zip(u.groups, direction, self._start, strict=True):
-            for name, tensor in group.tensors.items():
-                norms, moves = block_norms(tensor), block_norms(part[name])
-                room = (self._reach * start[name] - norms).minimum(relative * norms.maximum(start[name]))
-                longest = min(longest, float((room.clamp_min(0) / moves).masked_fill(moves == 0, math.inf).min()))
+        for tensor, part, start in zip(u.tensors, direction, self._start, strict=True):
+            norms, moves = block_norms(tensor), block_norms(part)
+            room = (self._reach * start - norms).minimum(relative * norms.maximum(start))
+            longest = min(longest, float((room.clamp_min(0) / moves).masked_fill(moves == 0, math.inf).min()))
         return longest
 
 
-def _along_tangent(problem: Problem, state: _State, slope: Stacks, direction: Change, bounds: _Bounds) -> _State | None:
+def _along_tangent(problem: Problem, state: _State, slope: Stacks, direction: Stacks, bounds: _Bounds) -> _State | None:
     """A step where δ is linear in V: exact with the product Hδ'."""
     tangent = state.point.derivative(direction)
     product = problem.curvature(tangent)
@@ -275,7 +264,7 @@ def _along_tangent(problem: Problem, state: _State, slope: Stacks, direction: Ch
     return _State.of(problem, state.scale, moved, add(state.step, tangent, length), add(state.product, product, length))
 
 
-def _along_chord(problem: Problem, state: _State, slope: Stacks, direction: Change, bounds: _Bounds) -> _State | None:
+def _along_chord(problem: Problem, state: _State, slope: Stacks, direction: Stacks, bounds: _Bounds) -> _State | None:
     """A step where δ isn't linear in V: the product is spent on a trial point."""
     length = min(_predicted(problem, state, slope, direction), bounds.length(state.point.u, direction, LONGEST_TRIAL))
     if not 0 < length < math.inf:
@@ -294,7 +283,7 @@ def _along_chord(problem: Problem, state: _State, slope: Stacks, direction: Chan
     return replace(better, chord=(quotient, multiple * length))
 
 
-def _predicted(problem: Problem, state: _State, slope: Stacks, direction: Change) -> float:
+def _predicted(problem: Problem, state: _State, slope: Stacks, direction: Stacks) -> float:
     """a₀ if H is along d as it was along the last chord; the geometric mean of that and of the last length."""
     tangent = state.point.derivative(direction)
     decline, square, own = problem.dots((slope, tangent), (tangent, tangent), (state.step, state.step))

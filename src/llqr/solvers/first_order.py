@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from llqr.errors import LLQRError
-from llqr.preconditioner import Change, Preconditioner
-from llqr.solvers.problem import Problem, Solver, block_norms, fraction, mapped, per_block, positive, tensors_of
+from llqr.preconditioner import Preconditioner, Stacks
+from llqr.solvers.problem import Problem, Solver, block_norms, fraction, per_block, positive
 
-Update = Callable[[Change], tuple[Change, float]]
+Update = Callable[[Stacks], tuple[Stacks, float]]
 """From ∇_U J to a direction and a length along it."""
 
 
@@ -32,7 +32,7 @@ class FirstOrder(Solver):
 
     def solve(self, problem: Problem, u: Preconditioner, steps: int) -> Preconditioner:
         update, history = self.update(), list[float]()
-        direction, length = Change(), 0.0
+        direction, length = Stacks(), 0.0
         for step in range(steps + 1):
             point = problem.at(u)
             product = problem.curvature(point.step) if step < steps else None
@@ -55,9 +55,9 @@ class FirstOrder(Solver):
         return u.with_history(history)
 
 
-def clipped(change: Change, norm: float) -> Change:
+def clipped(change: Stacks, norm: float) -> Stacks:
     """Each block's tensors scaled to a norm of at most `norm`."""
-    return mapped(lambda stack: per_block(norm / block_norms(stack).clamp_min(norm), stack), change)
+    return [per_block(norm / block_norms(stack).clamp_min(norm), stack) for stack in change]
 
 
 @dataclass(frozen=True)
@@ -78,13 +78,13 @@ class SGDM(FirstOrder):
             positive("clip", self.clip)
 
     def update(self) -> Update:
-        buffer: Change = []
+        buffer: Stacks = []
 
-        def update(gradient: Change) -> tuple[Change, float]:
+        def update(gradient: Stacks) -> tuple[Stacks, float]:
             if not buffer:
-                buffer.extend(mapped(torch.clone, gradient))
+                buffer.extend(g.clone() for g in gradient)
             else:
-                for b, g in zip(tensors_of(buffer), tensors_of(gradient), strict=True):
+                for b, g in zip(buffer, gradient, strict=True):
                     b.mul_(self.momentum).add_(g)
             return buffer, -self.lr
 
@@ -115,19 +115,19 @@ class Adam(FirstOrder):
 
     def update(self) -> Update:
         first, second = self.betas
-        mean, square, count = Change(), Change(), 0
+        mean, square, count = Stacks(), Stacks(), 0
 
-        def update(gradient: Change) -> tuple[Change, float]:
+        def update(gradient: Stacks) -> tuple[Stacks, float]:
             nonlocal count
             count += 1
             if count == 1:
-                mean.extend(mapped(torch.zeros_like, gradient))
-                square.extend(mapped(torch.zeros_like, gradient))
-            for m, v, g in zip(tensors_of(mean), tensors_of(square), tensors_of(gradient), strict=True):
+                mean.extend(torch.zeros_like(g) for g in gradient)
+                square.extend(torch.zeros_like(g) for g in gradient)
+            for m, v, g in zip(mean, square, gradient, strict=True):
                 m.lerp_(g, 1 - first)
                 v.mul_(second).addcmul_(g, g, value=1 - second)
             unbias = (1 - second**count) ** 0.5
-            direction = mapped(lambda m, v: m / (v.sqrt() / unbias + self.eps), mean, square)
+            direction = [m / (v.sqrt() / unbias + self.eps) for m, v in zip(mean, square, strict=True)]
             return direction, -self.lr / (1 - first**count)
 
         return update

@@ -1,7 +1,7 @@
 """What inner solvers work on, and what each of them is: J(U) = g·δ + ½ δ·Hδ with δ = -U g.
 
 With P = g + Hδ, the gradient of the model at δ, dJ = ⟨P, dδ⟩: the gradient with respect to U is the pullback of P through
-δ = -U g. A step is kept as one stack for each group of blocks, a change of U as one dictionary of stacks for each.
+δ = -U g. A step is a list of stacks, one for each group of blocks; a change of U is one for each tensor of each group.
 """
 
 from __future__ import annotations
@@ -9,47 +9,30 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from functools import cached_property, partial
-from typing import Any, Protocol, TypeVar
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from llqr.checks import ShownWithOptions, checked_number
-from llqr.preconditioner import Change, Preconditioner
-
-Stacks = list[Tensor]
-StacksOrChange = TypeVar("StacksOrChange", Stacks, Change)
+from llqr.preconditioner import Preconditioner, Stacks
 
 ROUNDING = 64
 """A block whose gradient is within so many units in the last place of the whole has none but rounding, as the bias before a
 BatchNorm or that of attention's keys. A solver that weighs all blocks alike leaves it out, or it would follow it."""
 
 
-def mapped(function: Callable[..., Tensor], *trees: StacksOrChange) -> StacksOrChange:
-    """A function of the tensors of steps, or of changes, one by one."""
-    result: Any = [
-        {name: function(*(part[name] for part in parts)) for name in parts[0]}
-        if isinstance(parts[0], dict)
-        else function(*parts)
-        for parts in zip(*trees, strict=True)
-    ]
-    return result  # type: ignore[no-any-return]
-
-
-def tensors_of(tree: Stacks | Change) -> list[Tensor]:
-    return [t for part in tree for t in (part.values() if isinstance(part, dict) else (part,))]
-
-
-def add(left: StacksOrChange, right: StacksOrChange, factor: float) -> StacksOrChange:
+def add(left: Stacks, right: Stacks, factor: float) -> Stacks:
     """left + factor · right."""
-    return mapped(partial(torch.add, alpha=factor), left, right)
+    return [torch.add(a, b, alpha=factor) for a, b in zip(left, right, strict=True)]
 
 
-def weighted(factors: list[Tensor], change: Change) -> Change:
+def weighted(factors: Stacks, stacks: Stacks) -> Stacks:
     """Each block's tensors times its own factor."""
-    return [{n: per_block(f, t) for n, t in part.items()} for f, part in zip(factors, change, strict=True)]
+    return [per_block(factor, stack) for factor, stack in zip(factors, stacks, strict=True)]
 
 
 def per_block(factors: Tensor, stack: Tensor) -> Tensor:
@@ -62,8 +45,8 @@ def block_norms(stack: Tensor) -> Tensor:
     return norms
 
 
-def _dot(left: Stacks | Change, right: Stacks | Change) -> float:
-    parts = [torch.sum(a * b) for a, b in zip(tensors_of(left), tensors_of(right), strict=True)]
+def _dot(left: Stacks, right: Stacks) -> float:
+    parts = [torch.sum(a * b) for a, b in zip(left, right, strict=True)]
     return float(torch.stack(parts).sum()) if parts else 0.0
 
 
@@ -91,14 +74,14 @@ class Problem:
     def __init__(self, model: Quadratic, u: Preconditioner) -> None:
         self.model, self.groups = model, [group.layout() for group in u.groups]
         self.gradient: Stacks = [group.gather(model.gradient).detach() for group in u.groups]
-        self.descent = mapped(torch.neg, self.gradient)
+        self.descent = [-part for part in self.gradient]
 
     def normalised(self) -> tuple[Problem, float]:
         """The problem with g/‖g‖ in place of g, without blocks of rounding, and ‖g‖: its J is ‖g‖² times smaller."""
         (factor,) = self.sizes(self.gradient)
         scaled = copy.copy(self)
         scaled.gradient = [_without_rounding(part / factor) for part in self.gradient]
-        scaled.descent = mapped(torch.neg, scaled.gradient)
+        scaled.descent = [-part for part in scaled.gradient]
         return scaled, factor
 
     def curvature(self, step: Stacks) -> Stacks:
@@ -128,21 +111,18 @@ class Problem:
             named.update(group.scatter(stack, self.model.gradient))
         return {name: named[name] for name in self.model.gradient}
 
-    def dots(self, *pairs: tuple[StacksOrChange, StacksOrChange]) -> list[float]:
+    def dots(self, *pairs: tuple[Stacks, Stacks]) -> list[float]:
         """The inner products of pairs of steps, or of pairs of changes."""
         return [_dot(left, right) for left, right in pairs]
-
-    inners = dots
 
     def sizes(self, *stacks: Stacks) -> list[float]:
         """Norms of steps, also where squares are beyond float32."""
         parts = [[float(torch.linalg.vector_norm(part, dtype=torch.float64)) for part in each] for each in stacks]
         return [math.hypot(*each) for each in parts]
 
-    def norm(self, change: Change) -> float:
+    def norm(self, change: Stacks) -> float:
         """√⟨change, change⟩; not finite where one of the numbers isn't."""
-        norms = [float(torch.linalg.vector_norm(tensor)) for tensor in tensors_of(change)]
-        return math.hypot(*norms)
+        return math.hypot(*(float(torch.linalg.vector_norm(stack)) for stack in change))
 
 
 def _without_rounding(part: Tensor) -> Tensor:
@@ -155,20 +135,31 @@ class Point:
     """δ = U·(-g) at one U, with its derivatives."""
 
     def __init__(self, problem: Problem, u: Preconditioner) -> None:
-        self.u = u
-        self._linear = [g.structure.linearize(g.tensors, x) for g, x in zip(u.groups, problem.descent, strict=True)]
+        self.u, self._descent = u, problem.descent
+        self._leaves = [stack.detach().requires_grad_() for stack in u.tensors]
+        self._ends: list[GradientEdge] = []  # of autograd's graph, which doesn't hold δ itself
 
     @cached_property
     def step(self) -> Stacks:
-        return [linear.value() for linear in self._linear]
+        return [stack.detach() for stack in self._act()]
 
-    def derivative(self, change: Change) -> Stacks:
+    def _act(self) -> Stacks:
+        with torch.enable_grad():
+            acting = zip(self.u.with_tensors(self._leaves).groups, self._descent, strict=True)
+            step = [group.structure.apply(group.tensors, x) for group, x in acting]
+        self._ends = [get_gradient_edge(stack) for stack in step]
+        return step
+
+    def derivative(self, change: Stacks) -> Stacks:
         """dδ along a change of U."""
-        return [linear.derivative(part) for linear, part in zip(self._linear, change, strict=True)]
+        moving = zip(self.u.groups, self.u.with_tensors(change).groups, self._descent, strict=True)
+        return [group.structure.derivative(group.tensors, moved.tensors, x) for group, moved, x in moving]
 
-    def pullback(self, slope: Stacks) -> Change:
+    def pullback(self, slope: Stacks) -> Stacks:
         """∇_U J, given P."""
-        return [linear.pullback(part) for linear, part in zip(self._linear, slope, strict=True)]
+        if not self._ends:
+            self._act()
+        return [*torch.autograd.grad(self._ends, self._leaves, slope, retain_graph=True, materialize_grads=True)]
 
 
 class Solver(ShownWithOptions, ABC):

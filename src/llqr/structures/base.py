@@ -8,48 +8,28 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import Literal, NamedTuple
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from llqr.checks import ShownWithOptions
 from llqr.curvature.precision import at_least_single
-from llqr.errors import LLQRError, NonFiniteError, unknown
+from llqr.errors import LLQRError, NonFiniteError
 
 Tensors = Mapping[str, Tensor]
-Per = Literal["parameter", "layer"]
-Modes = Literal["matrix", "all"]
 Damping = float | Tensor
 """λ as a share of the mean curvature: one for all of a stack, or one for each, (k,)."""
-
-
-class Linearization(NamedTuple):
-    """The action of a block on x at one value of its tensors, with what its derivatives share computed once."""
-
-    value: Callable[[], Tensor]
-    """U x."""
-    derivative: Callable[[Tensors], Tensor]
-    """d(U x) along a change of the tensors."""
-    pullback: Callable[[Tensor], dict[str, Tensor]]
-    """The gradient of ⟨cotangent, U x⟩ with respect to the tensors: the adjoint of `derivative`."""
 
 
 class Structure(ShownWithOptions, ABC):
     """How the blocks of U are stored and how they act.
 
     One of your own says how it begins (`identity`), how it acts (`apply`), and two things about that (`degree`, `scaled`); the
-    rest follows, and can be written where there is a cheaper way.
-
-    `per` says what one block covers: a parameter, or all the parameters that a module owns itself, joined to one vector.
+    rest follows. Derivatives by the tensors are autograd's.
     """
-
-    per: Per = "parameter"
-    by_sides = False
-    """U has a factor for each side of a matrix, found from the second moment along it; `scale_side` is written."""
 
     def sizes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
         """The name and shape of each tensor of a block for a parameter of this shape: as `identity` makes them."""
@@ -64,18 +44,10 @@ class Structure(ShownWithOptions, ABC):
     def apply(self, tensors: Tensors, x: Tensor) -> Tensor:
         """U x."""
 
-    def linearize(self, tensors: Tensors, x: Tensor) -> Linearization:
-        """U x with its derivatives by the tensors: by differentiating `apply`, unless there is something cheaper."""
-        point = dict(tensors)
-
-        def act(tensors: dict[str, Tensor]) -> Tensor:
-            return self.apply(tensors, x)
-
-        return Linearization(
-            lambda: act(point),
-            lambda change: torch.func.jvp(act, (point,), (dict(change),))[1],
-            lambda cotangent: torch.func.vjp(act, point)[1](cotangent)[0],
-        )
+    def derivative(self, tensors: Tensors, change: Tensors, x: Tensor) -> Tensor:
+        """d(U x) along a change of the tensors."""
+        moved: Tensor = torch.func.jvp(lambda at: self.apply(at, x), (dict(tensors),), (dict(change),))[1]
+        return moved
 
     @abstractmethod
     def degree(self, shape: Sequence[int]) -> int:
@@ -85,23 +57,17 @@ class Structure(ShownWithOptions, ABC):
     def scaled(self, tensors: Tensors, factor: float) -> dict[str, Tensor]:
         """The tensors of factor · U, for a positive factor."""
 
-    def second_moments(self, rows: Tensor, columns: Tensor, kernel: int) -> dict[str, Tensor]:
+    def second_moments(self, rows: Tensor, columns: Tensor) -> dict[str, Tensor]:
         """What `closed_form` needs of the gradients v = rows ⊗ columns of linear maps, summed over the T places where they act.
 
-        `rows` has shape (k, T, r) and `columns` (k, T, c); of a convolution the columns are `kernel` places for each channel.
-        Three names are taken: "rows" and "columns" are Σ rows rowsᵀ and Σ columns columnsᵀ, and where a structure has a factor
-        for the kernel, "columns" is of the channels and "kernel" of the places in it. H is their Kronecker product. Matrices,
-        or their diagonals. Other moments have other names.
+        `rows` has shape (k, T, r) and `columns` (k, T, c). Three names are taken: "rows" and "columns" are Σ rows rowsᵀ and
+        Σ columns columnsᵀ, or their diagonals, whose Kronecker product is H; "whole" is H. Other moments have other names.
         """
         raise self._without_closed_form()
 
-    def joins_bias(self, kernel: int) -> bool:
-        """Whether a bias can be one more column of the weight that it goes with."""
-        return True
-
     def mean_curvature(self, moments: Tensors) -> Tensor:
-        """The mean of H's diagonal, (k,), which L2 is compared with; here of moments called "rows", "columns" and "kernel"."""
-        if not moments.keys() <= {"rows", "columns", "kernel"}:
+        """The mean of H's diagonal, (k,), which L2 is compared with; here of "rows" and "columns", or of "whole"."""
+        if moments.keys() not in ({"rows", "columns"}, {"whole"}):
             raise LLQRError(
                 f"{self!r} keeps moments of its own, {', '.join(map(repr, moments))}, and a divergence with L2 asks for the "
                 "mean of H's diagonal: write mean_curvature(moments), one number for each block"
@@ -112,10 +78,6 @@ class Structure(ShownWithOptions, ABC):
     def closed_form(self, moments: Tensors, damping: Damping) -> dict[str, Tensor]:
         """The tensors of (H + λ)⁻¹ within this structure, H the second moments; λ is `damping` times their mean diagonal."""
         raise self._without_closed_form()
-
-    def scale_side(self, tensors: Tensors, side: int, scale: Tensor) -> dict[str, Tensor]:
-        """The tensors of S U S, with S diagonal along one side: `scale` is (k, n)."""
-        raise LLQRError(f"{self!r} says that it is `by_sides`: write scale_side()")
 
     def check_closed_form(self) -> None:
         """Raise for a structure that says only how it acts, which is enough for the paper's fit."""
@@ -130,27 +92,17 @@ class Structure(ShownWithOptions, ABC):
         """How many numbers the block spreads the gradient's squared norm over: n for a diagonal, 1 for mixing blocks."""
         return 1
 
-    def multiplier(self, shape: Sequence[int]) -> str | None:
-        """The tensor t of the block with U x = t ∘ x, one number a coordinate or one for all; None where it does more."""
-        return None
-
     def memory(self, shape: Sequence[int], itemsize: int = 4) -> int:
         """Bytes that one block takes for a parameter of this shape."""
         return itemsize * sum(math.prod(size) for size in self.sizes(shape).values())
 
 
 class LinearStructure(Structure):
-    """A structure that is linear in its tensors, so that the pullback doesn't depend on them."""
+    """A structure that is linear in its tensors."""
 
-    @abstractmethod
-    def pullback(self, x: Tensor, cotangent: Tensor) -> dict[str, Tensor]:
-        """The gradient of ⟨cotangent, U x⟩ with respect to the tensors."""
-
-    def linearize(self, tensors: Tensors, x: Tensor) -> Linearization:
-        """U x; its derivative is the action of the change."""
-        return Linearization(
-            lambda: self.apply(tensors, x), lambda change: self.apply(change, x), partial(self.pullback, x)
-        )
+    def derivative(self, tensors: Tensors, change: Tensors, x: Tensor) -> Tensor:
+        """The action of the change."""
+        return self.apply(change, x)
 
     def degree(self, shape: Sequence[int]) -> int:
         return 1
@@ -229,22 +181,9 @@ def _start(side: int, rank: int, dtype: torch.dtype, device: torch.device) -> Te
     return torch.randn(side, rank, generator=generator, dtype=torch.float64, device="cpu").to(device, dtype)
 
 
-def check_per(per: Per) -> None:
-    if per not in ("parameter", "layer"):
-        raise unknown("extent of a block", per, ("parameter", "layer"))
-
-
 @dataclass(frozen=True)
 class Scalar(LinearStructure):
-    """U x = u·x: a learned length for each parameter, or for each layer with `per="layer"`."""
-
-    per: Per = "parameter"
-
-    def __post_init__(self) -> None:
-        check_per(self.per)
-
-    def multiplier(self, shape: Sequence[int]) -> str | None:
-        return "u" if self.per == "parameter" else None
+    """U x = u·x: a learned length for each parameter."""
 
     def identity(self, shape: Sequence[int], like: Tensor, count: int = 1) -> dict[str, Tensor]:
         return {"u": ones((), like, count)}
@@ -252,7 +191,7 @@ class Scalar(LinearStructure):
     def apply(self, tensors: Tensors, x: Tensor) -> Tensor:
         return tensors["u"].reshape(-1, *(1 for _ in x.shape[1:])) * x
 
-    def second_moments(self, rows: Tensor, columns: Tensor, kernel: int) -> dict[str, Tensor]:
+    def second_moments(self, rows: Tensor, columns: Tensor) -> dict[str, Tensor]:
         return {"rows": gram(rows), "columns": gram(columns)}
 
     def closed_form(self, moments: Tensors, damping: Damping) -> dict[str, Tensor]:
@@ -264,9 +203,6 @@ class Scalar(LinearStructure):
         shift = damping * trace / (numbers[0] * numbers[1]) + torch.finfo(trace.dtype).tiny
         return {"u": trace / (squares[0] * squares[1] + shift * trace + torch.finfo(trace.dtype).tiny)}
 
-    def pullback(self, x: Tensor, cotangent: Tensor) -> dict[str, Tensor]:
-        return {"u": (x * cotangent).flatten(1).sum(1) if x.dim() > 1 else x * cotangent}
-
 
 @dataclass(frozen=True)
 class Diagonal(LinearStructure):
@@ -275,16 +211,13 @@ class Diagonal(LinearStructure):
     def spread(self, shape: Sequence[int]) -> int:
         return math.prod(shape)
 
-    def multiplier(self, shape: Sequence[int]) -> str | None:
-        return "d"
-
     def identity(self, shape: Sequence[int], like: Tensor, count: int = 1) -> dict[str, Tensor]:
         return {"d": ones(shape, like, count)}
 
     def apply(self, tensors: Tensors, x: Tensor) -> Tensor:
         return tensors["d"] * x
 
-    def second_moments(self, rows: Tensor, columns: Tensor, kernel: int) -> dict[str, Tensor]:
+    def second_moments(self, rows: Tensor, columns: Tensor) -> dict[str, Tensor]:
         return {"squares": rows.square().mT @ columns.square()}
 
     def mean_curvature(self, moments: Tensors) -> Tensor:
@@ -296,41 +229,20 @@ class Diagonal(LinearStructure):
         shift = damping * squares.flatten(1).mean(1) + torch.finfo(squares.dtype).tiny
         return {"d": (squares + shift.reshape(-1, 1, 1)).reciprocal()}
 
-    def pullback(self, x: Tensor, cotangent: Tensor) -> dict[str, Tensor]:
-        return {"d": x * cotangent}
-
 
 @dataclass(frozen=True)
 class Dense(LinearStructure):
-    """vec(U x) = U vec(x), U of n × n for a block of n numbers: exact for a block, and only for small ones.
-
-    `per="layer"`: one matrix for all the parameters that a module owns itself, the paper's U_i.
-    """
-
-    per: Per = "parameter"
-
-    def __post_init__(self) -> None:
-        check_per(self.per)
+    """vec(U x) = U vec(x), U of n × n for a block of n numbers: exact for a block, and only for small ones."""
 
     def identity(self, shape: Sequence[int], like: Tensor, count: int = 1) -> dict[str, Tensor]:
         return {"U": eye(math.prod(shape), like, count)}
 
     def apply(self, tensors: Tensors, x: Tensor) -> Tensor:
-        return torch.bmm(tensors["U"], _columns(x)).reshape(x.shape)
+        return torch.bmm(tensors["U"], x.reshape(len(x), -1, 1)).reshape(x.shape)
 
-    def second_moments(self, rows: Tensor, columns: Tensor, kernel: int) -> dict[str, Tensor]:
+    def second_moments(self, rows: Tensor, columns: Tensor) -> dict[str, Tensor]:
         return {"whole": gram((rows[..., None] * columns[:, :, None]).flatten(2))}
-
-    def mean_curvature(self, moments: Tensors) -> Tensor:
-        return moments["whole"].diagonal(dim1=1, dim2=2).mean(1)
 
     def closed_form(self, moments: Tensors, damping: Damping) -> dict[str, Tensor]:
         """(H + λ)⁻¹."""
         return {"U": damped_inverse(moments["whole"], damping)}
-
-    def pullback(self, x: Tensor, cotangent: Tensor) -> dict[str, Tensor]:
-        return {"U": _columns(cotangent) * _columns(x).mT}
-
-
-def _columns(x: Tensor) -> Tensor:
-    return x.reshape(x.shape[0], -1, 1)

@@ -1,7 +1,7 @@
 """Kronecker and EigenKronecker: a factor for each side of a matrix (the shapes of K-FAC and E-KFAC).
 
-A stack `x` has shape (k, n_0, n_1, …). The factor of side i is a stack of matrices (k, n_i, n_i), or of vectors (k, n_i)
-that stand for diagonal matrices, or thin. A side is also called a mode, 0 for rows.
+A stack `x` has shape (k, m, n); side 0 are the rows. The factor of a side of n numbers is a stack of matrices (k, n, n), of
+vectors (k, n) that stand for diagonal matrices, or thin.
 """
 
 from __future__ import annotations
@@ -16,13 +16,10 @@ import torch
 from torch import Tensor
 
 from llqr.checks import checked_integer
-from llqr.errors import unknown
 from llqr.structures.base import (
     LONG_SIDE,
     Damping,
     Diagonal,
-    Linearization,
-    Modes,
     Structure,
     Tensors,
     damped_inverse,
@@ -42,75 +39,19 @@ class Thin(NamedTuple):
     basis: Tensor
 
 
-def multiply(x: Tensor, factor: Tensor | Thin, mode: int) -> Tensor:
-    """x with its side `mode` multiplied by the factor: F X for mode 0 of a matrix, X Fᵀ for mode 1."""
+def multiply(x: Tensor, factor: Tensor | Thin, side: int) -> Tensor:
+    """F X for side 0, X Fᵀ for side 1."""
     if isinstance(factor, Thin):
-        return _multiply_thin(x, factor, mode)
+        scaled, basis = multiply(x, factor.diagonal, side), factor.basis
+        pair = (basis, torch.bmm(basis.mT, x)) if side == 0 else (torch.bmm(x, basis), basis.mT)
+        return scaled.baddbmm_(*pair, alpha=-1)
     if factor.dim() == 2:
-        return x * _along(factor, x, mode)
-    if mode == 0:
-        return torch.bmm(factor, x.flatten(2)).reshape(x.shape)
-    if mode == x.dim() - 2:
-        return torch.bmm(x.flatten(1, -2), factor.mT).reshape(x.shape)
-    return torch.einsum("kij,kajc->kaic", factor, x)
-
-
-def _multiply_thin(x: Tensor, thin: Thin, mode: int) -> Tensor:
-    basis, along = thin.basis, x * _along(thin.diagonal, x, mode)
-    if mode == x.dim() - 2:
-        shared = torch.bmm(x.flatten(1, -2), basis)
-        return along.flatten(1, -2).baddbmm_(shared, basis.mT, alpha=-1).reshape(x.shape)
-    turned, along = x.transpose(1, mode + 1), along.transpose(1, mode + 1)
-    shared = torch.bmm(basis.mT, turned.flatten(2))
-    return torch.baddbmm(along.flatten(2), basis, shared, alpha=-1).reshape(turned.shape).transpose(1, mode + 1)
-
-
-def _along(vector: Tensor, x: Tensor, mode: int) -> Tensor:
-    return vector.reshape(x.shape[0], *(x.shape[dim] if dim == mode + 1 else 1 for dim in range(1, x.dim())))
-
-
-def multiply_all(x: Tensor, factors: Sequence[Tensor | Thin], left_out: int | None = None) -> Tensor:
-    """x with every side multiplied by its factor, but for one that is left out."""
-    for mode, factor in enumerate(factors):
-        if mode != left_out:
-            x = multiply(x, factor, mode)
-    return x
-
-
-class AllButOne:
-    """For each side, x multiplied by the factors of all the others (X Dᵀ and C X for a matrix); computed when asked for."""
-
-    def __init__(self, x: Tensor, factors: Sequence[Tensor]) -> None:
-        self._x, self._factors = x, factors
-        self._products: dict[int, Tensor] = {}
-
-    def __getitem__(self, left_out: int) -> Tensor:
-        if left_out not in self._products:
-            self._products[left_out] = multiply_all(self._x, self._factors, left_out)
-        return self._products[left_out]
-
-
-def outer(cotangent: Tensor, x: Tensor, mode: int, factor: Tensor, onto: Tensor | None = None) -> Tensor:
-    """The gradient of ⟨cotangent, multiply(x, factor, mode)⟩ with respect to the factor, added to `onto` in place."""
-    if factor.dim() == 2:
-        gradient = (cotangent * x).sum([dim for dim in range(1, x.dim()) if dim != mode + 1])
-        return gradient if onto is None else onto.add_(gradient)
-    left, right = (y.transpose(1, mode + 1).flatten(2) for y in (cotangent, x))
-    return torch.bmm(left, right.mT) if onto is None else onto.baddbmm_(left, right.mT)
+        return x * (factor[..., None] if side == 0 else factor[:, None])
+    return torch.bmm(factor, x) if side == 0 else torch.bmm(x, factor.mT)
 
 
 def transpose(factor: Tensor) -> Tensor:
     return factor.mT if factor.dim() == 3 else factor
-
-
-def _shortest(stack: Sequence[int]) -> int:
-    """The side of a stack's shape (k, n_0, n_1, …) that costs least to multiply."""
-    return min(range(len(stack) - 1), key=lambda mode: stack[mode + 1])
-
-
-def _longest(stack: Sequence[int]) -> int:
-    """The side that costs most to multiply; another than the shortest one."""
-    return max(range(len(stack) - 1), key=lambda mode: (stack[mode + 1], mode))
 
 
 @dataclass(frozen=True)
@@ -118,34 +59,28 @@ class SideStructure(Structure):
     """A structure with a factor for each side of a parameter (m, ...), seen as m × n; a vector is diagonal."""
 
     max_dim: int = 8192
-    modes: Modes = "matrix"
-    by_sides = True
     factors: ClassVar[tuple[str, ...]]
     """The names of the factors, side by side."""
 
     def __post_init__(self) -> None:
         checked_integer("max_dim", self.max_dim, "a positive integer, the longest side that gets a full factor")
-        if self.modes not in ("matrix", "all"):
-            raise unknown("modes", self.modes, ("matrix", "all"))
 
     @abstractmethod
     def act(self, tensors: Tensors, x: Tensor) -> Tensor:
-        """U x, of x with these sides."""
+        """U x, of matrices x."""
 
     @abstractmethod
-    def linearize_sides(self, tensors: Tensors, x: Tensor) -> Linearization:
-        """U x with its derivatives, of x with these sides."""
+    def act_along(self, tensors: Tensors, change: Tensors, x: Tensor) -> Tensor:
+        """d(U x) along a change of the tensors, of matrices x: by hand, since forward mode costs more."""
 
-    def sides(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """m × n, or C_out × C_in × k² for a convolution with `modes="all"`."""
-        if self.modes == "all" and len(shape) > 2:
-            return shape[0], shape[1], math.prod(shape[2:])
-        return shape[0], math.prod(shape[1:])
+    @abstractmethod
+    def scale_side(self, tensors: Tensors, side: int, scale: Tensor) -> dict[str, Tensor]:
+        """The tensors of S U S, with S diagonal along one side: `scale` is (k, n)."""
 
     def sizes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
         if len(shape) < 2:
             return VECTOR.sizes(shape)
-        sides = zip(self.factors, self.sides(shape), strict=False)
+        sides = zip(self.factors, _as_matrix(shape), strict=True)
         return {name: (side, side) if side <= self.max_dim else (side,) for name, side in sides}
 
     def identity(self, shape: Sequence[int], like: Tensor, count: int = 1) -> dict[str, Tensor]:
@@ -154,36 +89,22 @@ class SideStructure(Structure):
             for name, size in self.sizes(shape).items()
         }
 
-    def multiplier(self, shape: Sequence[int]) -> str | None:
-        return VECTOR.multiplier(shape) if len(shape) < 2 else None
-
     def apply(self, tensors: Tensors, x: Tensor) -> Tensor:
-        return VECTOR.apply(tensors, x) if x.dim() < 3 else self.act(tensors, self._folded(x)).reshape(x.shape)
+        return VECTOR.apply(tensors, x) if x.dim() < 3 else self.act(tensors, x.flatten(2)).reshape(x.shape)
 
-    def linearize(self, tensors: Tensors, x: Tensor) -> Linearization:
+    def derivative(self, tensors: Tensors, change: Tensors, x: Tensor) -> Tensor:
         if x.dim() < 3:
-            return VECTOR.linearize(tensors, x)
-        folded = self._folded(x)
-        value, derivative, pullback = self.linearize_sides(tensors, folded)
-        return Linearization(
-            lambda: value().reshape(x.shape),
-            lambda change: derivative(change).reshape(x.shape),
-            lambda cotangent: pullback(cotangent.reshape(folded.shape)),
-        )
+            return VECTOR.derivative(tensors, change, x)
+        return self.act_along(tensors, change, x.flatten(2)).reshape(x.shape)
 
-    def second_moments(self, rows: Tensor, columns: Tensor, kernel: int) -> dict[str, Tensor]:
+    def second_moments(self, rows: Tensor, columns: Tensor) -> dict[str, Tensor]:
         """Along each side: matrices, or diagonals where the side is longer than max_dim."""
-        stacks = {"rows": rows, "columns": columns}
-        if not self.joins_bias(kernel):
-            places = columns.reshape(*columns.shape[:2], -1, kernel)
-            stacks = {"rows": rows, "columns": places.mT.flatten(1, 2), "kernel": places.flatten(1, 2)}
-        return {name: gram(x) if x.shape[2] <= self.max_dim else x.square().sum(1) for name, x in stacks.items()}
+        sides = {"rows": rows, "columns": columns}
+        return {name: gram(x) if x.shape[2] <= self.max_dim else x.square().sum(1) for name, x in sides.items()}
 
-    def joins_bias(self, kernel: int) -> bool:
-        return self.modes == "matrix" or kernel == 1
 
-    def _folded(self, x: Tensor) -> Tensor:
-        return x.reshape(x.shape[0], *self.sides(x.shape[1:]))
+def _as_matrix(shape: Sequence[int]) -> tuple[int, int]:
+    return shape[0], math.prod(shape[1:])
 
 
 @dataclass(frozen=True)
@@ -191,16 +112,21 @@ class Kronecker(SideStructure):
     """U X = C X Dᵀ, vec(U X) = (D ⊗ C) vec(X), for X the parameter (m, ...) seen as m × n; a vector is diagonal.
 
     `max_dim`: a side longer than that has a diagonal factor (a vector), so that an embedding of 50,000 words doesn't ask for
-    a 50,000 × 50,000 matrix. `modes="all"`: a convolution (C_out, C_in, k, k) gets three factors, C over C_out, D over C_in and
-    E over k², in place of two.
+    a 50,000 × 50,000 matrix.
     """
 
-    factors = ("C", "D", "E")
+    factors = ("C", "D")
 
     def act(self, tensors: Tensors, x: Tensor) -> Tensor:
-        named = [(name, _diagonal_of(name)) for name in self.factors if name in tensors]
-        factors = [Thin(tensors[w], tensors[name]) if w in tensors else tensors[name] for name, w in named]
-        return multiply_all(x, factors)
+        for side, name in enumerate(self.factors):
+            w = tensors.get(_diagonal_of(name))
+            x = multiply(x, tensors[name] if w is None else Thin(w, tensors[name]), side)
+        return x
+
+    def act_along(self, tensors: Tensors, change: Tensors, x: Tensor) -> Tensor:
+        """dC X Dᵀ + C X dDᵀ."""
+        left, right = (self.act({**tensors, name: change[name]}, x) for name in self.factors)
+        return left + right
 
     def closed_form(self, moments: Tensors, damping: Damping) -> dict[str, Tensor]:
         """C = (G + √λ ḡ)⁻¹ and D = (A + √λ ā)⁻¹, with ḡ and ā the means of their diagonals: the damping is split, so that each
@@ -222,23 +148,6 @@ class Kronecker(SideStructure):
         pairs = scale.square() if factor.dim() == 2 else scale[..., None] * scale[:, None]
         return {**tensors, name: factor * pairs}
 
-    def linearize_sides(self, tensors: Tensors, x: Tensor) -> Linearization:
-        """d(C X Dᵀ) = dC (X Dᵀ) + (C X) dDᵀ; the pullback of P is P (X Dᵀ)ᵀ for C and Pᵀ (C X) for D.
-
-        Both X Dᵀ and C X are there for the pullback, so the value is one product more: with the factor of the shorter side.
-        """
-        factors, last = list(tensors.values()), _shortest(x.shape)
-        rest = AllButOne(x, factors)
-
-        def derivative(change: Tensors) -> Tensor:
-            parts = [multiply(rest[mode], change[name], mode) for mode, name in enumerate(tensors)]
-            return sum(parts[1:], start=parts[0])
-
-        def pullback(cotangent: Tensor) -> dict[str, Tensor]:
-            return {n: outer(cotangent, rest[mode], mode, f) for mode, (n, f) in enumerate(tensors.items())}
-
-        return Linearization(lambda: multiply(rest[last], factors[last], last), derivative, pullback)
-
     def degree(self, shape: Sequence[int]) -> int:
         return len(self.sizes(shape))
 
@@ -259,71 +168,47 @@ SCALE = "s"
 class EigenKronecker(SideStructure):
     """U X = Q_L (s ∘ (Q_Lᵀ X Q_R)) Q_Rᵀ, for X the parameter (m, ...) seen as m × n; a vector is diagonal.
 
-    Q_L, Q_R and s are all free: nothing keeps the bases orthogonal. `max_dim` and `modes` are as for `Kronecker`: a side longer
-    than `max_dim` has a diagonal in place of a basis, and with `modes="all"` a convolution has a third basis Q_K over k².
+    Q_L, Q_R and s are all free: nothing keeps the bases orthogonal. A side longer than `max_dim` has a diagonal in place of a
+    basis.
     """
 
-    factors = ("Q_L", "Q_R", "Q_K")
+    factors = ("Q_L", "Q_R")
 
     def sizes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
         sizes = super().sizes(shape)
-        return sizes if len(shape) < 2 else {**sizes, SCALE: self.sides(shape)}
+        return sizes if len(shape) < 2 else {**sizes, SCALE: _as_matrix(shape)}
 
     def act(self, tensors: Tensors, x: Tensor) -> Tensor:
-        bases = list(_bases(tensors).values())
-        return multiply_all(tensors[SCALE] * multiply_all(x, [transpose(basis) for basis in bases]), bases)
+        left, right = (tensors[name] for name in self.factors)
+        hat = multiply(multiply(x, transpose(left), 0), transpose(right), 1)
+        return multiply(multiply(tensors[SCALE] * hat, left, 0), right, 1)
+
+    def act_along(self, tensors: Tensors, change: Tensors, x: Tensor) -> Tensor:
+        """With X̂ = Q_Lᵀ X Q_R and Z = s ∘ X̂: dX̂ = dQ_Lᵀ X Q_R + Q_Lᵀ X dQ_R, dZ = ds ∘ X̂ + s ∘ dX̂, and
+
+        d(Q_L Z Q_Rᵀ) = (dQ_L Z + Q_L dZ) Q_Rᵀ + Q_L Z dQ_Rᵀ.
+        """
+        (left, right, s), (d_left, d_right, d_s) = ([t[n] for n in (*self.factors, SCALE)] for t in (tensors, change))
+        half = multiply(x, transpose(left), 0)
+        hat = multiply(half, transpose(right), 1)
+        d_hat = multiply(multiply(x, transpose(d_left), 0), transpose(right), 1) + multiply(half, transpose(d_right), 1)
+        inside, d_inside = s * hat, d_s * hat + s * d_hat
+        moved = multiply(multiply(inside, d_left, 0) + multiply(d_inside, left, 0), right, 1)
+        return moved + multiply(multiply(inside, left, 0), d_right, 1)
 
     def closed_form(self, moments: Tensors, damping: Damping) -> dict[str, Tensor]:
         """(A ⊗ G + λ)⁻¹, exactly: in the eigenbases of A and G it divides by their eigenvalues' products plus λ."""
-        bases: dict[str, Tensor] = {}
-        curvature = moments["rows"].new_ones(())
-        for name, moment in zip(self.factors, moments.values(), strict=False):
+        bases, along = dict[str, Tensor](), list[Tensor]()
+        for name, moment in zip(self.factors, moments.values(), strict=True):
             values, bases[name] = (moment, torch.ones_like(moment)) if moment.dim() == 2 else torch.linalg.eigh(moment)
-            curvature = curvature[..., None] * values.clamp_min(0).reshape(len(values), *[1] * (len(bases) - 1), -1)
+            along.append(values.clamp_min(0))
+        curvature = along[0][..., None] * along[1][:, None]
         shift = damping * curvature.flatten(1).mean(1) + torch.finfo(curvature.dtype).tiny
-        return {**bases, SCALE: (curvature + shift.reshape(-1, *[1] * (curvature.dim() - 1))).reciprocal()}
+        return {**bases, SCALE: (curvature + shift[:, None, None]).reciprocal()}
 
     def scale_side(self, tensors: Tensors, side: int, scale: Tensor) -> dict[str, Tensor]:
         basis = tensors[self.factors[side]]
         return {**tensors, self.factors[side]: basis * (scale if basis.dim() == 2 else scale[..., None])}
-
-    def linearize_sides(self, tensors: Tensors, x: Tensor) -> Linearization:
-        """With X̂ = Q_Lᵀ X Q_R and Y = Q_L (s ∘ X̂) Q_Rᵀ,
-
-            dX̂ = dQ_Lᵀ (X Q_R) + (Q_Lᵀ X) dQ_R
-            dY = dQ_L ((s ∘ X̂) Q_Rᵀ) + (Q_L (s ∘ X̂)) dQ_Rᵀ + Q_L (ds ∘ X̂ + s ∘ dX̂) Q_Rᵀ
-
-        and with P̂ = Q_Lᵀ P Q_R the pullback of P is P̂ ∘ X̂ for s, P ((s ∘ X̂) Q_Rᵀ)ᵀ + (X Q_R) (s ∘ P̂)ᵀ for Q_L, and
-        (Q_Lᵀ P)ᵀ (s ∘ X̂) + (Q_Lᵀ X)ᵀ (s ∘ P̂) for Q_R: the same in L and R, but for what the first term puts together. That
-        takes what Y (for the longer side) and P̂ (for the others) need anyway, so that five products involve the longer side,
-        not seven.
-        """
-        s, named = tensors[SCALE], _bases(tensors)
-        bases, long, short = list(named.values()), _longest(x.shape), _shortest(x.shape)
-        transposed = [transpose(basis) for basis in bases]
-        inner = AllButOne(x, transposed)
-        hat = multiply(inner[short], transposed[short], short)
-        scaled = s * hat
-        outside = AllButOne(scaled, bases)
-
-        def derivative(change: Tensors) -> Tensor:
-            hat_change = sum(multiply(inner[mode], transpose(change[name]), mode) for mode, name in enumerate(named))
-            moved = multiply_all(change[SCALE] * hat + s * hat_change, bases)
-            for mode, name in enumerate(named):
-                moved = moved + multiply(outside[mode], change[name], mode)
-            return moved
-
-        def pullback(cotangent: Tensor) -> dict[str, Tensor]:
-            pulled = AllButOne(cotangent, transposed)
-            hat_pulled = multiply(pulled[short], transposed[short], short)
-            weighed = s * hat_pulled
-            gradient: dict[str, Tensor] = {}
-            for mode, (name, basis) in enumerate(named.items()):
-                pair = (cotangent, outside[mode]) if mode == long else (pulled[mode], scaled)
-                gradient[name] = outer(inner[mode], weighed, mode, basis, onto=outer(*pair, mode, basis))
-            return {**gradient, SCALE: hat_pulled * hat}
-
-        return Linearization(lambda: multiply(outside[long], bases[long], long), derivative, pullback)
 
     def degree(self, shape: Sequence[int]) -> int:
         return 2 * len(self.sizes(shape)) - 1
@@ -331,7 +216,3 @@ class EigenKronecker(SideStructure):
     def scaled(self, tensors: Tensors, factor: float) -> dict[str, Tensor]:
         """The bases stay; s (d of a vector) takes it all."""
         return {name: tensor if name in self.factors else tensor * factor for name, tensor in tensors.items()}
-
-
-def _bases(tensors: Tensors) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in tensors.items() if name != SCALE}

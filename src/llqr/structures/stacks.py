@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import reduce
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from llqr.errors import LLQRError, unknown
+from llqr.curvature.precision import at_least_single
+from llqr.errors import LLQRError, meant, unknown
 from llqr.structures.base import Dense, Diagonal, Scalar, Structure
 from llqr.structures.kronecker import EigenKronecker, Kronecker
 
@@ -31,13 +31,7 @@ StructureSpec = str | Structure | Mapping[str, str | Structure]
 
 def resolve(structure: str | Structure) -> Structure:
     """The structure that a name stands for; a structure stands for itself."""
-    if isinstance(structure, Structure):
-        return structure
-    if isinstance(structure, type) and issubclass(structure, Structure):
-        raise LLQRError(f"the structure is a class; write {structure.__name__}() to make one")
-    if not isinstance(structure, str) or structure not in NAMES:
-        raise unknown("structure", structure, NAMES)
-    return NAMES[structure]()
+    return meant("structure", structure, Structure, NAMES)
 
 
 def assign(structure: StructureSpec, names: Collection[str]) -> dict[str, Structure]:
@@ -48,23 +42,16 @@ def assign(structure: StructureSpec, names: Collection[str]) -> dict[str, Struct
     """
     if not isinstance(structure, Mapping):
         return dict.fromkeys(names, resolve(structure))
-    answering = {name: list(accumulate(name.split("."), "{}.{}".format))[::-1] for name in names}
-    known = dict.fromkeys(answer for answers in answering.values() for answer in answers)
-    resolved = {pattern: resolve(entry) for pattern, entry in structure.items()}
-    wild = [pattern for pattern in structure if isinstance(pattern, str) and not WILD.isdisjoint(pattern)]
+    modules = {name: list(accumulate(name.split("."), "{}.{}".format)) for name in names}  # that hold it, and itself
+    known = dict.fromkeys(each for holding in modules.values() for each in holding)
     for pattern in structure:
         if not isinstance(pattern, str):
             raise LLQRError(f"a mapping of structures has name patterns for keys; {pattern!r} is not a string")
-        if not (any(fnmatchcase(answer, pattern) for answer in known) if pattern in wild else pattern in known):
-            raise unknown("parameter or module in the mapping of structures", pattern, list(known))
-    order = {pattern: rank for rank, pattern in enumerate(resolved)}
-    assigned: dict[str, Structure] = {}
-    for name, answers in answering.items():
-        # names are looked up, so that a model with many parameters, each by its name, isn't matched pattern by pattern
-        matching = [answer for answer in answers if answer in order and answer not in wild]
-        matching += [pattern for pattern in wild if any(fnmatchcase(answer, pattern) for answer in answers)][:1]
-        if matching:
-            assigned[name] = resolved[min(matching, key=order.__getitem__)]
+        if not _matches(pattern, known):
+            raise unknown("parameter or module in the mapping of structures", pattern, known)
+    resolved = {pattern: resolve(entry) for pattern, entry in structure.items()}
+    firsts = {name: next((p for p in resolved if _matches(p, holding)), None) for name, holding in modules.items()}
+    assigned = {name: resolved[first] for name, first in firsts.items() if first is not None}
     missing = [name for name in names if name not in assigned]
     if missing:
         listed = ", ".join(repr(name) for name in missing[:10]) + (", …" if len(missing) > 10 else "")
@@ -72,9 +59,9 @@ def assign(structure: StructureSpec, names: Collection[str]) -> dict[str, Struct
     return assigned
 
 
-def owner(name: str) -> str:
-    """The module that owns a parameter: the name up to the last dot."""
-    return name.rpartition(".")[0]
+def _matches(pattern: str, names: Collection[str]) -> bool:
+    """Whether it is one of the names or, as a pattern, fits one: patterns cost more, and most keys are names."""
+    return pattern in names or (not WILD.isdisjoint(pattern) and any(fnmatchcase(name, pattern) for name in names))
 
 
 STACK_LIMIT = 2**16
@@ -86,89 +73,44 @@ BLOCK_LIMIT = 2 * 2**30
 
 @dataclass(frozen=True)
 class Group:
-    """A stack of blocks: `members[i]` are the parameters that block `keys[i]` covers, all of the same `shapes`."""
+    """A stack of blocks, one for each of these parameters of one shape."""
 
     structure: Structure
-    keys: tuple[str, ...]
-    members: tuple[tuple[str, ...], ...]
-    shapes: tuple[torch.Size, ...]
+    names: tuple[str, ...]
+    shape: torch.Size
     tensors: dict[str, Tensor]
 
     @property
     def dtype(self) -> torch.dtype:
         return next(iter(self.tensors.values())).dtype
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape that the structure sees: a parameter's own, or one vector for a layer."""
-        return _seen(self.structure, self.shapes)
-
     def gather(self, values: Mapping[str, Tensor]) -> Tensor:
-        """The stack (k, *shape) of the members' values; the parameters of a layer are joined to one vector."""
-        if self.structure.per == "parameter":
-            blocks = [values[name].to(self.dtype) for (name,) in self.members]
-        else:
-            blocks = [torch.cat([values[n].reshape(-1).to(self.dtype) for n in names]) for names in self.members]
+        """The stack (k, *shape) of the parameters' values."""
+        blocks = [values[name].to(self.dtype) for name in self.names]
         return blocks[0].unsqueeze(0) if len(blocks) == 1 else torch.stack(blocks)
 
-    def scatter(self, stack: Tensor, dtypes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inverse of `gather`: a value for each member, in the dtype of the tensor of that name in `dtypes`."""
-        scattered = {}
-        for names, block in zip(self.members, stack.unbind(), strict=True):
-            whole = self.structure.per == "parameter"
-            parts = [block] if whole else torch.split(block, [shape.numel() for shape in self.shapes])
-            for name, part, shape in zip(names, parts, self.shapes, strict=True):
-                scattered[name] = part.reshape(shape).to(dtypes[name].dtype)
-        return scattered
+    def scatter(self, stack: Tensor, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The inverse of `gather`: each value in the dtype that it has in `like`."""
+        return {name: block.to(like[name].dtype) for name, block in zip(self.names, stack.unbind(), strict=True)}
 
-    def select(self, names: Collection[str]) -> Group | None:
-        """The blocks that cover some of these parameters."""
-        chosen = [i for i, members in enumerate(self.members) if any(name in names for name in members)]
-        if not chosen:
-            return None
-        for i in chosen:
-            missing = [name for name in self.members[i] if name not in names]
-            if missing:
-                raise LLQRError(
-                    f"the block of module {self.keys[i]!r} covers {', '.join(map(repr, self.members[i]))}, and there is no "
-                    f'gradient of {", ".join(map(repr, missing))}: give zeros for it, or use per="parameter"'
-                )
-        return self._subset(chosen)
-
-    def only(self, keys: Collection[str]) -> Group | None:
-        """The blocks of these names."""
-        chosen = [i for i, key in enumerate(self.keys) if key in keys]
-        return self._subset(chosen) if chosen else None
-
-    def _subset(self, chosen: list[int]) -> Group:
-        if len(chosen) == len(self.keys):
+    def only(self, names: Collection[str]) -> Group | None:
+        """The blocks of these parameters."""
+        chosen = [i for i, name in enumerate(self.names) if name in names]
+        if len(chosen) == len(self.names):
             return self
         tensors = {name: tensor[chosen] for name, tensor in self.tensors.items()}
-        keys, members = tuple(self.keys[i] for i in chosen), tuple(self.members[i] for i in chosen)
-        return replace(self, keys=keys, members=members, tensors=tensors)
-
-    def zeros_beside(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Zeros for the members that have no value in blocks where others have one."""
-        like = next(iter(self.tensors.values()))
-        return {
-            name: like.new_zeros(shape)
-            for members in self.members
-            if any(name in values for name in members)
-            for name, shape in zip(members, self.shapes, strict=True)
-            if name not in values
-        }
+        return replace(self, names=tuple(self.names[i] for i in chosen), tensors=tensors) if chosen else None
 
     def layout(self) -> Group:
         """The group without its numbers: enough to gather and scatter."""
         return replace(self, tensors={name: tensor.new_empty(0) for name, tensor in self.tensors.items()})
 
     def check(self, values: Mapping[str, Tensor]) -> None:
-        """Raise for a member's value that isn't a dense tensor of real numbers of its shape, on the device of the block."""
+        """Raise for a value that isn't a dense tensor of real numbers of its shape, on the device of the block."""
         device = next(iter(self.tensors.values())).device
-        for members in self.members:
-            for name, shape in zip(members, self.shapes, strict=True):
-                if name in values:
-                    _check_value(name, values[name], shape, device)
+        for name in self.names:
+            if name in values:
+                _check_value(name, values[name], self.shape, device)
 
 
 def _check_value(name: str, value: object, shape: torch.Size, device: torch.device) -> None:
@@ -189,45 +131,22 @@ def identity_groups(parameters: Mapping[str, Tensor], structure: StructureSpec) 
 
     Blocks of one kind are stacked, unless they are too large for that.
     """
-    stacks: dict[Any, list[tuple[str, tuple[str, ...]]]] = {}
-    for key, names, block in _blocks(assign(structure, parameters)):
-        members = [parameters[name] for name in names]
-        for member in members:
-            if not member.is_floating_point():
-                raise LLQRError(f"{key!r} is of {member.dtype}; only real floating-point parameters have a structure")
-        dtype = reduce(torch.promote_types, (member.dtype for member in members), torch.float32)
-        shapes = tuple(member.shape for member in members)
-        size = block.memory(_seen(block, shapes), dtype.itemsize)
+    stacks: dict[Any, list[str]] = {}
+    for name, block in assign(structure, parameters).items():
+        parameter = parameters[name]
+        if not parameter.is_floating_point():
+            raise LLQRError(f"{name!r} is of {parameter.dtype}; only real floating-point parameters have a structure")
+        dtype = at_least_single(parameter.dtype)
+        size = block.memory(parameter.shape, dtype.itemsize)
         if size > BLOCK_LIMIT:
             raise LLQRError(
-                f"the {block!r} block of {key!r} would take {size / 2**30:,.1f} GB: use a structure with smaller blocks "
+                f"the {block!r} block of {name!r} would take {size / 2**30:,.1f} GB: use a structure with smaller blocks "
                 'there, such as "diagonal", "kfac" or Kronecker(max_dim=...)'
             )
-        alone = key if sum(map(Tensor.numel, members)) > STACK_LIMIT else None
-        stacks.setdefault((block, shapes, dtype, members[0].device, alone), []).append((key, names))
+        alone = name if parameter.numel() > STACK_LIMIT else None
+        stacks.setdefault((block, parameter.shape, dtype, parameter.device, alone), []).append(name)
     groups = []
-    for (block, shapes, dtype, device, _), entries in stacks.items():
-        keys, covered = (tuple(column) for column in zip(*entries, strict=True))
+    for (block, shape, dtype, device, _), names in stacks.items():
         like = torch.empty(0, dtype=dtype, device=device)
-        groups.append(Group(block, keys, covered, shapes, block.identity(_seen(block, shapes), like, len(keys))))
+        groups.append(Group(block, tuple(names), shape, block.identity(shape, like, len(names))))
     return groups
-
-
-def _seen(structure: Structure, shapes: Sequence[torch.Size]) -> tuple[int, ...]:
-    return tuple(shapes[0]) if structure.per == "parameter" else (sum(shape.numel() for shape in shapes),)
-
-
-def _blocks(assigned: Mapping[str, Structure]) -> Iterator[tuple[str, tuple[str, ...], Structure]]:
-    """The name, the parameters and the structure of each block."""
-    layers: dict[str, tuple[Structure, list[str]]] = {}
-    for name, structure in assigned.items():
-        if structure.per == "parameter":
-            yield name, (name,), structure
-            continue
-        module = owner(name)
-        first, members = layers.setdefault(module, (structure, []))
-        if first != structure:
-            raise LLQRError(f'module {module!r} has two structures per="layer", {first!r} and {structure!r}: use one')
-        members.append(name)
-    for module, (structure, members) in layers.items():
-        yield module, tuple(members), structure
