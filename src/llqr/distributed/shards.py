@@ -7,7 +7,7 @@ all of U on every rank, and its gradients are gathered.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import reduce
@@ -180,16 +180,49 @@ class Shards(Replicas):
         return _sharded(tensor).to_local()
 
     def turn(self, blocks: Iterable[Block], momenta: Tensors, steps: Tensors, parameters: Tensors) -> TurnedSteps:
-        """By the owners of the blocks."""
-        by_owner: dict[int, list[Block]] = {}
+        """By the owners of the blocks: shards of m and of the base's steps go there, and shards of the new steps come back."""
+        sides, everyone = (momenta, steps), range(self.size)
+        owned: list[list[Block]] = [[] for _ in everyone]
         for block in blocks:
             if all(name in momenta and name in steps for name in block.map.members):
-                by_owner.setdefault(block.owner, []).append(block)
-        if not by_owner:
+                owned[block.owner].append(block)
+        names = [list(dict.fromkeys(name for block in own for name in block.map.members)) for own in owned]
+        like = {name: _sharded(parameters[name]) for each in names for name in each}
+        if not like:
             return TurnedSteps({}, [])
-        exchange = _Exchange(self._ranks, by_owner, [momenta, steps], parameters)
-        turned = turn(by_owner.get(self.rank, []), *exchange.to_owners())
-        return exchange.from_owners(turned)
+        dtype = reduce(torch.promote_types, (t.dtype for side in sides for t in side.values()))
+
+        def of_ranks(*wholes: Tensors) -> list[list[Tensor]]:
+            return [[shard(t, like[name], rank) for side in wholes for name, t in side.items()] for rank in everyone]
+
+        wholes = [
+            {name: torch.empty(like[name].shape, dtype=dtype, device=like[name].device) for name in names[self.rank]}
+            for _ in sides
+        ]
+        outgoing = [[side[name].to(dtype) for side in sides for name in each] for each in names]
+        self._ranks.swap(outgoing, of_ranks(*wholes))
+        pairs = zip(wholes, sides, strict=True)
+        turned = turn(owned[self.rank], *({n: t.to(side[n].dtype) for n, t in whole.items()} for whole, side in pairs))
+
+        # what an owner has turned, and which maps it has left as they were, travels along
+        words = [
+            torch.zeros(len(n) + len(own), dtype=dtype, device=self._ranks.device)
+            for n, own in zip(names, owned, strict=True)
+        ]
+        said = [name in turned.steps for name in names[self.rank]]
+        said += [block.map.key in turned.left for block in owned[self.rank]]
+        words[self.rank].copy_(torch.tensor(said))
+        new = {name: turned.steps.get(name, step).to(dtype) for name, step in wholes[1].items()}
+        shards = [{name: torch.empty_like(steps[name], dtype=dtype) for name in each} for each in names]
+        incoming = [[word, *own.values()] for word, own in zip(words, shards, strict=True)]
+        self._ranks.swap([[words[self.rank], *own] for own in of_ranks(new)], incoming)
+        result = TurnedSteps({}, [])
+        for own, word, parts in zip(owned, words, shards, strict=True):
+            heard = [number != 0 for number in word.tolist()]
+            result.steps.update({name: part for (name, part), yes in zip(parts.items(), heard, strict=False) if yes})
+            left = zip(own, heard[len(parts) :], strict=True)
+            result.left.extend(block.map.key for block, yes in left if yes)
+        return result
 
     def whole(self, tensors: Tensors) -> dict[str, Tensor]:
         self._ranks.agree("gradients", list(tensors))
@@ -214,80 +247,6 @@ class Shards(Replicas):
             if block.owner != self.rank:
                 block.moments = {}
         self.invert(blocks)
-
-
-class _Exchange:
-    """Two messages of a step: from all to the owners and back, shard by shard."""
-
-    def __init__(
-        self,
-        ranks: Ranks,
-        by_owner: Mapping[int, list[Block]],
-        sides: Sequence[Tensors],
-        parameters: Tensors,
-    ) -> None:
-        self._ranks, self._blocks, self._sides = ranks, by_owner, sides
-        self._names = {
-            owner: list(dict.fromkeys(name for block in own for name in block.map.members))
-            for owner, own in by_owner.items()
-        }
-        self._like = {name: _sharded(parameters[name]) for names in self._names.values() for name in names}
-        self._dtype = reduce(torch.promote_types, (t.dtype for side in sides for t in side.values()))
-        self._own = self._names.get(ranks.rank, [])
-
-    def to_owners(self) -> list[dict[str, Tensor]]:
-        """Whole tensors of this rank's blocks, of each side."""
-        wholes = [{name: self._empty(name) for name in self._own} for _ in self._sides]
-        outgoing = [
-            [side[name].to(self._dtype) for side in self._sides for name in self._names.get(owner, ())]
-            for owner in range(self._ranks.size)
-        ]
-        incoming = [
-            [self._shard(name, whole, rank) for side in wholes for name, whole in side.items()]
-            for rank in range(self._ranks.size)
-        ]
-        self._ranks.swap(outgoing, incoming)
-        return [
-            {name: whole.to(side[name].dtype) for name, whole in held.items()}
-            for held, side in zip(wholes, self._sides, strict=True)
-        ]
-
-    def from_owners(self, turned: TurnedSteps) -> TurnedSteps:
-        """Shards of the new steps. What an owner has turned, and which maps it has left as they were, travels along."""
-        me, everyone, steps = self._ranks.rank, range(self._ranks.size), self._sides[1]
-        words = {
-            owner: torch.zeros(len(self._names[owner]) + len(blocks), dtype=self._dtype, device=self._ranks.device)
-            for owner, blocks in self._blocks.items()
-        }
-        shards = {
-            owner: {name: torch.empty_like(steps[name], dtype=self._dtype) for name in names}
-            for owner, names in self._names.items()
-        }
-        outgoing: list[list[Tensor]] = [[] for _ in everyone]
-        if self._own:
-            said = [name in turned.steps for name in self._own]
-            said += [block.map.key in turned.left for block in self._blocks[me]]
-            words[me].copy_(torch.tensor(said))
-            own = {name: turned.steps[name] if name in turned.steps else self._empty(name) for name in self._own}
-            outgoing = [
-                [words[me], *(self._shard(name, step, rank).to(self._dtype) for name, step in own.items())]
-                for rank in everyone
-            ]
-        incoming = [[words[owner], *shards[owner].values()] if owner in words else [] for owner in everyone]
-        self._ranks.swap(outgoing, incoming)
-        result = TurnedSteps({}, [])
-        for owner, names in self._names.items():
-            heard = [word != 0 for word in words[owner].tolist()]
-            result.steps.update({n: shards[owner][n] for n, yes in zip(names, heard, strict=False) if yes})
-            left = zip(self._blocks[owner], heard[len(names) :], strict=True)
-            result.left.extend(block.map.key for block, yes in left if yes)
-        return result
-
-    def _empty(self, name: str) -> Tensor:
-        return torch.empty(self._like[name].shape, dtype=self._dtype, device=self._like[name].device)
-
-    def _shard(self, name: str, whole: Tensor, rank: int) -> Tensor:
-        return shard(whole, self._like[name], rank)
 
 
 def _sharded(tensor: Tensor) -> DTensor:
