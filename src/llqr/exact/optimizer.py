@@ -29,10 +29,10 @@ from llqr.divergences.families import check_families
 from llqr.errors import DegenerateProblemError, LLQRError, LLQRWarning, callers_level, unknown
 from llqr.exact.live import Closure, Live
 from llqr.exact.point import Point
-from llqr.exact.systems import System, along_stages, choose, ways
+from llqr.exact.systems import System, prepared
 
-Method = Literal["auto", "dual", "primal", "cg", "riccati"]
-METHODS = ("auto", "dual", "primal", "cg", "riccati")
+Method = Literal["auto", "dual", "primal", "cg"]
+METHODS = ("auto", "dual", "primal", "cg")
 
 REFUSALS = 12
 """Steps that may be refused in a row, each with a larger damping than the one before."""
@@ -70,8 +70,8 @@ class Exact(torch.optim.Optimizer):
         divergence: what gives H: an object of `llqr.divergences` or its name. Gauss–Newton unless you say otherwise; "ngd" for
             classifiers (the same matrix for a cross-entropy); "newton", where μ is raised until H + μ is positive definite.
         method: "dual" (a system with a row for each number of the output), "primal" (a row for each parameter), "cg" (conjugate
-            gradients), "riccati" (along the stages of an nn.Sequential), all for the same step; that of "cg" is as exact as
-            `tolerance`. "auto" takes the one with least arithmetic among those that fit into `memory`.
+            gradients), all for the same step; that of "cg" is as exact as `tolerance`. "auto" takes the one with least
+            arithmetic among those that fit into `memory`.
         damping: the first μ, as a share of the curvature along the gradient.
         momentum: μ pulls the step towards this share of the step before, and not towards zero: for batches that change.
         tolerance: of conjugate gradients, the residual as a share of the gradient.
@@ -275,9 +275,7 @@ class Exact(torch.optim.Optimizer):
     def _system(self, live: Live) -> tuple[System, str]:
         point = self._point(live)
         examples = sum(count for count, _ in live.groups)
-        found = ways(point, self._memory, examples, self._last_step(point), self._tolerance)
-        found["riccati"] = along_stages(point, self._model, self._loss_fn, live.inputs, live.targets, self._divergence)
-        return choose(found, self._method, point, self._memory)
+        return prepared(point, self._method, self._memory, examples, self._last_step(point), self._tolerance)
 
     def _point(self, live: Live) -> Point:
         """g and H at the present parameters."""

@@ -57,8 +57,8 @@ Sides = dict[tuple[int, bool], tuple[Tensor, Tensor]]
 """By parameter and orientation: inputs (examples, T, k) and gradients (columns, examples, T, m) of all uses."""
 
 
-class RoomError(LLQRError):
-    """A Jacobian that takes more memory than it may."""
+class MethodError(LLQRError):
+    """A way to the step that can't be taken here, or not in the memory that it may take."""
 
 
 class Rows:
@@ -115,7 +115,7 @@ class Rows:
     def _hold(self, numbers: int) -> None:
         self.held += numbers
         if self.held > self._room:
-            raise RoomError(
+            raise MethodError(
                 f"beside its rows the Jacobian takes {self.held:,} numbers, for inputs and gradients of its linear maps "
                 "(patches of convolutions) and for the columns of other parameters, and there is room for "
                 f"{max(self._room, 0):,}: allow more memory, or write method='cg'"
