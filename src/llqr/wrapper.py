@@ -6,20 +6,19 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from operator import is_
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from llqr.checks import check_count, check_kind, refuse_scripted
 from llqr.curvature.locations import uncompiled
-from llqr.distributed.processes import processes_of, standing, unwrapped
+from llqr.distributed.processes import processes_of, sharding, standing, unwrapped
 from llqr.errors import LLQRError, LLQRWarning, callers_level
 from llqr.reporting import Stats
 
@@ -234,17 +233,16 @@ class Wrapping(Optimizer):
 
 def checked_state_dict(state: Any) -> dict[str, Any]:
     """A copy of what looks like the state of an optimizer."""
-    if not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():
-        raise LLQRError(
-            "this isn't the state_dict() of an optimizer, which has 'state' and 'param_groups'; was it that of the model, or a "
-            "whole checkpoint?"
-        )
-    groups = state["param_groups"]
-    if not isinstance(state["state"], Mapping) or not isinstance(groups, (list, tuple)):
-        raise LLQRError("the state of an optimizer has a mapping under 'state', and a list under 'param_groups'")
-    if not all(isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple)) for group in groups):
-        raise LLQRError("the 'param_groups' of the state aren't those of an optimizer: each is a mapping with 'params'")
-    return dict(state)
+    if isinstance(state, Mapping) and isinstance(state.get("state"), Mapping):
+        groups = state.get("param_groups")
+        if isinstance(groups, (list, tuple)) and all(
+            isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple)) for group in groups
+        ):
+            return dict(state)
+    raise LLQRError(
+        "this isn't the state_dict() of an optimizer, which has 'state' and 'param_groups', a mapping and a list of mappings "
+        "with 'params'; was it that of the model, or a whole checkpoint?"
+    )
 
 
 # --- the parameters that are stepped ---
@@ -253,10 +251,11 @@ def checked_state_dict(state: Any) -> dict[str, Any]:
 def stepped_parameters(base: Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """The base's parameters by name, in the model's order; each has to be one of the model's."""
     stepped = {id(p): (number, p) for number, group in enumerate(base.param_groups) for p in group["params"]}
-    named = _named(model, stepped)
-    if len(named) < len(stepped) and _resharded(model):
-        named = _named(model, stepped)
-    strangers = stepped.keys() - {id(p) for p in named.values()}
+    found: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if id(p) in stepped}
+    shards = sharding() if len(found) < len(stepped) else None
+    if shards is not None and shards.reshard(model):  # FSDP2 had left whole parameters in the model
+        found = {name: p for name, p in model.named_parameters() if id(p) in stepped}
+    strangers = stepped.keys() - {id(p) for p in found.values()}
     if strangers:
         number, parameter = stepped[min(strangers, key=list(stepped).index)]
         raise LLQRError(
@@ -264,20 +263,7 @@ def stepped_parameters(base: Optimizer, model: nn.Module) -> dict[str, Tensor]:
             f"{tuple(parameter.shape)} in group {number}: make the optimizer from model.parameters() of the same model (after "
             "the model was moved, wrapped or given new layers)"
         )
-    return named
-
-
-def _named(model: nn.Module, only: Container[int]) -> dict[str, Tensor]:
-    return {name: p for name, p in model.named_parameters() if id(p) in only}
-
-
-def _resharded(model: nn.Module) -> bool:
-    """FSDP2 may have left whole parameters in the model, and the optimizer has the sharded ones."""
-    if not dist.is_available() or not dist.is_initialized():
-        return False
-    from llqr.distributed import shards  # with torch's DTensor, which takes a second to import
-
-    return shards.reshard(model)
+    return found
 
 
 class Stepped:
@@ -286,29 +272,23 @@ class Stepped:
     def __init__(self, base: Optimizer, model: nn.Module) -> None:
         self._base, self._model = base, model
         self._found: dict[str, Tensor] = {}
-        self._groups: list[list[Tensor]] = []
-        self._slots: list[tuple[Mapping[str, object], list[str], list[object]]] = []
+        self._given: list[Tensor] = []
+        self._slots: list[tuple[Mapping[str, object], dict[str, object]]] = []
 
     def __call__(self) -> dict[str, Tensor]:
-        if not self._same():
+        given = [parameter for group in self._base.param_groups for parameter in group["params"]]
+        same = _same(given, self._given) and all(
+            slot.keys() == held.keys() and _same(slot.values(), held.values()) for slot, held in self._slots
+        )
+        if not same or not self._slots:
             self._found = stepped_parameters(self._base, self._model)
-            self._groups = [list(group["params"]) for group in self._base.param_groups]
-            held: list[Mapping[str, object]] = []
-            for module in self._model.modules():
-                held += [module._modules, module._parameters]
-            self._slots = [(mapping, list(mapping), list(mapping.values())) for mapping in held]
+            self._given = given
+            modules = self._model.modules()
+            self._slots = [(slot, dict(slot)) for m in modules for slot in (m._modules, m._parameters)]
         return self._found
 
-    def _same(self) -> bool:
-        now = [group["params"] for group in self._base.param_groups]
-        if len(now) != len(self._groups) or not all(map(_same_objects, now, self._groups)):
-            return False
-        return bool(self._slots) and all(
-            list(mapping) == names and all(map(is_, mapping.values(), values)) for mapping, names, values in self._slots
-        )
 
-
-def _same_objects(now: Sequence[object], before: Sequence[object]) -> bool:
+def _same(now: Collection[object], before: Collection[object]) -> bool:
     return len(now) == len(before) and all(map(is_, now, before))
 
 

@@ -138,17 +138,13 @@ class Replicas(Process):
 
     def _agree_on_names(self, names: list[str]) -> None:
         """Raise unless all ranks train the same parameters."""
-        if self._ranks.same(names):
-            return
-        told = self._ranks.gather(names)
-        apart = sorted({name for known in told for name in known if any(name not in other for other in told)})
-        if not apart:
-            raise RankError("the ranks don't have the same parameters in the same order")
-        where = [rank for rank, known in enumerate(told) if apart[0] in known]
-        others = f" (and {len(apart) - 1} more)" if len(apart) > 1 else ""
-        raise RankError(
-            f"the ranks don't train the same parameters: {apart[0]!r}{others} is trained on ranks {where} alone"
-        )
+        if not self._ranks.same(names):
+            told = self._ranks.gather(names)
+            apart = sorted(name for name in set().union(*told) if not all(name in known for known in told))
+            raise RankError(
+                f"the ranks don't train the same parameters in the same order: {len(apart)} aren't trained on all ranks, the "
+                f"first of them {apart[:3]}"
+            )
 
     def sums(self, *values: float) -> list[float]:
         return self._ranks.sums(*values)
@@ -233,12 +229,11 @@ def processes_of(model: nn.Module, group: Any) -> Process:
 
     What `fully_shard` has sharded has ranks, if only one.
     """
-    if not dist.is_available() or not dist.is_initialized():
+    shards = sharding()
+    if shards is None:
         if group is not None:
             raise LLQRError("there is a process_group, and torch.distributed isn't initialised")
         return Process()
-    from llqr.distributed import shards  # torch's DTensor takes a second to import, and most have no use for it
-
     shards.reshard(model)
     shards.check_sharding(model)
     sharded_over = shards.group_of(model)
@@ -256,22 +251,25 @@ def processes_of(model: nn.Module, group: Any) -> Process:
     return (Replicas if sharded_over is None else shards.Shards)(Ranks(group, device), model)
 
 
+def sharding() -> Any:
+    """`llqr.distributed.shards`, if processes have met: torch's DTensor takes a second to import, and most don't need it."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    from llqr.distributed import shards
+
+    return shards
+
+
 def standing(parameters: Iterable[Tensor]) -> tuple[bool, bool]:
     """Whether processes have met, and whether the parameters are sharded: `processes_of` is for one such state of things."""
-    if not dist.is_available() or not dist.is_initialized():
-        return False, False
-    from torch.distributed.tensor import DTensor
-
-    return True, any(isinstance(parameter, DTensor) for parameter in parameters)
+    shards = sharding()
+    return shards is not None, shards is not None and any(isinstance(p, shards.DTensor) for p in parameters)
 
 
 def holds_gradients(model: nn.Module) -> bool:
     """Whether a sharded model has gradients that aren't in `.grad` yet."""
-    if not dist.is_available() or not dist.is_initialized():
-        return False
-    from llqr.distributed import shards
-
-    return shards.holds_gradients(model)
+    shards = sharding()
+    return shards is not None and shards.holds_gradients(model)
 
 
 def deal(sizes: Mapping[str, int], ranks: int, kept: Mapping[str, int] | None = None) -> dict[str, int]:
