@@ -1,4 +1,4 @@
-"""A closure, run with the model as it is: what it returns is checked, and held against what it returned before."""
+"""A closure, run with the model as it is: what it returns is checked, and compared with what it returned before."""
 
 from __future__ import annotations
 
@@ -93,10 +93,7 @@ class Live:
         with torch.no_grad():
             loss = self.loss_fn(output, self.targets)
         if isinstance(loss, Tensor) and loss.numel() != 1:
-            raise LLQRError(
-                f"loss_fn returned a tensor of shape {tuple(loss.shape)}: it must return one number, the mean over the batch "
-                "(reduction='mean')"
-            )
+            raise LLQRError(f"loss_fn returned {loss.numel()} numbers: it must return their mean (reduction='mean')")
         return float(loss)
 
     def output(self) -> Tensor:
@@ -104,9 +101,8 @@ class Live:
         returned = self._closure()
         if self._given is not None:
             if not isinstance(returned, (tuple, list)) or len(returned) != 2:
-                raise LLQRError(
-                    f"with a loss_fn the closure returns (output, targets), not a {type(returned).__name__}"
-                )
+                got = type(returned).__name__
+                raise LLQRError(f"with a loss_fn the closure returns (output, targets), not a {got}")
             output: Tensor
             output, self.targets = returned
             self._check(output, "the output")
@@ -133,10 +129,10 @@ class Live:
         return torch.cat([r.reshape(-1, 1) / r.numel() ** 0.5 for r in residuals])
 
     def _check(self, value: Any, what: str) -> None:
-        if not isinstance(value, Tensor) or not value.is_floating_point() or value.numel() == 0:
-            named = isinstance(value, Tensor)
-            got = f"{value.numel()} numbers of {value.dtype}" if named else f"a {type(value).__name__}"
-            raise LLQRError(f"{what} is a tensor of floating-point numbers, not {got}")
+        if not isinstance(value, Tensor):
+            raise LLQRError(f"{what} is a tensor, not a {type(value).__name__}")
+        if not value.is_floating_point() or value.numel() == 0:
+            raise LLQRError(f"{what} has {value.numel()} numbers of {value.dtype}: return floating-point numbers")
         if value.dtype != self._dtype:
             raise LLQRError(
                 f"{what} is {value.dtype}, and the parameters are {self._dtype}: convert the data, or the model before Exact "

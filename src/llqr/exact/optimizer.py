@@ -58,11 +58,10 @@ class Exact(torch.optim.Optimizer):
     - with a `loss_fn`, the pair `(output, targets)`; the loss is `loss_fn(output, targets)`, a mean over the batch;
     - with `divergence="newton"` also the loss itself, one number.
 
-    A step is corrected, with the same H and the gradient at the output where it has led to, as long as that pays: for the
-    price of a run of the closure each, it comes nearer to the minimum of the loss itself plus ½ μ‖δ‖² (not where H isn't of
-    the output alone: Newton, Intermediate). The damping μ follows the ratio of the decrease that came to the one that H had
-    promised. A step that doesn't lower the loss is taken back, and tried again with more damping. `step` returns the loss
-    before the step; `stats` says how it went.
+    A step is corrected as long as that pays: by the same H and the gradient where it has led to, it comes nearer to the minimum
+    of the loss itself plus ½ μ‖δ‖² (not for Newton and Intermediate, whose H isn't of the output alone). The damping μ follows
+    the ratio of the decrease that came to the one that H had promised. A step that doesn't lower the loss is taken back, and
+    tried again with more damping. `step` returns the loss before the step; `stats` says how it went.
 
     Args:
         model: the module whose parameters are stepped: those that require a gradient, in float32 or float64.
@@ -108,9 +107,9 @@ class Exact(torch.optim.Optimizer):
             if torch.finfo(parameter.dtype).bits < 32:
                 raise LLQRError(f"{name!r} is {parameter.dtype}, too coarse for exact steps: write model.float()")
         self._named = _steppable(model)
-        if len(self._kinds()) > 1:
+        self._kinds = _kinds(self._named)
+        if len(self._kinds) > 1:
             raise LLQRError("the parameters have several dtypes or devices: convert the model to one")
-        self._kind = self._kinds()
         defaults = {"damping": float(damping), "momentum": float(momentum), "mu": 0.0, **dict.fromkeys(COUNTS, 0)}
         super().__init__(self._named.values(), defaults)
         self._method_taken, self._ratio = "", math.nan
@@ -133,9 +132,6 @@ class Exact(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "param_groups": [_Group(group) for group in state["param_groups"]]})
 
-    def _kinds(self) -> set[tuple[torch.dtype, torch.device]]:
-        return {(p.dtype, p.device) for p in self._named.values()}
-
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Tensor:  # type: ignore[override]
         """One step on what the closure returns; the loss before it. On Ctrl-C the parameters stay as they were."""
@@ -149,18 +145,19 @@ class Exact(torch.optim.Optimizer):
                     f"{name!r} was replaced, added, taken away, or requires a gradient no longer or only now: make another "
                     "Exact(model)"
                 )
-        if self._kinds() != self._kind:
+        if _kinds(named) != self._kinds:
             raise LLQRError("the parameters were converted since Exact was made: make another Exact(model)")
         live = Live(self._model, self._loss_fn, closure, isinstance(self._divergence, Newton))
-        system, method = self._system(live)
-        point, group = system.point, self.param_groups[0]
-        gradient = point.gradient_vector
+        point, group = self._point(live), self.param_groups[0]
+        gradient, last = point.gradient_vector, self._last_step(point)
+        examples = sum(count for count, _ in live.groups)
+        system, method = prepared(point, self._method, self._memory, examples, last, self._tolerance)
         start = {name: p.detach().clone() for name, p in self._named.items()}
         along = gradient / gradient.abs().max()  # its square may be beyond float32
         curvature = abs(float(along @ system.product(along) / (along @ along))) if gradient.any() else 0.0
         rounding = torch.finfo(gradient.dtype).eps
         mu, growth = max(group["mu"] or group["damping"] * (curvature or 1.0), rounding * curvature), GROWTH
-        carried = group["momentum"] * self._last_step(point)
+        carried = group["momentum"] * last
         refused, ratio, step, taken, done = 0, math.nan, carried, False, False
         try:
             while gradient.any() and refused < REFUSALS and not taken:
@@ -272,11 +269,6 @@ class Exact(torch.optim.Optimizer):
         held = {name: self.state.get(p, {}).get("step", torch.zeros_like(p)) for name, p in self._named.items()}
         return point.flat(held)
 
-    def _system(self, live: Live) -> tuple[System, str]:
-        point = self._point(live)
-        examples = sum(count for count, _ in live.groups)
-        return prepared(point, self._method, self._memory, examples, self._last_step(point), self._tolerance)
-
     def _point(self, live: Live) -> Point:
         """g and H at the present parameters."""
         terms = list(self._divergence.terms())
@@ -317,8 +309,12 @@ class Stats:
     """Of the decrease that came to the one that the quadratic model had promised."""
 
 
-def _steppable(model: nn.Module) -> dict[str, nn.Parameter]:
+def _steppable(model: nn.Module) -> dict[str, Tensor]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel()}
+
+
+def _kinds(named: Parameters) -> set[tuple[torch.dtype, torch.device]]:
+    return {(p.dtype, p.device) for p in named.values()}
 
 
 class _Group(dict[str, Any]):
