@@ -151,7 +151,7 @@ class Shards(Replicas):
 
     @contextmanager
     def refitting(self, settings: object, parameters: Tensors) -> Iterator[Tensors]:
-        with super().refitting(settings, parameters), whole_parameters(self._model, self._ranks):
+        with super().refitting(settings, parameters), whole_parameters(self._model, self):
             yield {name: p for name, p in self._model.named_parameters() if name in parameters}
 
     def stepping(self) -> AbstractContextManager[None]:
@@ -200,14 +200,13 @@ class Shards(Replicas):
             for _ in sides
         ]
         outgoing = [[side[name].to(dtype) for side in sides for name in each] for each in names]
-        self._ranks.swap(outgoing, of_ranks(*wholes))
+        self.swap(outgoing, of_ranks(*wholes))
         pairs = zip(wholes, sides, strict=True)
         turned = turn(owned[self.rank], *({n: t.to(side[n].dtype) for n, t in whole.items()} for whole, side in pairs))
 
         # what an owner has turned, and which maps it has left as they were, travels along
         words = [
-            torch.zeros(len(n) + len(own), dtype=dtype, device=self._ranks.device)
-            for n, own in zip(names, owned, strict=True)
+            torch.zeros(len(n) + len(own), dtype=dtype, device=self.device) for n, own in zip(names, owned, strict=True)
         ]
         said = [name in turned.steps for name in names[self.rank]]
         said += [block.map.key in turned.left for block in owned[self.rank]]
@@ -215,7 +214,7 @@ class Shards(Replicas):
         new = {name: turned.steps.get(name, step).to(dtype) for name, step in wholes[1].items()}
         shards = [{name: torch.empty_like(steps[name], dtype=dtype) for name in each} for each in names]
         incoming = [[word, *own.values()] for word, own in zip(words, shards, strict=True)]
-        self._ranks.swap([[words[self.rank], *own] for own in of_ranks(new)], incoming)
+        self.swap([[words[self.rank], *own] for own in of_ranks(new)], incoming)
         result = TurnedSteps({}, [])
         for own, word, parts in zip(owned, words, shards, strict=True):
             heard = [number != 0 for number in word.tolist()]
@@ -225,8 +224,8 @@ class Shards(Replicas):
         return result
 
     def whole(self, tensors: Tensors) -> dict[str, Tensor]:
-        self._ranks.agree("gradients", list(tensors))
-        return {name: self._ranks.send(_sharded(tensor).full_tensor) for name, tensor in tensors.items()}
+        self.agree("gradients", list(tensors))
+        return {name: self.send(_sharded(tensor).full_tensor) for name, tensor in tensors.items()}
 
     def part(self, tensor: Tensor, parameter: Tensor) -> Tensor:
         like = _sharded(parameter)
