@@ -132,13 +132,17 @@ class Replicas(Ranks, Process):
 
     def _agree_on_names(self, names: list[str]) -> None:
         """Raise unless all ranks train the same parameters."""
-        if not self.same(names):
-            told = self.gather(names)
-            apart = sorted(name for name in set().union(*told) if not all(name in known for known in told))
-            raise RankError(
-                f"the ranks don't train the same parameters in the same order: {len(apart)} aren't trained on all ranks, the "
-                f"first of them {apart[:3]}"
-            )
+        if self.same(names):
+            return
+        told = self.gather(names)
+        apart = sorted(name for name in set().union(*told) if not all(name in known for known in told))
+        if not apart:
+            raise RankError("the ranks don't have the same parameters in the same order")
+        where = [rank for rank, known in enumerate(told) if apart[0] in known]
+        others = f" (and {len(apart) - 1} more)" if len(apart) > 1 else ""
+        raise RankError(
+            f"the ranks don't train the same parameters: {apart[0]!r}{others} is trained on ranks {where} alone"
+        )
 
     def firsts(self, tensors: Tensors) -> Tensors:
         self.agree("gradients", list(tensors))
