@@ -87,8 +87,7 @@ class Dual(System):
         return carried - self._J.T @ solved[:, 0]
 
     def _factorise(self, damping: float) -> Any:
-        matrix = self._system.clone()
-        matrix.diagonal().add_(damping + self._uniform)
+        matrix = _damped(self._system, damping + self._uniform)
         return _cholesky(matrix) if self._multiple else torch.linalg.lu_factor(matrix)
 
     def _weigh(self, matrix: Tensor) -> Tensor:
@@ -104,12 +103,11 @@ class Primal(System):
         like = point.gradient_vector
         if point.flat_terms:
             self._H = self._squared(point, room)
+            self._H.diagonal().add_(point.diagonal)
         else:
             point.product(like)  # looks at the derivatives once, without vmap
             self._H = apply_to_units(point.product, like, point.products_at_once(room))
-            self._H.diagonal().sub_(point.diagonal)
         check_finite(self._H, "the Hessian of the divergence")
-        self._H.diagonal().add_(point.diagonal)
 
     def _squared(self, point: Point, room: int) -> Tensor:
         """JᵀWJ, some rows of J at a time, or all where there is room for them twice."""
@@ -147,9 +145,7 @@ class Primal(System):
         return -torch.cholesky_solve((gradient - damping * carried)[:, None], self.factorised(damping))[:, 0]
 
     def _factorise(self, damping: float) -> Any:
-        matrix = self._H.clone()
-        matrix.diagonal().add_(damping)
-        return _cholesky(matrix)
+        return _cholesky(_damped(self._H, damping))
 
 
 MOST_PRODUCTS = 1000
@@ -157,8 +153,7 @@ MOST_PRODUCTS = 1000
 
 class Conjugate(System):
     """Conjugate gradients from the last step on, preconditioned by U: for each weight the damped inverses of the second moments
-    of its inputs and of its drawn gradients, as in LLQR; for other parameters, and without room for those, one number, from
-    the mean of the squares."""
+    of its inputs and of its drawn gradients, as in LLQR; for others, and without room for those, one number."""
 
     def __init__(self, point: Point, start: Tensor, tolerance: float, room: int) -> None:
         super().__init__(point)
@@ -235,6 +230,12 @@ def _least(blocks: Tensor) -> float:
     return float(torch.linalg.eigvalsh(blocks).min()) / largest if largest else 0.0
 
 
+def _damped(matrix: Tensor, damping: float) -> Tensor:
+    damped = matrix.clone()
+    damped.diagonal().add_(damping)
+    return damped
+
+
 def _cholesky(matrix: Tensor) -> Tensor:
     factor: Tensor
     factor, failed = torch.linalg.cholesky_ex(matrix)
@@ -247,8 +248,7 @@ def _inverses(pair: tuple[Tensor, Tensor], damping: float) -> tuple[Tensor, Tens
     """(G + √μ π)⁻¹ and (A + √μ / π)⁻¹, with π² the ratio of their mean eigenvalues."""
     means = [max(float(side.diagonal().mean()), torch.finfo(side.dtype).tiny) for side in pair]
     balance = (means[0] / means[1]) ** 0.5
-    damped = []
-    for side, share in zip(pair, (balance, 1 / balance), strict=True):
-        unit = torch.eye(len(side), dtype=side.dtype, device=side.device)
-        damped.append(torch.linalg.inv(side + damping**0.5 * share * unit))
-    return damped[0], damped[1]
+    first, second = (
+        _damped(side, damping**0.5 * share) for side, share in zip(pair, (balance, 1 / balance), strict=True)
+    )
+    return torch.linalg.inv(first), torch.linalg.inv(second)
