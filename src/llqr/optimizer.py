@@ -251,8 +251,7 @@ class LLQR(Wrapping):
             real = isinstance(average, Tensor) and average.is_floating_point()
             if not real or name not in parameters or parameters[name].shape != average.shape:
                 raise LLQRError(
-                    f"the state has a momentum of {name!r} that isn't a tensor, or that the model here has not or in another "
-                    "shape"
+                    f"the state has a momentum of {name!r} that doesn't fit: no tensor, or in no such shape here"
                 )
             like = parameters[name]
             averages[name] = self.processes.part(average.to(like.device, like.dtype, copy=True), like)

@@ -214,9 +214,7 @@ class Wrapping(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or a pickle holds: not what `_begin` makes again, nor a step that a scheduler has wrapped."""
         if self.processes.several:
-            raise LLQRError(
-                "an optimizer of several ranks holds their process group, which can't be copied or pickled: use state_dict()"
-            )
+            raise LLQRError("the process group of several ranks can't be copied or pickled: use state_dict()")
         again = self.made_again | {"processes", "_unhook", "_forget", "_warned", "_stepped", "_group", "step"}
         return {n: v for n, v in self.__dict__.items() if n not in again and not n.startswith("_optimizer_")}
 
@@ -298,8 +296,7 @@ def gradients_of(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, gradient in found.items():
         if gradient.layout is not torch.strided:
             raise LLQRError(
-                f"the gradient of {name!r} is sparse, and U acts on dense ones: make the layer with sparse=False, or step it "
-                "by an optimizer of its own"
+                f"the gradient of {name!r} is sparse: make the layer with sparse=False, or step it by an optimizer of its own"
             )
     return found
 
@@ -341,8 +338,7 @@ class Schedule:
     def __init__(self, every: Every) -> None:
         if isinstance(every, bool) or not (callable(every) or (isinstance(every, int) and every >= 1)):
             raise LLQRError(
-                f"every is a positive number of steps between refits, or a function of the step's number that tells whether "
-                f"to refit; not {every!r}"
+                f"every is a positive number of steps, or a function from a step's number to bool; not {every!r}"
             )
         self.every = every
         self.go_to(0)
@@ -389,10 +385,8 @@ def often_at_first(step: int) -> bool:
 def check_base(base: Optimizer, model: nn.Module, name: str) -> None:
     """`name` is what the user wrote."""
     if not isinstance(base, Optimizer):
-        raise LLQRError(
-            f"{name} wraps an optimizer, as in {name}(torch.optim.SGD(model.parameters(), lr=0.1), model); got "
-            f"{type(base).__name__}"
-        )
+        usual = f"{name}(torch.optim.SGD(model.parameters(), lr=0.1), model)"
+        raise LLQRError(f"{name} wraps an optimizer, as in {usual}; got {type(base).__name__}")
     if isinstance(base, Wrapping):
         raise LLQRError("the base is an LLQR already: wrap the optimizer inside it")
     if isinstance(getattr(base, "optimizer", None), Optimizer):
@@ -401,8 +395,6 @@ def check_base(base: Optimizer, model: nn.Module, name: str) -> None:
             f"inside, and what it returns to the framework, as in accelerator.prepare({name}(optimizer, model))"
         )
     if isinstance(base, torch.optim.LBFGS):
-        raise LLQRError(
-            "LBFGS evaluates its closure several times a step, and U can't come between: wrap another optimizer"
-        )
+        raise LLQRError("LBFGS evaluates its closure several times a step: wrap another optimizer")
     if not isinstance(model, nn.Module):
         raise LLQRError(f"the second argument is the model, an nn.Module; got {type(model).__name__}")

@@ -225,10 +225,8 @@ def spectra(u: Preconditioner) -> dict[str, Tensor]:
     """The eigenvalues of each block in increasing order, or its singular values where it isn't symmetric, under the names of
     `u.blocks`. A block that is neither a multiple number by number, nor a Kronecker product, nor small has none."""
     if not isinstance(u, Preconditioner):
-        raise LLQRError(
-            f"spectra are those of a Preconditioner, not of a {type(u).__name__}; LLQR.paper has one after its first refit, in "
-            "optimizer.preconditioner"
-        )
+        had = "LLQR.paper has one in optimizer.preconditioner after its first refit"
+        raise LLQRError(f"spectra are those of a Preconditioner, not of a {type(u).__name__}; {had}")
     if not u.is_finite():
         raise LLQRError("U isn't finite: it has no spectrum")
     found = {key: _spectrum(group, i) for group in u.groups for i, key in enumerate(group.keys)}
@@ -306,6 +304,4 @@ def staleness(optimizer: PaperLLQR, inputs: Inputs, targets: Any, loss_fn: Loss)
 def refuse_ranks(optimizer: Optimizer) -> None:
     """Raise where a look at one process would be taken for one at all that train together."""
     if isinstance(optimizer, PaperLLQR) and optimizer.processes.several:
-        raise LLQRError(
-            "how stale U is can be told where one process trains, and not yet among several: look at a training of one process"
-        )
+        raise LLQRError("staleness is that of one process's training, and not yet among several")

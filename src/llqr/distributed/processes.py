@@ -227,8 +227,7 @@ def processes_of(model: nn.Module, group: Any) -> Process:
         group = own or dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):  # a group that this rank isn't in is none either
         raise LLQRError(
-            "process_group is a group of torch.distributed that this rank is a member of, or None for that of the model's "
-            f"wrapper or else the default one; not {group!r}"
+            f"process_group is a group of torch.distributed that this rank is a member of, or None; not {group!r}"
         )
     if dist.get_world_size(group) == 1 and sharded_over is None:
         return Process()

@@ -63,10 +63,8 @@ def check_sharding(model: nn.Module) -> None:
     """Raise for what is sharded otherwise than by `fully_shard` over one group of ranks."""
     for name, module in model.named_modules():
         if any(cls.__name__ == "FullyShardedDataParallel" for cls in type(module).__mro__):
-            raise LLQRError(
-                f"{f'{name!r} is' if name else 'the model is'} wrapped in FullyShardedDataParallel (FSDP1), which flattens "
-                "its parameters so that they have no shape: use fully_shard (FSDP2)"
-            )
+            what = f"{name!r} is" if name else "the model is"
+            raise LLQRError(f"{what} wrapped in FullyShardedDataParallel (FSDP1): use fully_shard (FSDP2)")
     meshes = set()
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
@@ -75,15 +73,14 @@ def check_sharding(model: nn.Module) -> None:
         meshes.add(mesh)
         if mesh.ndim != 1 or type(placements[0]) is not Shard or len(meshes) > 1:
             raise LLQRError(
-                f"{name!r} is distributed as {tuple(placements)} over a mesh of {mesh.ndim} dimensions: LLQR works with "
-                "parameters that fully_shard has sharded over one group of ranks, and not yet with tensor parallelism, hybrid "
-                "sharding (HSDP) or replicated DTensors"
+                f"{name!r} is distributed as {tuple(placements)} over a mesh of {mesh.ndim} dimensions: LLQR works where "
+                "fully_shard has sharded over one group of ranks, not with tensor parallelism, HSDP or replicated DTensors"
             )
     if meshes:
         whole = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
         if whole:
             raise LLQRError(
-                f"some parameters are sharded and {whole[0]!r} isn't: call fully_shard on the whole model as well"
+                f"some parameters are sharded and {whole[0]!r} isn't: call fully_shard on the model as well"
             )
         if len({parameter.dtype for parameter in model.parameters()}) > 1:
             raise LLQRError("the sharded parameters are of several dtypes: make them one, as in model.float()")
@@ -250,7 +247,5 @@ class Shards(Replicas):
 
 def _sharded(tensor: Tensor) -> DTensor:
     if not isinstance(tensor, DTensor):
-        raise LLQRError(
-            "the base keeps whole tensors for sharded parameters: its momentum can't be sent to the owners of U"
-        )
+        raise LLQRError("the base keeps whole tensors for sharded parameters: take one that keeps what is like them")
     return tensor

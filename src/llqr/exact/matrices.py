@@ -227,14 +227,13 @@ def cholesky(matrix: Tensor, scale: Tensor, stage: str | None) -> Tensor:
     where = "" if stage is None else f" at stage {stage!r}"
     if lowest < -(precision**0.5):
         raise IndefiniteProblemError(
-            f"the quadratic model is unbounded below{where} (curvature as low as {lowest:.2g} of its scale): a saddle, no "
-            "minimum. Raise the damping; or use GaussNewton or KL, which are never indefinite for a convex loss; or ask for "
-            "the stationary point with degenerate='least-norm'",
+            f"the quadratic model is unbounded below{where} (curvature as low as {lowest:.2g} of its scale): raise the "
+            "damping, use GaussNewton or KL, or ask for the stationary point with degenerate='least-norm'",
             stage,
         )
     raise SingularProblemError(
-        f"the quadratic model is singular{where}: it has directions without curvature, so its minimum isn't unique. Add "
-        "damping (damping=1e-3, say), or ask for the smallest solution with degenerate='least-norm'",
+        f"the quadratic model is singular{where}, so its minimum isn't unique: add damping (damping=1e-3, say), or ask for the "
+        "smallest solution with degenerate='least-norm'",
         stage,
     )
 
@@ -247,8 +246,7 @@ def least_norm(matrix: Tensor, gradient: Tensor) -> Tensor:
     lost = coefficients[~kept].norm()
     if lost > torch.finfo(values.dtype).eps ** 0.5 * gradient.norm():
         raise SingularProblemError(
-            "the gradient has a part along which the divergence has no curvature: the model falls without bound there, and "
-            "there is no solution, not even a least-norm one. Add damping"
+            "the gradient has a part along which there is no curvature, so the quadratic model falls without bound: add damping"
         )
     return -torch.mv(vectors[:, kept], coefficients[kept] / values[kept])
 
@@ -285,8 +283,7 @@ def conjugate_gradients(
         if bend <= 0:
             if bend < -1e-12 * product.norm() * direction.norm():
                 raise IndefiniteProblemError(
-                    "conjugate gradients met a direction of negative curvature: the quadratic model has no minimum. Raise "
-                    "the damping, or use GaussNewton or KL"
+                    "conjugate gradients met negative curvature: raise the damping, or use GaussNewton or KL"
                 )
             break
         length = scaled / bend

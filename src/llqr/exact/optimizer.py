@@ -141,10 +141,8 @@ class Exact(torch.optim.Optimizer):
         named = _steppable(self._model)
         for name in {**self._named, **named}:
             if named.get(name) is not self._named.get(name):
-                raise LLQRError(
-                    f"{name!r} was replaced, added, taken away, or requires a gradient no longer or only now: make another "
-                    "Exact(model)"
-                )
+                what = "was replaced, added, taken away, or requires a gradient no longer or only now"
+                raise LLQRError(f"{name!r} {what}: make another Exact(model)")
         if _kinds(named) != self._kinds:
             raise LLQRError("the parameters were converted since Exact was made: make another Exact(model)")
         live = Live(self._model, self._loss_fn, closure, isinstance(self._divergence, Newton))

@@ -267,7 +267,7 @@ def dense_step(
     check_finite(matrix, "the Hessian of the divergence")
     if (matrix - matrix.T).norm() > torch.finfo(matrix.dtype).eps ** 0.5 * matrix.norm():
         raise NotTwiceDifferentiableError(
-            "the second derivatives that torch gives for this model aren't symmetric: wrong"
+            "torch's second derivatives of this model aren't symmetric, so they are wrong"
         )
     if degenerate == "least-norm":
         return products.named(least_norm(matrix, gradient))
