@@ -37,8 +37,8 @@ Tensors = Mapping[str, Tensor]
 class BaseStep:
     """The step of LLQR: the base takes its own, and what is stepped along U m is turned there."""
 
-    def __init__(self, base: Optimizer) -> None:
-        self._base, self.momentum = base, Momentum(base)
+    def __init__(self, base: Optimizer, averages: dict[str, Tensor]) -> None:
+        self._base, self.momentum = base, Momentum(base, averages)
         self._taken_back = TakenBack(base)
         self._before: dict[str, Tensor] = {}
 
@@ -81,9 +81,8 @@ class BaseStep:
 class Momentum:
     """The base's momentum, parameter by parameter; around a base that doesn't show it, an average of our own."""
 
-    def __init__(self, base: Optimizer) -> None:
-        self._base = base
-        self.averages: dict[str, Tensor] = {}
+    def __init__(self, base: Optimizer, averages: dict[str, Tensor]) -> None:
+        self._base, self.averages = base, averages
 
     @property
     def is_known(self) -> bool:

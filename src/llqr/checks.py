@@ -199,6 +199,12 @@ def check_parameter(name: str, parameter: Tensor) -> None:
     check_finite(parameter, f"parameter {name!r}")
 
 
+def check_precision(name: str, parameter: Tensor) -> None:
+    """Raise for a parameter of half precision."""
+    if torch.finfo(parameter.dtype).bits < 32:
+        raise ChainError(f"parameter {name!r} is {parameter.dtype}, too coarse for exact steps: write model.float()")
+
+
 def check_kind(name: str, parameter: Tensor) -> None:
     """Raise for a parameter that isn't of real floating-point numbers; its values aren't looked at."""
     if isinstance(parameter, nn.UninitializedParameter):

@@ -25,6 +25,7 @@ from llqr.curvature.statistics import Sums
 from llqr.distributed.processes import Process, Replicas, Tensors, cost, deal
 from llqr.distributed.ranks import Ranks
 from llqr.errors import LLQRError
+from llqr.wrapper import replaced
 
 
 def group_of(model: nn.Module) -> dist.ProcessGroup | None:
@@ -92,37 +93,29 @@ def whole_parameters(model: nn.Module, ranks: Ranks) -> Iterator[None]:
 
     The sharded ones have no gradients meanwhile, so a closure finds nothing to clear.
     """
-    sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
+    sharded = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
     ranks.check()
     with torch.no_grad():
-        found = {id(p): nn.Parameter(ranks.send(p.full_tensor), p.requires_grad) for p in sharded}
-    gradients = [p.grad for p in sharded]
-    slots: list[tuple[dict[str, Any], str, Any]] = []
-    hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if isinstance(parameter, DTensor):
-                slots.append((module._parameters, name, parameter))
-        hooks += [(held, dict(held)) for held in (module._forward_pre_hooks, module._forward_hooks)]
-    try:
-        for parameter in sharded:
-            parameter.grad = None
-        for slot, name, parameter in slots:
-            slot[name] = found[id(parameter)]
-        for held, before in hooks:
-            for key, hook in before.items():
-                if _is_fsdp(hook):
-                    del held[key]
-        yield
-    finally:
-        for parameter, gradient in zip(sharded, gradients, strict=True):
-            parameter.grad = gradient
-        for slot, name, parameter in slots:
-            slot[name] = parameter
-        for held, before in hooks:
-            later = {key: hook for key, hook in held.items() if key not in before}
-            held.clear()
-            held.update({**before, **later})
+        found = {id(p): nn.Parameter(ranks.send(p.full_tensor), p.requires_grad) for p in sharded.values()}
+    modules = list(model.modules())
+    slots = [(m._parameters, n, p) for m in modules for n, p in m._parameters.items() if isinstance(p, DTensor)]
+    hooks = [(held, dict(held)) for m in modules for held in (m._forward_pre_hooks, m._forward_hooks)]
+    with replaced(sharded, dict.fromkeys(sharded)):
+        try:
+            for slot, name, parameter in slots:
+                slot[name] = found[id(parameter)]
+            for held, before in hooks:
+                for key, hook in before.items():
+                    if _is_fsdp(hook):
+                        del held[key]
+            yield
+        finally:
+            for slot, name, parameter in slots:
+                slot[name] = parameter
+            for held, before in hooks:
+                later = {key: hook for key, hook in held.items() if key not in before}
+                held.clear()
+                held.update({**before, **later})
 
 
 def _is_fsdp(hook: Any) -> bool:

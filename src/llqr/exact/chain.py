@@ -15,6 +15,7 @@ from llqr.checks import (
     check_finite,
     check_model,
     check_parameter,
+    check_precision,
     frozen_rng,
     kinds_of,
     refuse_scripted,
@@ -145,10 +146,7 @@ class Chain:
         for name, parameter in self.modules[stage].named_parameters():
             if parameter.requires_grad:
                 check_parameter(self.qualified(stage, name), parameter)
-                if torch.finfo(parameter.dtype).bits < 32:
-                    raise ChainError(
-                        f"parameter {self.qualified(stage, name)!r} is {parameter.dtype}, too coarse: write model.float() first"
-                    )
+                check_precision(self.qualified(stage, name), parameter)
                 parameters[name] = parameter.detach().clone()
         return parameters
 

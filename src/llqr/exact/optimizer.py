@@ -15,6 +15,7 @@ from llqr.checks import (
     check_amount,
     check_callable,
     check_model,
+    check_precision,
     check_tensors,
     checked_integer,
     checked_number,
@@ -104,8 +105,7 @@ class Exact(torch.optim.Optimizer):
         self._model, self._loss_fn, self._method, self._memory = model, loss_fn, method, memory
         self._divergence, self._tolerance = resolve(divergence), tolerance
         for name, parameter in locations.trainable(model).items():
-            if torch.finfo(parameter.dtype).bits < 32:
-                raise LLQRError(f"{name!r} is {parameter.dtype}, too coarse for exact steps: write model.float()")
+            check_precision(name, parameter)
         self._named = _steppable(model)
         self._kinds = _kinds(self._named)
         if len(self._kinds) > 1:
