@@ -75,7 +75,7 @@ def check_sharding(model: nn.Module) -> None:
         if mesh.ndim != 1 or type(placements[0]) is not Shard or len(meshes) > 1:
             raise LLQRError(
                 f"{name!r} is distributed as {tuple(placements)} over a mesh of {mesh.ndim} dimensions: LLQR works where "
-                "fully_shard has sharded over one group of ranks, not with tensor parallelism, HSDP or replicated DTensors"
+                "fully_shard has sharded over one group of ranks, not with tensor parallelism, hybrid sharding or replicas"
             )
     if meshes:
         whole = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]

@@ -44,8 +44,7 @@ def unflat(vector: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor
 def apply_to_each(operator: Operator, vectors: Tensor) -> Tensor:
     """The operator on each of a stack of vectors."""
     weights = torch.linspace(1, 2, len(vectors), dtype=vectors.dtype, device=vectors.device)
-    combined = torch.tensordot(weights, vectors, dims=1)
-    return _apply(operator, lambda first, last: vectors[first:last], combined, weights, None)
+    return _apply(operator, lambda first, last: vectors[first:last], torch.tensordot(weights, vectors, 1), weights)
 
 
 def apply_to_units(operator: Operator, like: Tensor, at_once: int | None = None) -> Tensor:
@@ -65,11 +64,10 @@ def _apply(
     vectors: Callable[[int, int], Tensor],
     combined: Tensor,
     weights: Tensor,
-    at_once: int | None,
+    at_once: int | None = None,
 ) -> Tensor:
     """All at once by vmap, in portions that bound the memory, or one by one where an operation has no batching rule, or a wrong
-    one: the operator on a combination of the vectors is held against the combination of the results. (Torch has had wrong
-    rules: torch.func.hessian of layer_norm in 2.13.)"""
+    one, as layer_norm's hessian in torch 2.13: a combination of the results has to be the operator on that of the vectors."""
     count, together = len(weights), operator(combined)
     # in one place: small ones between large ones keep freed memory
     results = together.new_empty(count, *together.shape)
@@ -153,11 +151,8 @@ class BlockDiagonal:
         if count == groups:
             return self
         merge = count // groups
-        wide = self.blocks.new_zeros(groups, merge, rows, merge, columns)
-        index = torch.arange(merge, device=self.blocks.device)
-        # Advanced indices apart from each other move to the front: (merge, groups, rows, columns).
-        wide[:, index, :, index, :] = self.blocks.reshape(groups, merge, rows, columns).transpose(0, 1)
-        return BlockDiagonal(wide.reshape(groups, merge * rows, merge * columns))
+        wide = torch.diag_embed(self.blocks.reshape(groups, merge, rows, columns).movedim(1, -1))
+        return BlockDiagonal(wide.permute(0, 3, 1, 4, 2).reshape(groups, merge * rows, merge * columns))
 
     def __add__(self, other: BlockDiagonal) -> BlockDiagonal:
         groups = math.gcd(self.blocks.shape[0], other.blocks.shape[0])
@@ -178,8 +173,7 @@ def materialise_transposed(operator: Operator, rows: torch.Size, columns: torch.
     for groups in sorted(set(counts), reverse=True):
         if groups == 1 or _separates(operator, rows, columns, groups, like):
             break
-    height = rows.numel() // groups
-    width = columns.numel() // groups
+    height, width = rows.numel() // groups, columns.numel() // groups
     units = torch.eye(height, dtype=like.dtype, device=like.device)
     cotangents = units[:, None, :].expand(height, groups, height).reshape(height, *rows)
     pulled = apply_to_each(operator, cotangents).reshape(height, groups, width)
