@@ -80,9 +80,7 @@ def check_sharding(model: nn.Module) -> None:
     if meshes:
         whole = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
         if whole:
-            raise LLQRError(
-                f"some parameters are sharded and {whole[0]!r} isn't: call fully_shard on the model as well"
-            )
+            raise LLQRError(f"{whole[0]!r} isn't sharded, and others are: call fully_shard on the whole model")
         if len({parameter.dtype for parameter in model.parameters()}) > 1:
             raise LLQRError("the sharded parameters are of several dtypes: make them one, as in model.float()")
 
