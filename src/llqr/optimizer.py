@@ -283,7 +283,7 @@ class LLQR(Wrapping):
         unknown = self._schedule.step == 0 and not self.blocks
         why = "not known before the first step" if unknown else "by the base: in no linear map so far"
         others = {} if unknown else self._collector.other_uses
-        return assignments(parameters, self.blocks.values(), others, dict.fromkeys(parameters, why))
+        return assignments(parameters, self.blocks.values(), others, why)
 
     def __repr__(self) -> str:
         how = "the second moments of the loss's own gradients" if self.divergence is None else repr(self.divergence)
