@@ -109,7 +109,7 @@ class Reference:
 
 
 def judge(step: Step, reference: Reference) -> Verdict:
-    """Hold a step δ, a tensor for each parameter, against the exact one, for one product."""
+    """Compare a step δ, a tensor for each parameter, with the exact one, for one product."""
     r = reference
     if not isinstance(step, Mapping):
         raise LLQRError(f"a step is a mapping from parameter names to tensors, not a {type(step).__name__}")
@@ -162,15 +162,14 @@ def reference(
     weights: Tensor | None = None,
     training: bool | None = None,
 ) -> Reference:
-    """The quadratic model of a batch with its exact step: by the Riccati recursion for a chain (an `nn.Sequential`) that is
-    small enough, else by conjugate gradients. The model is left as it was.
+    """The quadratic model of a batch with its exact step: by the Riccati recursion for a small `nn.Sequential`, else by
+    conjugate gradients, which stall early in float32 where H + λ is badly conditioned: give a copy in float64 there.
 
     Args:
         tolerance: of the residual ‖(H + λ)δ + g‖/‖g‖. Whether it was reached is in `converged`, and what was in `residual`.
         max_steps: of conjugate gradients; by default twice the number of parameters, at most 2,000.
 
-    The other arguments are those of `QuadraticModel.build`. In float32 conjugate gradients stall early where H + λ is badly
-    conditioned: give a copy of the model in float64, `copy.deepcopy(model).double()`, where that matters.
+    The other arguments are those of `QuadraticModel.build`.
     """
     checked_number("tolerance", tolerance, lambda number: 0 < number < 1, "a number between 0 and 1")
     kind = resolve(divergence)
