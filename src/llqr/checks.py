@@ -155,9 +155,9 @@ def checked_number(what: str, value: object, inside: Callable[[float], bool], me
     return float(value)
 
 
-def checked_integer(what: str, value: object, meaning: str = "a positive integer", least: int = 1) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
-        raise LLQRError(f"{what} is {meaning}, not {value!r:.100}")
+def checked_integer(what: str, value: object, meaning: str = "a positive integer") -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise LLQRError(f"{what} is {meaning}, not {value!r}")
     return value
 
 
@@ -172,11 +172,15 @@ def check_flag(name: str, value: object) -> None:
 
 
 def check_count(what: str, value: object, least: int = 0) -> None:
-    checked_integer(what, value, f"a whole number of {least} or more", least)
+    """Raise unless this is a whole number that a computer counts to; one beyond that has no repr."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
+        raise LLQRError(f"{what} isn't a whole number of {least} or more")
 
 
 def check_amount(what: str, value: object) -> None:
-    checked_number(what, value, lambda number: 0 <= number < 2**1023, "a finite number of zero or more")
+    """Raise unless this is a finite number of zero or more."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 2**1023:
+        raise LLQRError(f"{what} isn't a finite number of zero or more")
 
 
 def check_tensors(what: str, value: object) -> None:
