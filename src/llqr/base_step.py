@@ -1,8 +1,7 @@
 """The base's own step: its momentum, which U turns, and its length, which stays.
 
 The base steps with the raw gradients, as it would alone. Then -‖Δθ‖ U m / ‖U m‖ takes the place of its step Δθ, tensor by
-tensor; m is the base's momentum (where U m is almost level, a little of m is added: `turn`). Decoupled weight decay is left as
-it is. So nothing of the base has to be tuned again, and no step is longer than the base's.
+tensor; m is the base's momentum (where U m is almost level, a little of m is added: `turn`). Decoupled weight decay stays.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -291,11 +291,9 @@ def check_mean(loss_fn: Loss, output: Tensor, targets: Any) -> None:
         raise LLQRError("loss_fn adds the examples up: it must return their mean (reduction='mean')")
 
 
-@contextmanager
-def frozen_rng() -> Iterator[None]:
+def frozen_rng() -> AbstractContextManager[None]:
     """Leave the random streams as they were."""
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_available() else []):
-        yield
+    return torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_available() else [])
 
 
 @contextmanager

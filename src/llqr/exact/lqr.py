@@ -336,8 +336,7 @@ def _second_derivatives(
 ) -> Tensor | None:
     """Add those of p_{i+1}·f_i + ψ_i to Q_i, M_i, R_i; its slope by x_i, which is p_i.
 
-    A derivative that no longer depends on what it is taken by is zero. Adjoint and weights are variables because only then
-    torch marks the gradients of once-differentiable functions.
+    Adjoint and weights are variables because only then torch marks the gradients of once-differentiable functions.
     """
     refuse_wrong_formulas([output, hamiltonian])
     wanted = leaves if state is None else [*leaves, state]

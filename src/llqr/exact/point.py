@@ -2,10 +2,9 @@
 
 Where row e of an output depends on example e alone, one backward pass from the sum over all examples gives every example's own
 gradients: a weight that acts as y = W x in a product node has ∂(row e)/∂W = Σ b aᵀ over the places where it meets example e,
-with a the inputs of the node and b the gradients at its output. That holds for every use of W that autograd has recorded, in a
-forward pass or in the derivatives that a residual takes of it. Whether it holds is measured, not assumed: with random weights c
-the rows have to add up to Jᵀc, group by group. Parameters for which they don't (used otherwise, or examples that depend on each
-other) get their part of these rows of J by products, column by column or row by row, whichever are fewer.
+with a the inputs of the node and b the gradients at its output, in a forward pass or in the derivatives that a residual takes
+of it. That is measured: with random weights c the rows have to add up to Jᵀc, group by group. Parameters for which they don't
+(used otherwise, or examples that depend on each other) get their columns by products, or these rows, whichever are fewer.
 """
 
 from __future__ import annotations
