@@ -492,5 +492,5 @@ def test_the_momentum_of_sgd_is_what_it_steps_along(momentum: float, nesterov: b
     for _ in range(3):
         weight.grad, before = torch.randn_like(weight), weight.detach().clone()
         base.step()
-        found = Momentum(base).of("weight", weight, before, base.param_groups[0], lambda tensor: tensor)
+        found = Momentum(base, {}).of("weight", weight, before, base.param_groups[0], lambda tensor: tensor)
         torch.testing.assert_close(before - 0.1 * found, weight.detach(), rtol=1e-12, atol=1e-12)

@@ -1,8 +1,7 @@
 """The base's own step: its momentum, which U turns, and its length, which stays.
 
 The base steps with the raw gradients, as it would alone. Then -‖Δθ‖ U m / ‖U m‖ takes the place of its step Δθ, tensor by
-tensor; m is the base's momentum (where U m is almost level, a little of m is added: `turn`). Decoupled weight decay is left as
-it is. So nothing of the base has to be tuned again, and no step is longer than the base's.
+tensor; m is the base's momentum (where U m is almost level, a little of m is added: `turn`). Decoupled weight decay stays.
 """
 
 from __future__ import annotations
@@ -31,23 +30,18 @@ COUPLED: tuple[type[Optimizer], ...] = (SGD, Adam, NAdam, RAdam, Adamax, RMSprop
 """Bases whose weight decay is a part of the gradient, and so of the momentum, unless they are told otherwise."""
 
 Group = Mapping[str, Any]
+Tensors = Mapping[str, Tensor]
 
 
 class BaseStep:
     """The step of LLQR: the base takes its own, and what is stepped along U m is turned there."""
 
-    def __init__(self, base: Optimizer) -> None:
-        self._base, self.momentum = base, Momentum(base)
+    def __init__(self, base: Optimizer, averages: dict[str, Tensor]) -> None:
+        self._base, self.momentum = base, Momentum(base, averages)
         self._taken_back = TakenBack(base)
         self._before: dict[str, Tensor] = {}
 
-    def take(
-        self,
-        parameters: Mapping[str, Tensor],
-        gradients: Mapping[str, Tensor],
-        blocks: Sequence[Block],
-        processes: Process,
-    ) -> list[str]:
+    def take(self, parameters: Tensors, gradients: Tensors, blocks: Sequence[Block], processes: Process) -> list[str]:
         """-‖Δθ‖ U m / ‖U m‖ in the place of the base's step Δθ. All in shards, where the parameters are.
 
         Returns the maps whose step the base took as it would have alone, because something wasn't finite.
@@ -74,41 +68,34 @@ class BaseStep:
                 torch.add(before[name], step.to(before[name].dtype), out=local[name])
         return turned.left
 
-    def _remembered(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _remembered(self, parameters: Tensors) -> dict[str, Tensor]:
         """θ before the base steps, in memory that is kept from step to step."""
-        held = self._before
-        if held.keys() != parameters.keys() or any(
-            held[n].shape != p.shape or held[n].dtype != p.dtype for n, p in parameters.items()
-        ):
-            self._before = held = {name: torch.empty_like(p, requires_grad=False) for name, p in parameters.items()}
-        torch._foreach_copy_(list(held.values()), list(parameters.values()))
-        return held
+        kinds = [(name, p.shape, p.dtype) for name, p in parameters.items()]
+        if kinds != [(name, p.shape, p.dtype) for name, p in self._before.items()]:
+            self._before = {name: torch.empty_like(p, requires_grad=False) for name, p in parameters.items()}
+        torch._foreach_copy_(list(self._before.values()), list(parameters.values()))
+        return self._before
 
 
 class Momentum:
     """The base's momentum, parameter by parameter; around a base that doesn't show it, an average of our own."""
 
-    def __init__(self, base: Optimizer) -> None:
-        self._base = base
-        self.averages: dict[str, Tensor] = {}
+    def __init__(self, base: Optimizer, averages: dict[str, Tensor]) -> None:
+        self._base, self.averages = base, averages
 
     @property
     def is_known(self) -> bool:
         return type(self._base) in (SGD, *AVERAGING, *MUON)
 
-    def gather(
-        self, gradients: Mapping[str, Tensor], parameters: Mapping[str, Tensor], groups: Mapping[str, Group]
-    ) -> None:
+    def gather(self, gradients: Tensors, parameters: Tensors, groups: Mapping[str, Group]) -> None:
         """Before the base steps: average the gradients, where the base doesn't show that it does."""
         if self.is_known:
             return
         for name, gradient in gradients.items():
-            signed = -gradient if groups[name].get("maximize") else gradient
-            if is_coupled(self._base, groups[name]) and groups[name].get("weight_decay"):
-                signed = signed.add(parameters[name], alpha=float(groups[name]["weight_decay"]))
+            slope = slope_of(self._base, gradient, parameters[name], groups[name])
             if name not in self.averages:
                 self.averages[name] = torch.zeros_like(gradient)
-            self.averages[name] = self.averages[name].to(signed).lerp_(signed, 1 - OWN_MOMENTUM)
+            self.averages[name] = self.averages[name].to(slope).lerp_(slope, 1 - OWN_MOMENTUM)
 
     def of(
         self, name: str, parameter: Tensor, before: Tensor, group: Group, local: Callable[[Tensor], Tensor]
@@ -127,10 +114,16 @@ class Momentum:
         gradient = local(gradient)
         if kind in MUON:
             return gradient if buffer is None else gradient.lerp(buffer, group["momentum"])
-        gradient = -gradient if group["maximize"] else gradient
-        if group["weight_decay"]:
-            gradient = gradient.add(before, alpha=float(group["weight_decay"]))
-        return gradient if buffer is None else gradient.add(buffer, alpha=group["momentum"])
+        slope = slope_of(self._base, gradient, before, group)
+        return slope if buffer is None else slope.add(buffer, alpha=group["momentum"])
+
+
+def slope_of(base: Optimizer, gradient: Tensor, parameter: Tensor, group: Group) -> Tensor:
+    """The gradient of what the base minimises, with weight decay where that is a part of it."""
+    signed = -gradient if group.get("maximize") else gradient
+    if is_coupled(base, group) and group.get("weight_decay"):
+        signed = signed.add(parameter, alpha=float(group["weight_decay"]))
+    return signed
 
 
 def is_coupled(base: Optimizer, group: Group) -> bool:
@@ -145,7 +138,7 @@ def decay(base: Optimizer, group: Group) -> float:
     return 1 - float(group["lr"]) * float(group["weight_decay"])
 
 
-def groups_of(base: Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Group]:
+def groups_of(base: Optimizer, parameters: Tensors) -> dict[str, Group]:
     """The group of each parameter, by its name."""
     by_id = {id(p): group for group in base.param_groups for p in group["params"]}
     return {name: by_id[id(p)] for name, p in parameters.items()}
@@ -155,9 +148,9 @@ class TakenBack:
     """Whether the base takes back what is put in the place of its steps: one that steps from weights of its own, as float32
     masters, does. Looked at in the first steps around a base that isn't torch's.
 
-    Its step Δ_k is compared with a b + c t, with b its own step before and t the one that took its place. To go back to its own
-    weights it has to step by b - t more than it would, so that c is -1, and steps grow longer and longer; by any other base c
-    is about 0, or steps that overshoot a minimum grow shorter.
+    Its step is compared with a b + c t, with b its own step before and t the one that took its place. To go back to its own
+    weights it has to step by b - t more, so that c is -1 and steps grow longer; by any other base c is about 0, or steps that
+    overshoot a minimum grow shorter.
     """
 
     STEPS, IN_A_ROW, BACK = 30, 5, -0.8
@@ -168,7 +161,7 @@ class TakenBack:
         self._before: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
         self._times = 0
 
-    def look(self, steps: Mapping[str, Tensor], turned: Mapping[str, Tensor]) -> None:
+    def look(self, steps: Tensors, turned: Tensors) -> None:
         """At the base's steps, and at what takes their place."""
         if not self._left:
             return
@@ -184,9 +177,7 @@ class TakenBack:
             )
 
     @staticmethod
-    def _share(
-        steps: Mapping[str, Tensor], own: Mapping[str, Tensor], turned: Mapping[str, Tensor]
-    ) -> tuple[float, bool]:
+    def _share(steps: Tensors, own: Tensors, turned: Tensors) -> tuple[float, bool]:
         """c of the a b + c t that is nearest to the steps, and whether they are longer than b."""
         names = [name for name in own if name in steps and steps[name].shape == own[name].shape]
         pairs = ((own, own), (own, turned), (turned, turned), (own, steps), (turned, steps), (steps, steps))
@@ -196,8 +187,8 @@ class TakenBack:
 
 
 STEEPNESS = 0.15
-"""The least cosine between a step and the momentum. Along U m it is 0.2 to 0.6 on networks that train well. Where the curvature
-isn't known well, or U is out of date, U m can be almost level, and such steps only wander."""
+"""The least cosine between a step and the momentum. Along U m it is 0.2 to 0.6 on networks that train well; where U is out of
+date U m can be almost level, and such steps only wander."""
 
 
 class TurnedSteps(NamedTuple):
@@ -207,7 +198,7 @@ class TurnedSteps(NamedTuple):
     left: list[str]
 
 
-def turn(blocks: Iterable[Block], momenta: Mapping[str, Tensor], steps: Mapping[str, Tensor]) -> TurnedSteps:
+def turn(blocks: Iterable[Block], momenta: Tensors, steps: Tensors) -> TurnedSteps:
     """-‖Δθ‖ d / ‖d‖, tensor by tensor, with d = U m, or d = U m + μ m where that is needed for a cosine of `STEEPNESS` with m.
 
     Where something isn't finite, or there is no momentum, the base's step Δθ stays.
@@ -250,7 +241,7 @@ class _Part(NamedTuple):
     """m."""
 
 
-def _parts(stack: Stack, momenta: Mapping[str, Tensor]) -> Iterator[_Part]:
+def _parts(stack: Stack, momenta: Tensors) -> Iterator[_Part]:
     m, maps = stack.read(momenta), [block.map for block in stack.blocks]
     split = zip(*(maps[0].split(x) for x in (stack.apply(m), m)), strict=True)
     for names, (direction, momentum) in zip(zip(*(map_.members for map_ in maps), strict=True), split, strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -109,10 +109,7 @@ def check_model(model: nn.Module, inputs: Inputs, without_inputs: bool = False) 
 
 def refuse_scripted(model: nn.Module) -> None:
     if isinstance(model, torch.jit.ScriptModule):
-        raise LLQRError(
-            "the model is TorchScript, whose parameters can't be looked up or exchanged: give the module as it was before it "
-            "was scripted or traced (a scripted module inside another one works)"
-        )
+        raise LLQRError("the model is TorchScript: give the module as it was before it was scripted or traced")
 
 
 def refuse_wrapped(model: nn.Module) -> None:
@@ -121,10 +118,7 @@ def refuse_wrapped(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
             what = f"{name!r} is" if name else "the model is"
-            raise LLQRError(
-                f"{what} wrapped in {type(module).__name__}, which deals its parameters and batches out by itself: give what "
-                "is in it, its attribute .module"
-            )
+            raise LLQRError(f"{what} wrapped in {type(module).__name__}: give what is in it, its attribute .module")
 
 
 def kinds_of(inputs: Inputs) -> str:
@@ -178,7 +172,7 @@ def check_flag(name: str, value: object) -> None:
 
 
 def check_count(what: str, value: object, least: int = 0) -> None:
-    """Raise unless this is a whole number that a computer counts to."""
+    """Raise unless this is a whole number that a computer counts to; one beyond that has no repr."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
         raise LLQRError(f"{what} isn't a whole number of {least} or more")
 
@@ -205,6 +199,12 @@ def check_parameter(name: str, parameter: Tensor) -> None:
     check_finite(parameter, f"parameter {name!r}")
 
 
+def check_precision(name: str, parameter: Tensor) -> None:
+    """Raise for a parameter of half precision."""
+    if torch.finfo(parameter.dtype).bits < 32:
+        raise ChainError(f"parameter {name!r} is {parameter.dtype}, too coarse for exact steps: write model.float()")
+
+
 def check_kind(name: str, parameter: Tensor) -> None:
     """Raise for a parameter that isn't of real floating-point numbers; its values aren't looked at."""
     if isinstance(parameter, nn.UninitializedParameter):
@@ -218,8 +218,7 @@ def check_kind(name: str, parameter: Tensor) -> None:
 def check_weights(weights: Any, device: torch.device) -> None:
     """Raise unless these are weights of variables: real numbers of zero or more, on the device of the inputs."""
     if not isinstance(weights, Tensor) or weights.is_complex():
-        got = f"of {weights.dtype}" if isinstance(weights, Tensor) else f"a {type(weights).__name__}"
-        raise LLQRError(f"the weights are a tensor of real numbers, one a variable of the output; these are {got}")
+        raise LLQRError(f"the weights are a tensor of real numbers, one a variable of the output; not {weights!r:.100}")
     if weights.device != device:
         raise LLQRError(f"the weights are on {weights.device}, the inputs on {device}: move one of them")
     check_finite(weights, "the weights")
@@ -231,10 +230,8 @@ def check_weights_fit(weights: Tensor, output: Tensor) -> None:
     """Raise for weights that can't be one a variable of this output, whatever its variables are."""
     following = iter(output.shape)
     if weights.dim() == 0 or not all(size in following for size in weights.shape):  # the output's sizes, some left out
-        raise LLQRError(
-            f"the weights have shape {tuple(weights.shape)}, and the output {tuple(output.shape)}: give one a variable of it "
-            "(an example, a token)"
-        )
+        shapes = f"the weights have shape {tuple(weights.shape)}, and the output {tuple(output.shape)}"
+        raise LLQRError(f"{shapes}: give one a variable of it (an example, a token)")
 
 
 def bound(loss_fn: Loss | None, targets: Any) -> Callable[[Tensor], Tensor]:
@@ -243,8 +240,8 @@ def bound(loss_fn: Loss | None, targets: Any) -> Callable[[Tensor], Tensor]:
     def loss(output: Tensor) -> Tensor:
         if loss_fn is None:
             raise LLQRError(
-                "this divergence needs the loss, and got none: leave out its needs_loss = False if it is your own, and give "
-                "QuadraticModel loss_fn and targets, or an optimizer's step a closure"
+                "this divergence needs the loss: give QuadraticModel loss_fn and targets, an optimizer's step a closure; if it "
+                "is your own, leave out its needs_loss = False"
             )
         return loss_fn(output, targets).reshape(())
 
@@ -262,9 +259,7 @@ def loss_gradient(loss_fn: Loss, output: Tensor, targets: Any) -> tuple[Callable
             value = loss_fn(leaf, targets)
         except Exception as error:
             if targets is None:
-                raise LLQRError(
-                    f"the targets are None, and loss_fn failed on them ({error}): give the targets"
-                ) from error
+                raise LLQRError(f"the targets are None: give the targets, as loss_fn failed ({error})") from error
             raise
         if not isinstance(value, Tensor) or value.numel() != 1:
             got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
@@ -275,9 +270,8 @@ def loss_gradient(loss_fn: Loss, output: Tensor, targets: Any) -> tuple[Callable
             raise LLQRError("the loss doesn't depend on the output: nothing to descend (was it detached?)")
         if loss_fn(output.detach(), targets).requires_grad:
             raise LLQRError(
-                "the loss depends on parameters other than through the output (weight decay inside it, a term on an "
-                "activation?), and that part would be lost: leave decay to the optimizer, let the model return what the loss "
-                "is about, or state such terms in a LayerwiseLoss (for exact_step, dense_step, cg_step, QuadraticModel)"
+                "the loss depends on parameters other than through the output (weight decay, a term on an activation?): leave "
+                "decay to the optimizer, let the model return what the loss is about, or state such terms in a LayerwiseLoss"
             )
     check_finite(gradient, "the gradient of the loss")
     return bound(loss_fn, targets), gradient
@@ -297,11 +291,9 @@ def check_mean(loss_fn: Loss, output: Tensor, targets: Any) -> None:
         raise LLQRError("loss_fn adds the examples up: it must return their mean (reduction='mean')")
 
 
-@contextmanager
-def frozen_rng() -> Iterator[None]:
+def frozen_rng() -> AbstractContextManager[None]:
     """Leave the random streams as they were."""
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_available() else []):
-        yield
+    return torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_available() else [])
 
 
 @contextmanager

@@ -88,6 +88,8 @@ class LLQR(Wrapping):
         self._output = output
         self.blocks: dict[str, Block] = {}
         """The linear maps by name, each with its curvature (`moments`) and its block of U (`inverse`, whole by `dense()`)."""
+        self._averages: dict[str, Tensor] = {}
+        """Momenta, around a base that doesn't show its own."""
         self._by_parts = type(self.model).forward is nn.Module.forward
         """The loop doesn't call the model as a whole, but modules inside, as those of an nn.ModuleList."""
         self._check(stepped_parameters(base, self.model))
@@ -101,7 +103,7 @@ class LLQR(Wrapping):
     def _begin(self) -> None:
         super()._begin()
         self._second_run = SecondRun(self.model, self._called, self.divergence, self._output)
-        self._base_step = BaseStep(self.base)
+        self._base_step = BaseStep(self.base, self._averages)
         self._collector = Collector(self._schedule, self.divergence is not None or self.processes.sharded)
         self._meet()
         self._hook()
@@ -232,7 +234,7 @@ class LLQR(Wrapping):
     # --- state ---
 
     def _learned(self, gathered: bool) -> dict[str, Any]:
-        blocks, averages = self.blocks, self._base_step.momentum.averages
+        blocks, averages = self.blocks, self._averages
         if gathered:
             blocks, averages = dict(self.processes.gathered(blocks)), self.processes.whole(averages)
         return {
@@ -251,8 +253,7 @@ class LLQR(Wrapping):
             real = isinstance(average, Tensor) and average.is_floating_point()
             if not real or name not in parameters or parameters[name].shape != average.shape:
                 raise LLQRError(
-                    f"the state has a momentum of {name!r} that isn't a tensor, or that the model here has not or in another "
-                    "shape"
+                    f"the state has a momentum of {name!r} that doesn't fit: no tensor, or in no such shape here"
                 )
             like = parameters[name]
             averages[name] = self.processes.part(average.to(like.device, like.dtype, copy=True), like)
@@ -263,24 +264,17 @@ class LLQR(Wrapping):
         def take_over() -> None:
             if own["by_parts"] and not self._by_parts:
                 self._listen_to_parts()
-            self.blocks, self._base_step.momentum.averages = blocks, averages
+            self.blocks, self._averages = blocks, averages
+            self._base_step.momentum.averages = averages
 
         return take_over
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "averages": self._base_step.momentum.averages}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        averages = state.pop("averages")
-        super().__setstate__(state)
-        self._base_step.momentum.averages = averages
 
     def _memory(self) -> int:
         return sum(block.memory for block in self.blocks.values())
 
     def memory_usage(self) -> dict[str, int]:
         """Bytes of the curvature and U (with momenta of our own, if any), of the base's state, and of both."""
-        averages = sum(a.numel() * a.element_size() for a in self._base_step.momentum.averages.values())
+        averages = sum(a.numel() * a.element_size() for a in self._averages.values())
         return {key: held + averages * (key != "base") for key, held in super().memory_usage().items()}
 
     def assignments(self) -> dict[str, str]:
@@ -289,7 +283,7 @@ class LLQR(Wrapping):
         unknown = self._schedule.step == 0 and not self.blocks
         why = "not known before the first step" if unknown else "by the base: in no linear map so far"
         others = {} if unknown else self._collector.other_uses
-        return assignments(parameters, self.blocks.values(), others, dict.fromkeys(parameters, why))
+        return assignments(parameters, self.blocks.values(), others, why)
 
     def __repr__(self) -> str:
         how = "the second moments of the loss's own gradients" if self.divergence is None else repr(self.divergence)

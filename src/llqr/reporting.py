@@ -65,13 +65,10 @@ class Stats:
 
 
 IN_WORDS = {
-    "Embedding": "an embedding",
-    "EmbeddingBag": "an embedding",
+    **dict.fromkeys(("Embedding", "EmbeddingBag"), "an embedding"),
     "NativeLayerNorm": "a layer norm",
     "NativeGroupNorm": "a group norm",
-    "NativeBatchNorm": "a batch norm",
-    "CudnnBatchNorm": "a batch norm",
-    "MiopenBatchNorm": "a batch norm",
+    **dict.fromkeys(("NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm"), "a batch norm"),
     "FusedRmsNorm": "an RMS norm",
     "WeightNormInterface": "a weight norm",
     "PreluKernel": "a PReLU",
@@ -81,10 +78,8 @@ IN_WORDS = {
     "Div": "a division",
     "Pow": "a power",
     **dict.fromkeys(("Addmm", "Mm", "Bmm", "Baddbmm", "Linear"), "a matrix product, not as one matrix or bias"),
-    "Cat": "a concatenation",
-    "Stack": "a concatenation",
-    "Index": "a choice by index",
-    "IndexSelect": "a choice by index",
+    **dict.fromkeys(("Cat", "Stack"), "a concatenation"),
+    **dict.fromkeys(("Index", "IndexSelect"), "a choice by index"),
     SPARSE_DATA: "a product with data that are mostly zeros",
     UNLIKE_USES: "several products, as matrices that don't go together",
 }
@@ -92,7 +87,7 @@ IN_WORDS = {
 
 
 def assignments(
-    parameters: Mapping[str, Tensor], blocks: Iterable[Block], others: Mapping[str, str], otherwise: Mapping[str, str]
+    parameters: Mapping[str, Tensor], blocks: Iterable[Block], others: Mapping[str, str], otherwise: str
 ) -> dict[str, str]:
     """By parameter. `others`: the nodes beside linear maps that use them; `otherwise`: why the rest has no block."""
     found: dict[str, list[Block]] = {}
@@ -109,7 +104,7 @@ def assignments(
             kind = re.sub(r"Backward\d*$", "", others[name])
             told[name] = f"by the base: used by {IN_WORDS.get(kind, kind)}"
         else:
-            told[name] = otherwise[name]
+            told[name] = otherwise
     return told
 
 

@@ -6,20 +6,19 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from operator import is_
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from llqr.checks import check_count, check_kind, refuse_scripted
 from llqr.curvature.locations import uncompiled
-from llqr.distributed.processes import processes_of, standing, unwrapped
+from llqr.distributed.processes import processes_of, sharding, standing, unwrapped
 from llqr.errors import LLQRError, LLQRWarning, callers_level
 from llqr.reporting import Stats
 
@@ -215,9 +214,7 @@ class Wrapping(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or a pickle holds: not what `_begin` makes again, nor a step that a scheduler has wrapped."""
         if self.processes.several:
-            raise LLQRError(
-                "an optimizer of several ranks holds their process group, which can't be copied or pickled: use state_dict()"
-            )
+            raise LLQRError("the process group of several ranks can't be copied or pickled: use state_dict()")
         again = self.made_again | {"processes", "_unhook", "_forget", "_warned", "_stepped", "_group", "step"}
         return {n: v for n, v in self.__dict__.items() if n not in again and not n.startswith("_optimizer_")}
 
@@ -234,17 +231,16 @@ class Wrapping(Optimizer):
 
 def checked_state_dict(state: Any) -> dict[str, Any]:
     """A copy of what looks like the state of an optimizer."""
-    if not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():
-        raise LLQRError(
-            "this isn't the state_dict() of an optimizer, which has 'state' and 'param_groups'; was it that of the model, or a "
-            "whole checkpoint?"
-        )
-    groups = state["param_groups"]
-    if not isinstance(state["state"], Mapping) or not isinstance(groups, (list, tuple)):
-        raise LLQRError("the state of an optimizer has a mapping under 'state', and a list under 'param_groups'")
-    if not all(isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple)) for group in groups):
-        raise LLQRError("the 'param_groups' of the state aren't those of an optimizer: each is a mapping with 'params'")
-    return dict(state)
+    if isinstance(state, Mapping) and isinstance(state.get("state"), Mapping):
+        groups = state.get("param_groups")
+        if isinstance(groups, (list, tuple)) and all(
+            isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple)) for group in groups
+        ):
+            return dict(state)
+    raise LLQRError(
+        "this isn't the state_dict() of an optimizer, which has 'state' and 'param_groups', a mapping and a list of mappings "
+        "with 'params'; was it that of the model, or a whole checkpoint?"
+    )
 
 
 # --- the parameters that are stepped ---
@@ -253,10 +249,11 @@ def checked_state_dict(state: Any) -> dict[str, Any]:
 def stepped_parameters(base: Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """The base's parameters by name, in the model's order; each has to be one of the model's."""
     stepped = {id(p): (number, p) for number, group in enumerate(base.param_groups) for p in group["params"]}
-    named = _named(model, stepped)
-    if len(named) < len(stepped) and _resharded(model):
-        named = _named(model, stepped)
-    strangers = stepped.keys() - {id(p) for p in named.values()}
+    found: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if id(p) in stepped}
+    shards = sharding() if len(found) < len(stepped) else None
+    if shards is not None and shards.reshard(model):  # FSDP2 had left whole parameters in the model
+        found = {name: p for name, p in model.named_parameters() if id(p) in stepped}
+    strangers = stepped.keys() - {id(p) for p in found.values()}
     if strangers:
         number, parameter = stepped[min(strangers, key=list(stepped).index)]
         raise LLQRError(
@@ -264,20 +261,7 @@ def stepped_parameters(base: Optimizer, model: nn.Module) -> dict[str, Tensor]:
             f"{tuple(parameter.shape)} in group {number}: make the optimizer from model.parameters() of the same model (after "
             "the model was moved, wrapped or given new layers)"
         )
-    return named
-
-
-def _named(model: nn.Module, only: Container[int]) -> dict[str, Tensor]:
-    return {name: p for name, p in model.named_parameters() if id(p) in only}
-
-
-def _resharded(model: nn.Module) -> bool:
-    """FSDP2 may have left whole parameters in the model, and the optimizer has the sharded ones."""
-    if not dist.is_available() or not dist.is_initialized():
-        return False
-    from llqr.distributed import shards  # with torch's DTensor, which takes a second to import
-
-    return shards.reshard(model)
+    return found
 
 
 class Stepped:
@@ -286,29 +270,23 @@ class Stepped:
     def __init__(self, base: Optimizer, model: nn.Module) -> None:
         self._base, self._model = base, model
         self._found: dict[str, Tensor] = {}
-        self._groups: list[list[Tensor]] = []
-        self._slots: list[tuple[Mapping[str, object], list[str], list[object]]] = []
+        self._given: list[Tensor] = []
+        self._slots: list[tuple[Mapping[str, object], dict[str, object]]] = []
 
     def __call__(self) -> dict[str, Tensor]:
-        if not self._same():
+        given = [parameter for group in self._base.param_groups for parameter in group["params"]]
+        same = _same(given, self._given) and all(
+            slot.keys() == held.keys() and _same(slot.values(), held.values()) for slot, held in self._slots
+        )
+        if not same or not self._slots:
             self._found = stepped_parameters(self._base, self._model)
-            self._groups = [list(group["params"]) for group in self._base.param_groups]
-            held: list[Mapping[str, object]] = []
-            for module in self._model.modules():
-                held += [module._modules, module._parameters]
-            self._slots = [(mapping, list(mapping), list(mapping.values())) for mapping in held]
+            self._given = given
+            modules = self._model.modules()
+            self._slots = [(slot, dict(slot)) for m in modules for slot in (m._modules, m._parameters)]
         return self._found
 
-    def _same(self) -> bool:
-        now = [group["params"] for group in self._base.param_groups]
-        if len(now) != len(self._groups) or not all(map(_same_objects, now, self._groups)):
-            return False
-        return bool(self._slots) and all(
-            list(mapping) == names and all(map(is_, mapping.values(), values)) for mapping, names, values in self._slots
-        )
 
-
-def _same_objects(now: Sequence[object], before: Sequence[object]) -> bool:
+def _same(now: Collection[object], before: Collection[object]) -> bool:
     return len(now) == len(before) and all(map(is_, now, before))
 
 
@@ -318,8 +296,7 @@ def gradients_of(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, gradient in found.items():
         if gradient.layout is not torch.strided:
             raise LLQRError(
-                f"the gradient of {name!r} is sparse, and U acts on dense ones: make the layer with sparse=False, or step it "
-                "by an optimizer of its own"
+                f"the gradient of {name!r} is sparse: make the layer with sparse=False, or step it by an optimizer of its own"
             )
     return found
 
@@ -361,8 +338,7 @@ class Schedule:
     def __init__(self, every: Every) -> None:
         if isinstance(every, bool) or not (callable(every) or (isinstance(every, int) and every >= 1)):
             raise LLQRError(
-                f"every is a positive number of steps between refits, or a function of the step's number that tells whether "
-                f"to refit; not {every!r}"
+                f"every is a positive number of steps, or a function from a step's number to bool; not {every!r}"
             )
         self.every = every
         self.go_to(0)
@@ -409,10 +385,8 @@ def often_at_first(step: int) -> bool:
 def check_base(base: Optimizer, model: nn.Module, name: str) -> None:
     """`name` is what the user wrote."""
     if not isinstance(base, Optimizer):
-        raise LLQRError(
-            f"{name} wraps an optimizer, as in {name}(torch.optim.SGD(model.parameters(), lr=0.1), model); got "
-            f"{type(base).__name__}"
-        )
+        usual = f"{name}(torch.optim.SGD(model.parameters(), lr=0.1), model)"
+        raise LLQRError(f"{name} wraps an optimizer, as in {usual}; got {type(base).__name__}")
     if isinstance(base, Wrapping):
         raise LLQRError("the base is an LLQR already: wrap the optimizer inside it")
     if isinstance(getattr(base, "optimizer", None), Optimizer):
@@ -421,8 +395,6 @@ def check_base(base: Optimizer, model: nn.Module, name: str) -> None:
             f"inside, and what it returns to the framework, as in accelerator.prepare({name}(optimizer, model))"
         )
     if isinstance(base, torch.optim.LBFGS):
-        raise LLQRError(
-            "LBFGS evaluates its closure several times a step, and U can't come between: wrap another optimizer"
-        )
+        raise LLQRError("LBFGS evaluates its closure several times a step: wrap another optimizer")
     if not isinstance(model, nn.Module):
         raise LLQRError(f"the second argument is the model, an nn.Module; got {type(model).__name__}")

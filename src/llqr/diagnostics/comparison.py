@@ -110,7 +110,7 @@ class Reference:
 
 
 def judge(step: Step, reference: Reference) -> Verdict:
-    """Hold a step δ, a tensor for each parameter, against the exact one, for one product."""
+    """Compare a step δ, a tensor for each parameter, with the exact one, for one product."""
     r = reference
     if not isinstance(step, Mapping):
         raise LLQRError(f"a step is a mapping from parameter names to tensors, not a {type(step).__name__}")
@@ -163,15 +163,14 @@ def reference(
     weights: Tensor | None = None,
     training: bool | None = None,
 ) -> Reference:
-    """The quadratic model of a batch with its exact step: by the Riccati recursion for a chain (an `nn.Sequential`) that is
-    small enough, else by conjugate gradients. The model is left as it was.
+    """The quadratic model of a batch with its exact step: by the Riccati recursion for a small `nn.Sequential`, else by
+    conjugate gradients, which stall early in float32 where H + λ is badly conditioned: give a copy in float64 there.
 
     Args:
         tolerance: of the residual ‖(H + λ)δ + g‖/‖g‖. Whether it was reached is in `converged`, and what was in `residual`.
         max_steps: of conjugate gradients; by default twice the number of parameters, at most 2,000.
 
-    The other arguments are those of `QuadraticModel.build`. In float32 conjugate gradients stall early where H + λ is badly
-    conditioned: give a copy of the model in float64, `copy.deepcopy(model).double()`, where that matters.
+    The other arguments are those of `QuadraticModel.build`.
     """
     checked_number("tolerance", tolerance, lambda number: 0 < number < 1, "a number between 0 and 1")
     kind = resolve(divergence)
@@ -226,10 +225,8 @@ def spectra(u: Preconditioner) -> dict[str, Tensor]:
     """The eigenvalues of each block in increasing order, or its singular values where it isn't symmetric, under the names of
     `u.blocks`. A block that is neither a multiple number by number, nor a Kronecker product, nor small has none."""
     if not isinstance(u, Preconditioner):
-        raise LLQRError(
-            f"spectra are those of a Preconditioner, not of a {type(u).__name__}; LLQR.paper has one after its first refit, in "
-            "optimizer.preconditioner"
-        )
+        had = "LLQR.paper has one in optimizer.preconditioner after its first refit"
+        raise LLQRError(f"spectra are those of a Preconditioner, not of a {type(u).__name__}; {had}")
     if not u.is_finite():
         raise LLQRError("U isn't finite: it has no spectrum")
     found = {key: _spectrum(group, i) for group in u.groups for i, key in enumerate(group.names)}
@@ -306,6 +303,4 @@ def staleness(optimizer: PaperLLQR, inputs: Inputs, targets: Any, loss_fn: Loss)
 def refuse_ranks(optimizer: Optimizer) -> None:
     """Raise where a look at one process would be taken for one at all that train together."""
     if isinstance(optimizer, PaperLLQR) and optimizer.processes.several:
-        raise LLQRError(
-            "how stale U is can be told where one process trains, and not yet among several: look at a training of one process"
-        )
+        raise LLQRError("staleness is that of one process's training, and not yet among several")

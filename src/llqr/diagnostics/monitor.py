@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,8 +40,8 @@ def proposed_step(
 ) -> dict[str, Tensor]:
     """θ after one step of the optimizer on this batch, less θ before, by parameter name; zeros for what it doesn't step.
 
-    The step is taken by copies of the model and of the optimizer with its state, and both are left as they were, buffers,
-    `.grad` and random numbers included. Step hooks aren't copied.
+    Copies of the model and of the optimizer take it, without step hooks; both are left as they were, with buffers, `.grad` and
+    random numbers.
 
     Args:
         optimizer: any torch optimizer of the model's parameters, `LLQR` among them; or several, each for some of them (Muon for
@@ -96,8 +96,8 @@ def _copy(value: Any, what: str, memo: dict[int, Any]) -> Any:
 def _twin(optimizer: Optimizer, memo: dict[int, Any], batch: tuple[Inputs, Any]) -> Optimizer:
     """A copy of the optimizer for the parameters of the model's copy.
 
-    `Optimizer.__getstate__` leaves out what a class keeps beside its groups and state, and copy.deepcopy would lose it; so
-    everything is copied but hooks, and `step` where a scheduler has wrapped it.
+    With all that a class keeps beside its groups and state, which copy.deepcopy loses, but hooks, and `step` where a scheduler
+    has wrapped it.
     """
     if isinstance(optimizer, Wrapping):
         memo[id(optimizer.base)] = _twin(optimizer.base, memo, batch)
@@ -116,14 +116,6 @@ Line = dict[str, Any]
 NUMBERS = ("cosine", "cosine_h", "fraction", "fraction_along", "length", "predicted", "actual")
 """Of a verdict, that a line has for each step."""
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
-
-
-class Writer(Protocol):
-    """What TensorBoard's SummaryWriter does, and others like it."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any: ...
-
-    def add_histogram(self, tag: str, values: Tensor, global_step: int) -> Any: ...
 
 
 class Monitor:
@@ -156,7 +148,7 @@ class Monitor:
         model: nn.Module,
         optimizer: Optimizer,
         loss_fn: Loss,
-        writer: Writer | None = None,
+        writer: Any = None,
         *,
         every: int = 100,
         record: Callable[[Line], object] | None = None,

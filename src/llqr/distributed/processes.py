@@ -19,14 +19,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from llqr.base_step import TurnedSteps, turn
+from llqr.checks import replaced
 from llqr.curvature.linear_maps import COLUMNS, ROWS, Block, LinearMap, Moments
 from llqr.curvature.statistics import Sums, merged
 from llqr.distributed.ranks import Ranks
 from llqr.errors import LLQRError, RankError
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from llqr.wrapper import Schedule
 
 Tensors = Mapping[str, Tensor]
@@ -36,7 +35,6 @@ class Process:
     """The only process."""
 
     rank, size = 0, 1
-    group: ProcessGroup | None = None
     several = False
     sharded = False
     """The parameters are in shards, and every block of LLQR's U is on one rank alone."""
@@ -112,36 +110,32 @@ class Process:
         Process.invert(self, blocks)
 
 
-class Replicas(Process):
-    """Several ranks, each with a copy of the model and of U."""
+class Replicas(Ranks, Process):
+    """Several ranks, each with a copy of the model and of U. `model` is in its wrapper, if it has one."""
 
     several = True
 
-    def __init__(self, ranks: Ranks, model: nn.Module) -> None:
-        """`model` is in its wrapper, if it has one."""
-        self._ranks, self._model = ranks, model
-        self.rank, self.size, self.group = ranks.rank, ranks.size, ranks.group
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, model: nn.Module) -> None:
+        super().__init__(group, device)
+        self._model = model
 
     def due(self, schedule: Schedule) -> bool:
-        return schedule.due() if schedule.is_fixed else self._ranks.decide("answer of `every`", schedule.due)
-
-    def together(self) -> AbstractContextManager[None]:
-        return self._ranks.together()
+        return schedule.due() if schedule.is_fixed else self.decide("answer of `every`", schedule.due)
 
     @contextmanager
     def refitting(self, settings: object, parameters: Tensors) -> Iterator[Tensors]:
         """What one rank raises in there, all do."""
         with self.together(), _silent(self._model):
-            self._ranks.agree("settings of LLQR", settings)
+            self.agree("settings of LLQR", settings)
             self._agree_on_names([name for name, p in parameters.items() if p.requires_grad])
             yield parameters
 
     def _agree_on_names(self, names: list[str]) -> None:
         """Raise unless all ranks train the same parameters."""
-        if self._ranks.same(names):
+        if self.same(names):
             return
-        told = self._ranks.gather(names)
-        apart = sorted({name for known in told for name in known if any(name not in other for other in told)})
+        told = self.gather(names)
+        apart = sorted(name for name in set().union(*told) if not all(name in known for known in told))
         if not apart:
             raise RankError("the ranks don't have the same parameters in the same order")
         where = [rank for rank, known in enumerate(told) if apart[0] in known]
@@ -150,22 +144,16 @@ class Replicas(Process):
             f"the ranks don't train the same parameters: {apart[0]!r}{others} is trained on ranks {where} alone"
         )
 
-    def sums(self, *values: float) -> list[float]:
-        return self._ranks.sums(*values)
-
-    def total(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        return self._ranks.total(tensors)
-
     def firsts(self, tensors: Tensors) -> Tensors:
-        self._ranks.agree("gradients", list(tensors))
+        self.agree("gradients", list(tensors))
         copies = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
-        self._ranks.share({0: list(copies.values())})
+        self.share({0: list(copies.values())})
         return copies
 
     def sum_moments(self, found: Iterable[Sums], of_means: bool, blocks: Mapping[str, Block]) -> dict[str, Sums]:
-        known = self._known({sums.map: sums for sums in found})
+        known = self._in_order({sums.map: sums for sums in found})
         names = [(sums, name) for sums in known for name in sums.tensors]
-        counts = torch.tensor([s.places for s in known], dtype=torch.float64, device=self._ranks.device)
+        counts = torch.tensor([s.places for s in known], dtype=torch.float64, device=self.device)
         totals, (places,) = self.total([sums.tensors[name] for sums, name in names]), self.total([counts])
         summed = {id(s): replace(s, tensors={}, places=count) for s, count in zip(known, places.tolist(), strict=True)}
         for (sums, name), total in zip(names, totals, strict=True):
@@ -175,13 +163,13 @@ class Replicas(Process):
             summed[id(sums)].tensors[name] = total / self.size**2 if means else total.clone()
         return merged(summed.values())
 
-    def _known(self, known: dict[LinearMap, Sums]) -> list[Sums]:
+    def _in_order(self, known: dict[LinearMap, Sums]) -> list[Sums]:
         """In the same order on all ranks; nothing was added to the sums of a map that only other ranks have used."""
-        if not self._ranks.same(sorted((_order(map_), _layout(sums.tensors)) for map_, sums in known.items())):
-            told = self._ranks.gather([(s.map, s.structure, _layout(s.tensors)) for s in known.values()])
+        if not self.same(sorted((_order(map_), _layout(sums.tensors)) for map_, sums in known.items())):
+            told = self.gather([(s.map, s.structure, _layout(s.tensors)) for s in known.values()])
             for map_, structure, layout in (one for rank in told for one in rank):
                 if map_ not in known:
-                    zeros = {n: torch.zeros(shape, dtype=d, device=self._ranks.device) for n, shape, d in layout}
+                    zeros = {n: torch.zeros(shape, dtype=d, device=self.device) for n, shape, d in layout}
                     known[map_] = Sums(map_, structure, zeros)
         return [known[map_] for map_ in sorted(known, key=_order)]
 
@@ -197,30 +185,23 @@ class Replicas(Process):
         """What every rank has under its own keys, on all ranks."""
         whole: dict[str, Moments] = {}
         held: dict[int, list[Tensor]] = {}
-        for rank, layouts in enumerate(self._ranks.gather({key: _layout(tensors) for key, tensors in own.items()})):
+        for rank, layouts in enumerate(self.gather({key: _layout(tensors) for key, tensors in own.items()})):
             for key, layout in layouts.items():
                 whole[key] = (
                     dict(own[key])
                     if rank == self.rank
-                    else {n: torch.empty(shape, dtype=d, device=self._ranks.device) for n, shape, d in layout}
+                    else {n: torch.empty(shape, dtype=d, device=self.device) for n, shape, d in layout}
                 )
                 held.setdefault(rank, []).extend(whole[key].values())
-        self._ranks.share(held)
+        self.share(held)
         return whole
 
 
-@contextmanager
-def _silent(model: nn.Module) -> Iterator[None]:
+def _silent(model: nn.Module) -> AbstractContextManager[None]:
     """A closure that a refit evaluates may call DDP, which then sends nothing: neither gradients nor buffers."""
     if not isinstance(model, DistributedDataParallel):
-        yield
-        return
-    before = model.require_backward_grad_sync, model.require_forward_param_sync
-    model.require_backward_grad_sync = model.require_forward_param_sync = False
-    try:
-        yield
-    finally:
-        model.require_backward_grad_sync, model.require_forward_param_sync = before
+        return nullcontext()
+    return replaced(model, require_backward_grad_sync=False, require_forward_param_sync=False)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -233,12 +214,11 @@ def processes_of(model: nn.Module, group: Any) -> Process:
 
     What `fully_shard` has sharded has ranks, if only one.
     """
-    if not dist.is_available() or not dist.is_initialized():
+    shards = sharding()
+    if shards is None:
         if group is not None:
             raise LLQRError("there is a process_group, and torch.distributed isn't initialised")
         return Process()
-    from llqr.distributed import shards  # torch's DTensor takes a second to import, and most have no use for it
-
     shards.reshard(model)
     shards.check_sharding(model)
     sharded_over = shards.group_of(model)
@@ -247,31 +227,33 @@ def processes_of(model: nn.Module, group: Any) -> Process:
         group = own or dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):  # a group that this rank isn't in is none either
         raise LLQRError(
-            "process_group is a group of torch.distributed that this rank is a member of, or None for that of the model's "
-            f"wrapper or else the default one; not {group!r}"
+            f"process_group is a group of torch.distributed that this rank is a member of, or None; not {group!r}"
         )
     if dist.get_world_size(group) == 1 and sharded_over is None:
         return Process()
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    return (Replicas if sharded_over is None else shards.Shards)(Ranks(group, device), model)
+    return (Replicas if sharded_over is None else shards.Shards)(group, device, model)
+
+
+def sharding() -> Any:
+    """`llqr.distributed.shards`, if processes have met: torch's DTensor takes a second to import, and most don't need it."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    from llqr.distributed import shards
+
+    return shards
 
 
 def standing(parameters: Iterable[Tensor]) -> tuple[bool, bool]:
     """Whether processes have met, and whether the parameters are sharded: `processes_of` is for one such state of things."""
-    if not dist.is_available() or not dist.is_initialized():
-        return False, False
-    from torch.distributed.tensor import DTensor
-
-    return True, any(isinstance(parameter, DTensor) for parameter in parameters)
+    shards = sharding()
+    return shards is not None, shards is not None and any(isinstance(p, shards.DTensor) for p in parameters)
 
 
 def holds_gradients(model: nn.Module) -> bool:
     """Whether a sharded model has gradients that aren't in `.grad` yet."""
-    if not dist.is_available() or not dist.is_initialized():
-        return False
-    from llqr.distributed import shards
-
-    return shards.holds_gradients(model)
+    shards = sharding()
+    return shards is not None and shards.holds_gradients(model)
 
 
 def deal(sizes: Mapping[str, int], ranks: int, kept: Mapping[str, int] | None = None) -> dict[str, int]:

@@ -189,9 +189,5 @@ class Ranks:
         try:
             return call()
         except RuntimeError as error:
-            raise self._settled(
-                RankError(
-                    f"rank {self.rank} lost the others: one has died, or didn't come within the process group's timeout "
-                    f"(init_process_group(timeout=...)). Start again from the last checkpoint. torch says: {error}"
-                )
-            ) from error
+            lost = f"rank {self.rank} lost the others: one has died, or didn't come within init_process_group's timeout"
+            raise self._settled(RankError(f"{lost}. Start again from the last checkpoint ({error})")) from error

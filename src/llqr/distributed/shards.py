@@ -7,7 +7,7 @@ all of U on every rank, and its gradients are gathered.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import reduce
@@ -25,6 +25,7 @@ from llqr.curvature.statistics import Sums
 from llqr.distributed.processes import Process, Replicas, Tensors, cost, deal
 from llqr.distributed.ranks import Ranks
 from llqr.errors import LLQRError
+from llqr.wrapper import replaced
 
 
 def group_of(model: nn.Module) -> dist.ProcessGroup | None:
@@ -63,10 +64,8 @@ def check_sharding(model: nn.Module) -> None:
     """Raise for what is sharded otherwise than by `fully_shard` over one group of ranks."""
     for name, module in model.named_modules():
         if any(cls.__name__ == "FullyShardedDataParallel" for cls in type(module).__mro__):
-            raise LLQRError(
-                f"{f'{name!r} is' if name else 'the model is'} wrapped in FullyShardedDataParallel (FSDP1), which flattens "
-                "its parameters so that they have no shape: use fully_shard (FSDP2)"
-            )
+            what = f"{name!r} is" if name else "the model is"
+            raise LLQRError(f"{what} wrapped in FullyShardedDataParallel (FSDP1): use fully_shard (FSDP2)")
     meshes = set()
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
@@ -75,16 +74,13 @@ def check_sharding(model: nn.Module) -> None:
         meshes.add(mesh)
         if mesh.ndim != 1 or type(placements[0]) is not Shard or len(meshes) > 1:
             raise LLQRError(
-                f"{name!r} is distributed as {tuple(placements)} over a mesh of {mesh.ndim} dimensions: LLQR works with "
-                "parameters that fully_shard has sharded over one group of ranks, and not yet with tensor parallelism, hybrid "
-                "sharding (HSDP) or replicated DTensors"
+                f"{name!r} is distributed as {tuple(placements)} over a mesh of {mesh.ndim} dimensions: LLQR works where "
+                "fully_shard has sharded over one group of ranks, not with tensor parallelism, hybrid sharding or replicas"
             )
     if meshes:
         whole = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
         if whole:
-            raise LLQRError(
-                f"some parameters are sharded and {whole[0]!r} isn't: call fully_shard on the whole model as well"
-            )
+            raise LLQRError(f"{whole[0]!r} isn't sharded, and others are: call fully_shard on the whole model")
         if len({parameter.dtype for parameter in model.parameters()}) > 1:
             raise LLQRError("the sharded parameters are of several dtypes: make them one, as in model.float()")
 
@@ -95,37 +91,29 @@ def whole_parameters(model: nn.Module, ranks: Ranks) -> Iterator[None]:
 
     The sharded ones have no gradients meanwhile, so a closure finds nothing to clear.
     """
-    sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
+    sharded = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
     ranks.check()
     with torch.no_grad():
-        found = {id(p): nn.Parameter(ranks.send(p.full_tensor), p.requires_grad) for p in sharded}
-    gradients = [p.grad for p in sharded]
-    slots: list[tuple[dict[str, Any], str, Any]] = []
-    hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if isinstance(parameter, DTensor):
-                slots.append((module._parameters, name, parameter))
-        hooks += [(held, dict(held)) for held in (module._forward_pre_hooks, module._forward_hooks)]
-    try:
-        for parameter in sharded:
-            parameter.grad = None
-        for slot, name, parameter in slots:
-            slot[name] = found[id(parameter)]
-        for held, before in hooks:
-            for key, hook in before.items():
-                if _is_fsdp(hook):
-                    del held[key]
-        yield
-    finally:
-        for parameter, gradient in zip(sharded, gradients, strict=True):
-            parameter.grad = gradient
-        for slot, name, parameter in slots:
-            slot[name] = parameter
-        for held, before in hooks:
-            later = {key: hook for key, hook in held.items() if key not in before}
-            held.clear()
-            held.update({**before, **later})
+        found = {id(p): nn.Parameter(ranks.send(p.full_tensor), p.requires_grad) for p in sharded.values()}
+    modules = list(model.modules())
+    slots = [(m._parameters, n, p) for m in modules for n, p in m._parameters.items() if isinstance(p, DTensor)]
+    hooks = [(held, dict(held)) for m in modules for held in (m._forward_pre_hooks, m._forward_hooks)]
+    with replaced(sharded, dict.fromkeys(sharded)):
+        try:
+            for slot, name, parameter in slots:
+                slot[name] = found[id(parameter)]
+            for held, before in hooks:
+                for key, hook in before.items():
+                    if _is_fsdp(hook):
+                        del held[key]
+            yield
+        finally:
+            for slot, name, parameter in slots:
+                slot[name] = parameter
+            for held, before in hooks:
+                later = {key: hook for key, hook in held.items() if key not in before}
+                held.clear()
+                held.update({**before, **later})
 
 
 def _is_fsdp(hook: Any) -> bool:
@@ -151,7 +139,7 @@ class Shards(Replicas):
 
     @contextmanager
     def refitting(self, settings: object, parameters: Tensors) -> Iterator[Tensors]:
-        with super().refitting(settings, parameters), whole_parameters(self._model, self._ranks):
+        with super().refitting(settings, parameters), whole_parameters(self._model, self):
             yield {name: p for name, p in self._model.named_parameters() if name in parameters}
 
     def stepping(self) -> AbstractContextManager[None]:
@@ -180,20 +168,52 @@ class Shards(Replicas):
         return _sharded(tensor).to_local()
 
     def turn(self, blocks: Iterable[Block], momenta: Tensors, steps: Tensors, parameters: Tensors) -> TurnedSteps:
-        """By the owners of the blocks."""
-        by_owner: dict[int, list[Block]] = {}
+        """By the owners of the blocks: shards of m and of the base's steps go there, and shards of the new steps come back."""
+        sides, everyone = (momenta, steps), range(self.size)
+        owned: list[list[Block]] = [[] for _ in everyone]
         for block in blocks:
             if all(name in momenta and name in steps for name in block.map.members):
-                by_owner.setdefault(block.owner, []).append(block)
-        if not by_owner:
+                owned[block.owner].append(block)
+        names = [list(dict.fromkeys(name for block in own for name in block.map.members)) for own in owned]
+        like = {name: _sharded(parameters[name]) for each in names for name in each}
+        if not like:
             return TurnedSteps({}, [])
-        exchange = _Exchange(self._ranks, by_owner, [momenta, steps], parameters)
-        turned = turn(by_owner.get(self.rank, []), *exchange.to_owners())
-        return exchange.from_owners(turned)
+        dtype = reduce(torch.promote_types, (t.dtype for side in sides for t in side.values()))
+
+        def of_ranks(*wholes: Tensors) -> list[list[Tensor]]:
+            return [[shard(t, like[name], rank) for side in wholes for name, t in side.items()] for rank in everyone]
+
+        wholes = [
+            {name: torch.empty(like[name].shape, dtype=dtype, device=like[name].device) for name in names[self.rank]}
+            for _ in sides
+        ]
+        outgoing = [[side[name].to(dtype) for side in sides for name in each] for each in names]
+        self.swap(outgoing, of_ranks(*wholes))
+        pairs = zip(wholes, sides, strict=True)
+        turned = turn(owned[self.rank], *({n: t.to(side[n].dtype) for n, t in whole.items()} for whole, side in pairs))
+
+        # what an owner has turned, and which maps it has left as they were, travels along
+        words = [
+            torch.zeros(len(n) + len(own), dtype=dtype, device=self.device) for n, own in zip(names, owned, strict=True)
+        ]
+        said = [name in turned.steps for name in names[self.rank]]
+        said += [block.map.key in turned.left for block in owned[self.rank]]
+        words[self.rank].copy_(torch.tensor(said))
+        new = {name: turned.steps.get(name, step).to(dtype) for name, step in wholes[1].items()}
+        shards = [{name: torch.empty_like(steps[name], dtype=dtype) for name in each} for each in names]
+        incoming = [[word, *own.values()] for word, own in zip(words, shards, strict=True)]
+        self.swap([[words[self.rank], *own] for own in of_ranks(new)], incoming)
+        result = TurnedSteps({}, [])
+        for own, word, parts in zip(owned, words, shards, strict=True):
+            heard = [number != 0 for number in word.tolist()]
+            result.steps.update({name: part for (name, part), yes in zip(parts.items(), heard, strict=False) if yes})
+            left = zip(own, heard[len(parts) :], strict=True)
+            result.left.extend(block.map.key for block, yes in left if yes)
+        return result
 
     def whole(self, tensors: Tensors) -> dict[str, Tensor]:
-        self._ranks.agree("gradients", list(tensors))
-        return {name: self._ranks.send(_sharded(tensor).full_tensor) for name, tensor in tensors.items()}
+        self.agree("gradients", list(tensors))
+        return {name: self.send(_sharded(tensor).full_tensor) for name, tensor in tensors.items()}
 
     def part(self, tensor: Tensor, parameter: Tensor) -> Tensor:
         like = _sharded(parameter)
@@ -216,83 +236,7 @@ class Shards(Replicas):
         self.invert(blocks)
 
 
-class _Exchange:
-    """Two messages of a step: from all to the owners and back, shard by shard."""
-
-    def __init__(
-        self,
-        ranks: Ranks,
-        by_owner: Mapping[int, list[Block]],
-        sides: Sequence[Tensors],
-        parameters: Tensors,
-    ) -> None:
-        self._ranks, self._blocks, self._sides = ranks, by_owner, sides
-        self._names = {
-            owner: list(dict.fromkeys(name for block in own for name in block.map.members))
-            for owner, own in by_owner.items()
-        }
-        self._like = {name: _sharded(parameters[name]) for names in self._names.values() for name in names}
-        self._dtype = reduce(torch.promote_types, (t.dtype for side in sides for t in side.values()))
-        self._own = self._names.get(ranks.rank, [])
-
-    def to_owners(self) -> list[dict[str, Tensor]]:
-        """Whole tensors of this rank's blocks, of each side."""
-        wholes = [{name: self._empty(name) for name in self._own} for _ in self._sides]
-        outgoing = [
-            [side[name].to(self._dtype) for side in self._sides for name in self._names.get(owner, ())]
-            for owner in range(self._ranks.size)
-        ]
-        incoming = [
-            [self._shard(name, whole, rank) for side in wholes for name, whole in side.items()]
-            for rank in range(self._ranks.size)
-        ]
-        self._ranks.swap(outgoing, incoming)
-        return [
-            {name: whole.to(side[name].dtype) for name, whole in held.items()}
-            for held, side in zip(wholes, self._sides, strict=True)
-        ]
-
-    def from_owners(self, turned: TurnedSteps) -> TurnedSteps:
-        """Shards of the new steps. What an owner has turned, and which maps it has left as they were, travels along."""
-        me, everyone, steps = self._ranks.rank, range(self._ranks.size), self._sides[1]
-        words = {
-            owner: torch.zeros(len(self._names[owner]) + len(blocks), dtype=self._dtype, device=self._ranks.device)
-            for owner, blocks in self._blocks.items()
-        }
-        shards = {
-            owner: {name: torch.empty_like(steps[name], dtype=self._dtype) for name in names}
-            for owner, names in self._names.items()
-        }
-        outgoing: list[list[Tensor]] = [[] for _ in everyone]
-        if self._own:
-            said = [name in turned.steps for name in self._own]
-            said += [block.map.key in turned.left for block in self._blocks[me]]
-            words[me].copy_(torch.tensor(said))
-            own = {name: turned.steps[name] if name in turned.steps else self._empty(name) for name in self._own}
-            outgoing = [
-                [words[me], *(self._shard(name, step, rank).to(self._dtype) for name, step in own.items())]
-                for rank in everyone
-            ]
-        incoming = [[words[owner], *shards[owner].values()] if owner in words else [] for owner in everyone]
-        self._ranks.swap(outgoing, incoming)
-        result = TurnedSteps({}, [])
-        for owner, names in self._names.items():
-            heard = [word != 0 for word in words[owner].tolist()]
-            result.steps.update({n: shards[owner][n] for n, yes in zip(names, heard, strict=False) if yes})
-            left = zip(self._blocks[owner], heard[len(names) :], strict=True)
-            result.left.extend(block.map.key for block, yes in left if yes)
-        return result
-
-    def _empty(self, name: str) -> Tensor:
-        return torch.empty(self._like[name].shape, dtype=self._dtype, device=self._like[name].device)
-
-    def _shard(self, name: str, whole: Tensor, rank: int) -> Tensor:
-        return shard(whole, self._like[name], rank)
-
-
 def _sharded(tensor: Tensor) -> DTensor:
     if not isinstance(tensor, DTensor):
-        raise LLQRError(
-            "the base keeps whole tensors for sharded parameters: its momentum can't be sent to the owners of U"
-        )
+        raise LLQRError("the base keeps whole tensors for sharded parameters: take one that keeps what is like them")
     return tensor

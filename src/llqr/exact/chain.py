@@ -15,6 +15,7 @@ from llqr.checks import (
     check_finite,
     check_model,
     check_parameter,
+    check_precision,
     frozen_rng,
     kinds_of,
     refuse_scripted,
@@ -30,19 +31,15 @@ class Row(nn.Sequential):
     """Stages in a row, of which the first takes what a model takes."""
 
     def __init__(self, stages: nn.Sequential | Sequence[nn.Module]) -> None:
-        if isinstance(stages, nn.Sequential):
-            if type(stages).forward is not nn.Sequential.forward:
-                raise ChainError(
-                    f"{type(stages).__name__} is an nn.Sequential with a forward of its own, so its children aren't its "
-                    "stages: give [model] to see all of it as one stage"
-                )
-            named = dict(stages._modules)
-        elif isinstance(stages, nn.Module) and not isinstance(stages, nn.ModuleList):
+        listed = isinstance(stages, (Sequence, nn.ModuleList))
+        if isinstance(stages, nn.Module) and not listed and type(stages).forward is not nn.Sequential.forward:
             raise ChainError(
-                f"a {type(stages).__name__} has no visible stages: give an nn.Sequential or a list of modules, or [model] to "
-                "see all of it as one stage; for any other model there is cg_step"
+                f"a {type(stages).__name__} isn't an nn.Sequential, or has a forward of its own: give an nn.Sequential or a "
+                "list of modules, or [model] to see all of it as one stage; for any other model there is cg_step"
             )
-        elif isinstance(stages, (Sequence, nn.ModuleList)):
+        if isinstance(stages, nn.Sequential):
+            named = dict(stages._modules)
+        elif listed:
             named = {str(position): module for position, module in enumerate(stages)}
         else:
             raise ChainError(f"stages are an nn.Sequential or a list of modules, not a {type(stages).__name__}")
@@ -65,8 +62,7 @@ class Chain:
     """Stages in a row: the children of an `nn.Sequential`, or modules named as `nn.Sequential(*modules)` would name them.
 
     A stage maps one value to the next: a tensor, or a tuple (a list, a dict) of tensors, for what later stages take from
-    earlier ones. The first may take what a model takes; the last returns one tensor. A residual block is one stage; a stage
-    may have no parameters. Parameters that don't require a gradient are constants.
+    earlier ones. The first may take what a model takes; the last returns one tensor. Frozen parameters are constants.
     """
 
     def __init__(self, stages: nn.Sequential | Sequence[nn.Module]) -> None:
@@ -110,21 +106,17 @@ class Chain:
             raise ChainError(self._mismatch(stage, state, error)) from error
         if not isinstance(output, Tensor) and (stage == len(self) - 1 or not tensors_in(output)):
             raise ChainError(
-                f"{self.label(stage)} returned a {type(output).__name__}; a stage passes on tensors, and the last one returns "
-                "one tensor, so wrap it in a module that picks what is meant"
+                f"{self.label(stage)} returned a {type(output).__name__}; stages pass on tensors, and the last one returns one"
             )
         self._layouts[stage] = Layout(output)
         return self._layouts[stage].pack(output)
 
     def run(self, inputs: Inputs) -> list[Tensor]:
-        """The states x_1 … x_N at θ_k, checked.
-
-        With a record, so that a loss can be seen to depend on what a stage keeps.
-        """
+        """The states x_1 … x_N at θ_k, checked."""
         check_model(self.whole, inputs)
         states: list[Tensor] = []
         state: Inputs = inputs
-        with torch.enable_grad(), frozen_rng():
+        with torch.enable_grad(), frozen_rng():  # recorded, so that a loss can be seen to depend on what a stage keeps
             for stage, parameters in enumerate(self.parameters):
                 before = torch.get_rng_state()
                 leaves = {name: p.clone().requires_grad_() for name, p in parameters.items()}
@@ -155,11 +147,7 @@ class Chain:
         for name, parameter in self.modules[stage].named_parameters():
             if parameter.requires_grad:
                 check_parameter(self.qualified(stage, name), parameter)
-                if torch.finfo(parameter.dtype).bits < 32:
-                    raise ChainError(
-                        f"parameter {self.qualified(stage, name)!r} is {parameter.dtype}, too coarse to factorise with: "
-                        "convert the network first, as in model.float()"
-                    )
+                check_precision(self.qualified(stage, name), parameter)
                 parameters[name] = parameter.detach().clone()
         return parameters
 
@@ -170,7 +158,6 @@ class Chain:
                 first, other = owners.setdefault(id(parameter), (stage, name))
                 if first != stage and parameter.requires_grad:
                     raise ChainError(
-                        f"{self.qualified(stage, name)!r} is the same parameter as {self.qualified(first, other)!r}: a "
-                        "layerwise LQR gives each stage its own; put both stages into one (nn.Sequential(…) as a single "
-                        "stage) or use cg_step"
+                        f"{self.qualified(stage, name)!r} is the same parameter as {self.qualified(first, other)!r}: put both "
+                        "stages into one (nn.Sequential(…) as a single stage), or use cg_step"
                     )

@@ -1,4 +1,4 @@
-"""A closure, run with the model as it is: what it returns is checked, and held against what it returned before."""
+"""A closure, run with the model as it is: what it returns is checked, and compared with what it returned before."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llqr.checks import Inputs, Loss, check_finite
+from llqr.checks import Loss, check_finite
 from llqr.curvature.graph import graph_nodes
 from llqr.curvature.recorder import Streams
 from llqr.errors import LLQRError, NonFiniteError
@@ -26,23 +26,15 @@ class Live:
         self._dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
         self.loss_fn: Loss = loss_fn or squares
         self.targets: Any = None
-        self._seen: Tensor | None = None
         self.groups: list[tuple[int, int]] = []
-        calls: list[tuple[Any, ...]] = []
         self.streams = Streams(model)
         self._own = {id(p): name for name, p in model.named_parameters()}
-        hook = model.register_forward_hook(lambda *seen: calls.append(seen), with_kwargs=True)
-        try:
-            with torch.enable_grad():
-                output = self.output()
-        finally:
-            hook.remove()
+        with torch.enable_grad():
+            output = self.output()
         check_finite(output.detach(), "what the closure returned")
         self._first, self.loss = output.detach(), self._value(output)
         if not math.isfinite(self.loss):
             raise NonFiniteError(f"the loss is {self.loss}: start from other parameters, or look at the data")
-        alone = len(calls) == 1 and not calls[0][2] and calls[0][3] is self._seen
-        self.inputs: Inputs | None = calls[0][1] if alone else None
 
     def replaced(self) -> Tensor:
         """The output with other tensors in the place of the parameters; an error where one of the model's own is in it still,
@@ -101,10 +93,7 @@ class Live:
         with torch.no_grad():
             loss = self.loss_fn(output, self.targets)
         if isinstance(loss, Tensor) and loss.numel() != 1:
-            raise LLQRError(
-                f"loss_fn returned a tensor of shape {tuple(loss.shape)}: it must return one number, the mean over the batch "
-                "(reduction='mean')"
-            )
+            raise LLQRError(f"loss_fn returned {loss.numel()} numbers: it must return their mean (reduction='mean')")
         return float(loss)
 
     def output(self) -> Tensor:
@@ -112,13 +101,11 @@ class Live:
         returned = self._closure()
         if self._given is not None:
             if not isinstance(returned, (tuple, list)) or len(returned) != 2:
-                raise LLQRError(
-                    f"with a loss_fn the closure returns (output, targets), not a {type(returned).__name__}"
-                )
+                got = type(returned).__name__
+                raise LLQRError(f"with a loss_fn the closure returns (output, targets), not a {got}")
             output: Tensor
             output, self.targets = returned
             self._check(output, "the output")
-            self._seen = output
             examples = len(output) if output.dim() else 1
             self.groups = [(examples, output.numel() // examples)]
             return output
@@ -142,10 +129,10 @@ class Live:
         return torch.cat([r.reshape(-1, 1) / r.numel() ** 0.5 for r in residuals])
 
     def _check(self, value: Any, what: str) -> None:
-        if not isinstance(value, Tensor) or not value.is_floating_point() or value.numel() == 0:
-            named = isinstance(value, Tensor)
-            got = f"{value.numel()} numbers of {value.dtype}" if named else f"a {type(value).__name__}"
-            raise LLQRError(f"{what} is a tensor of floating-point numbers, not {got}")
+        if not isinstance(value, Tensor):
+            raise LLQRError(f"{what} is a tensor, not a {type(value).__name__}")
+        if not value.is_floating_point() or value.numel() == 0:
+            raise LLQRError(f"{what} has {value.numel()} numbers of {value.dtype}: return floating-point numbers")
         if value.dtype != self._dtype:
             raise LLQRError(
                 f"{what} is {value.dtype}, and the parameters are {self._dtype}: convert the data, or the model before Exact "

@@ -208,12 +208,16 @@ def _at_state(terms: list[_AtState], base: BasePoint) -> tuple[BlockDiagonal | N
     cost: BlockDiagonal | None = None
     slopes: Tensor | None = None
     for weight, term in terms:
-        term.check(base.output)
-        term.check_psi(base)
-        cost = _add(cost, _hessian(weight, term, base))
+        cost = _add(cost, _hessian(weight, term, _checked(term, base)))
         if not term.flat:
             slopes = _add(slopes, weight * slope_of(partial(term.psi, base=base), base.output))
     return cost, slopes
+
+
+def _checked(term: OutputTerm | ActivationTerm, base: BasePoint) -> BasePoint:
+    term.check(base.output)
+    term.check_psi(base)
+    return base
 
 
 def _hessian(weight: float, term: OutputTerm | ActivationTerm, base: BasePoint) -> BlockDiagonal:
@@ -243,39 +247,32 @@ def _stage(
         output = chain.apply(position, state, parameters)
     wanted = leaves if below is None else [*leaves, below]
     if wanted and not output.requires_grad:
-        raise ChainError(f"the output of {chain.label(position)} doesn't depend on its input or parameters by anything "
-                         "differentiable: nothing can be sent back through it")  # fmt: skip
-    param_jacobian = jacobian(output, leaves)
-    if param_jacobian is None:
-        param_jacobian = output.new_zeros(output.numel(), len(diagonal))
-    state_jacobian = None if below is None else _state_jacobian(output, below)
-    stage = StageBlocks(chain.names[position], shapes, state_jacobian, param_jacobian, None, None, None, diagonal)
+        raise ChainError(f"the output of {chain.label(position)} has no derivative by its input or parameters")
+    by_param = jacobian(output, leaves)
+    B = output.new_zeros(output.numel(), len(diagonal)) if by_param is None else by_param
+    A = None if below is None else _state_jacobian(output, below)
+    stage = StageBlocks(chain.names[position], shapes, A, B, None, None, None, diagonal)
 
     for _, term, place in losses:
-        base = place.base(caught[place], examples)
-        term.check(base.output)
-        term.check_psi(base)
+        base = _checked(term, place.base(caught[place], examples))
         _add_loss(stage, term.psi(caught[place], base), leaves, below)
     steep = None if adjoint is None else (adjoint.detach().requires_grad_() * output).sum()
     for weight, term, place in inside:
-        base = place.base(caught[place], examples)
-        term.check(base.output)
-        term.check_psi(base)
+        base = _checked(term, place.base(caught[place], examples))
         if term.flat:
             _add_flat(stage, _hessian(weight, term, base), caught[place], leaves, below)
         else:
             variable = output.new_tensor(weight).requires_grad_()  # see _second_derivatives
             steep = _add(steep, variable * term.psi(caught[place], base))
-    slopes = None
+    slopes, label = None, chain.label(position)
     if steep is not None and wanted:
         try:
             slopes = _second_derivatives(stage, steep, leaves, below)
         except RuntimeError as error:
             raise NotTwiceDifferentiableError(
-                f"{chain.label(position)} can't be differentiated twice, and this divergence isn't flat, so it asks for its "
-                f"second derivatives: use GaussNewton or KL, which don't. ({error})"
+                f"{label} can't be differentiated twice ({error}), and this divergence isn't flat: use GaussNewton or KL"
             ) from error
-    _check(chain.label(position), stage)
+    _check(label, stage)
     return stage, slopes
 
 
@@ -292,16 +289,14 @@ def _add_loss(stage: StageBlocks, value: Tensor, leaves: list[Tensor], state: Te
         stage.state_gradient = _add(stage.state_gradient, slopes[-1].reshape(-1))
 
 
-def _add_flat(
-    stage: StageBlocks, metric: BlockDiagonal, here: Tensor, leaves: list[Tensor], state: Tensor | None
-) -> None:
+def _add_flat(stage: StageBlocks, W: BlockDiagonal, here: Tensor, leaves: list[Tensor], state: Tensor | None) -> None:
     """JᵀWJ of a flat ψ of something inside the stage, J its derivatives by x_i and θ_i."""
     by_param = jacobian(here, leaves)
     by_state = None if state is None else _state_jacobian(here, state)
     if by_state is not None:
-        stage.state_cost = _add(stage.state_cost, metric.congruence(by_state))
+        stage.state_cost = _add(stage.state_cost, W.congruence(by_state))
     if by_param is not None:
-        curved = metric.apply(by_param)
+        curved = W.apply(by_param)
         stage.param_cost = _add(stage.param_cost, by_param.T @ curved)
         if by_state is not None:
             stage.cross_cost = _add(stage.cross_cost, by_state.apply_transposed(curved).T)
@@ -325,8 +320,8 @@ def _check(label: str, stage: StageBlocks) -> None:
     for square in squares:
         if square is not None and (square - square.mT).norm() > torch.finfo(square.dtype).eps ** 0.5 * square.norm():
             raise NotTwiceDifferentiableError(
-                f"the second derivatives that torch gives for {label} aren't symmetric, so they are wrong: use GaussNewton "
-                "or KL, which don't ask for them, or write the stage with other operations"
+                f"torch's second derivatives of {label} aren't symmetric, so they are wrong: use GaussNewton or KL, or write "
+                "the stage with other operations"
             )
 
 
@@ -341,8 +336,7 @@ def _second_derivatives(
 ) -> Tensor | None:
     """Add those of p_{i+1}·f_i + ψ_i to Q_i, M_i, R_i; its slope by x_i, which is p_i.
 
-    A derivative that no longer depends on what it is taken by is zero. Adjoint and weights are variables because only then
-    torch marks the gradients of once-differentiable functions.
+    Adjoint and weights are variables because only then torch marks the gradients of once-differentiable functions.
     """
     wanted = leaves if state is None else [*leaves, state]
     first = torch.autograd.grad(hamiltonian, wanted, create_graph=True, materialize_grads=True)
@@ -362,11 +356,7 @@ def _second_derivatives(
 
 def _diagonals(chain: Chain, terms: Terms, damping: PerLayer) -> list[Tensor]:
     """Damping and L2 terms of each stage, as the diagonal of R_i."""
-    named = {chain.qualified(stage, n): p for stage, own in enumerate(chain.parameters) for n, p in own.items()}
-    weights = diagonal_of(chain.whole, named, terms, damping)
-    diagonals = []
-    for stage, parameters in enumerate(chain.parameters):
-        names = [chain.qualified(stage, name) for name in parameters]
-        parts = [torch.full_like(named[name], weights[name]).reshape(-1) for name in names]
-        diagonals.append(torch.cat(parts) if parts else next(iter(named.values())).new_zeros(0))
-    return diagonals
+    stages = [{chain.qualified(i, n): p for n, p in own.items()} for i, own in enumerate(chain.parameters)]
+    named = {name: p for own in stages for name, p in own.items()}
+    weights, none = diagonal_of(chain.whole, named, terms, damping), next(iter(named.values())).new_zeros(0)
+    return [joined([none, *(torch.full_like(p, weights[name]) for name, p in own.items())]) for own in stages]

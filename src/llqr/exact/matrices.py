@@ -44,8 +44,7 @@ def unflat(vector: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor
 def apply_to_each(operator: Operator, vectors: Tensor) -> Tensor:
     """The operator on each of a stack of vectors."""
     weights = torch.linspace(1, 2, len(vectors), dtype=vectors.dtype, device=vectors.device)
-    combined = torch.tensordot(weights, vectors, dims=1)
-    return _apply(operator, lambda first, last: vectors[first:last], combined, weights, None)
+    return _apply(operator, lambda first, last: vectors[first:last], torch.tensordot(weights, vectors, 1), weights)
 
 
 def apply_to_units(operator: Operator, like: Tensor, at_once: int | None = None) -> Tensor:
@@ -65,11 +64,10 @@ def _apply(
     vectors: Callable[[int, int], Tensor],
     combined: Tensor,
     weights: Tensor,
-    at_once: int | None,
+    at_once: int | None = None,
 ) -> Tensor:
     """All at once by vmap, in portions that bound the memory, or one by one where an operation has no batching rule, or a wrong
-    one: the operator on a combination of the vectors is held against the combination of the results. (Torch has had wrong
-    rules: torch.func.hessian of layer_norm in 2.13.)"""
+    one, as layer_norm's hessian in torch 2.13: a combination of the results has to be the operator on that of the vectors."""
     count, together = len(weights), operator(combined)
     # in one place: small ones between large ones keep freed memory
     results = together.new_empty(count, *together.shape)
@@ -153,11 +151,8 @@ class BlockDiagonal:
         if count == groups:
             return self
         merge = count // groups
-        wide = self.blocks.new_zeros(groups, merge, rows, merge, columns)
-        index = torch.arange(merge, device=self.blocks.device)
-        # Advanced indices apart from each other move to the front: (merge, groups, rows, columns).
-        wide[:, index, :, index, :] = self.blocks.reshape(groups, merge, rows, columns).transpose(0, 1)
-        return BlockDiagonal(wide.reshape(groups, merge * rows, merge * columns))
+        wide = torch.diag_embed(self.blocks.reshape(groups, merge, rows, columns).movedim(1, -1))
+        return BlockDiagonal(wide.permute(0, 3, 1, 4, 2).reshape(groups, merge * rows, merge * columns))
 
     def __add__(self, other: BlockDiagonal) -> BlockDiagonal:
         groups = math.gcd(self.blocks.shape[0], other.blocks.shape[0])
@@ -178,8 +173,7 @@ def materialise_transposed(operator: Operator, rows: torch.Size, columns: torch.
     for groups in sorted(set(counts), reverse=True):
         if groups == 1 or _separates(operator, rows, columns, groups, like):
             break
-    height = rows.numel() // groups
-    width = columns.numel() // groups
+    height, width = rows.numel() // groups, columns.numel() // groups
     units = torch.eye(height, dtype=like.dtype, device=like.device)
     cotangents = units[:, None, :].expand(height, groups, height).reshape(height, *rows)
     pulled = apply_to_each(operator, cotangents).reshape(height, groups, width)
@@ -227,14 +221,13 @@ def cholesky(matrix: Tensor, scale: Tensor, stage: str | None) -> Tensor:
     where = "" if stage is None else f" at stage {stage!r}"
     if lowest < -(precision**0.5):
         raise IndefiniteProblemError(
-            f"the quadratic model is unbounded below{where} (curvature as low as {lowest:.2g} of its scale): a saddle, no "
-            "minimum. Raise the damping; or use GaussNewton or KL, which are never indefinite for a convex loss; or ask for "
-            "the stationary point with degenerate='least-norm'",
+            f"the quadratic model is unbounded below{where} (curvature as low as {lowest:.2g} of its scale): raise the "
+            "damping, use GaussNewton or KL, or ask for the stationary point with degenerate='least-norm'",
             stage,
         )
     raise SingularProblemError(
-        f"the quadratic model is singular{where}: it has directions without curvature, so its minimum isn't unique. Add "
-        "damping (damping=1e-3, say), or ask for the smallest solution with degenerate='least-norm'",
+        f"the quadratic model is singular{where}, so its minimum isn't unique: add damping (damping=1e-3, say), or ask for the "
+        "smallest solution with degenerate='least-norm'",
         stage,
     )
 
@@ -247,8 +240,7 @@ def least_norm(matrix: Tensor, gradient: Tensor) -> Tensor:
     lost = coefficients[~kept].norm()
     if lost > torch.finfo(values.dtype).eps ** 0.5 * gradient.norm():
         raise SingularProblemError(
-            "the gradient has a part along which the divergence has no curvature: the model falls without bound there, and "
-            "there is no solution, not even a least-norm one. Add damping"
+            "the gradient has a part along which there is no curvature, so the quadratic model falls without bound: add damping"
         )
     return -torch.mv(vectors[:, kept], coefficients[kept] / values[kept])
 
@@ -285,8 +277,7 @@ def conjugate_gradients(
         if bend <= 0:
             if bend < -1e-12 * product.norm() * direction.norm():
                 raise IndefiniteProblemError(
-                    "conjugate gradients met a direction of negative curvature: the quadratic model has no minimum. Raise "
-                    "the damping, or use GaussNewton or KL"
+                    "conjugate gradients met negative curvature: raise the damping, or use GaussNewton or KL"
                 )
             break
         length = scaled / bend

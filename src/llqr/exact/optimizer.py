@@ -15,6 +15,7 @@ from llqr.checks import (
     check_amount,
     check_callable,
     check_model,
+    check_precision,
     check_tensors,
     checked_integer,
     checked_number,
@@ -29,10 +30,10 @@ from llqr.divergences.families import check_families
 from llqr.errors import DegenerateProblemError, LLQRError, LLQRWarning, callers_level, unknown
 from llqr.exact.live import Closure, Live
 from llqr.exact.point import Point
-from llqr.exact.systems import System, along_stages, choose, ways
+from llqr.exact.systems import System, prepared
 
-Method = Literal["auto", "dual", "primal", "cg", "riccati"]
-METHODS = ("auto", "dual", "primal", "cg", "riccati")
+Method = Literal["auto", "dual", "primal", "cg"]
+METHODS = ("auto", "dual", "primal", "cg")
 
 REFUSALS = 12
 """Steps that may be refused in a row, each with a larger damping than the one before."""
@@ -105,12 +106,11 @@ class Exact(torch.optim.Optimizer):
         self._model, self._loss_fn, self._method, self._memory = model, loss_fn, method, memory
         self._divergence, self._tolerance = resolve(divergence), tolerance
         for name, parameter in locations.trainable(model).items():
-            if torch.finfo(parameter.dtype).bits < 32:
-                raise LLQRError(f"{name!r} is {parameter.dtype}, too coarse for exact steps: write model.float()")
+            check_precision(name, parameter)
         self._named = _steppable(model)
-        if len(self._kinds()) > 1:
+        self._kinds = _kinds(self._named)
+        if len(self._kinds) > 1:
             raise LLQRError("the parameters have several dtypes or devices: convert the model to one")
-        self._kind = self._kinds()
         defaults = {"damping": float(damping), "momentum": float(momentum), "mu": 0.0, **dict.fromkeys(COUNTS, 0)}
         super().__init__(self._named.values(), defaults)
         self._method_taken, self._ratio = "", math.nan
@@ -133,9 +133,6 @@ class Exact(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "param_groups": [_Group(group) for group in state["param_groups"]]})
 
-    def _kinds(self) -> set[tuple[torch.dtype, torch.device]]:
-        return {(p.dtype, p.device) for p in self._named.values()}
-
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Tensor:  # type: ignore[override]
         """One step on what the closure returns; the loss before it. On Ctrl-C the parameters stay as they were."""
@@ -145,22 +142,21 @@ class Exact(torch.optim.Optimizer):
         named = _steppable(self._model)
         for name in {**self._named, **named}:
             if named.get(name) is not self._named.get(name):
-                raise LLQRError(
-                    f"{name!r} was replaced, added, taken away, or requires a gradient no longer or only now: make another "
-                    "Exact(model)"
-                )
-        if self._kinds() != self._kind:
+                what = "was replaced, added, taken away, or requires a gradient no longer or only now"
+                raise LLQRError(f"{name!r} {what}: make another Exact(model)")
+        if _kinds(named) != self._kinds:
             raise LLQRError("the parameters were converted since Exact was made: make another Exact(model)")
         live = Live(self._model, self._loss_fn, closure, isinstance(self._divergence, Newton))
-        system, method = self._system(live)
-        point, group = system.point, self.param_groups[0]
-        gradient = point.gradient_vector
+        point, group = self._point(live), self.param_groups[0]
+        gradient, last = point.gradient_vector, self._last_step(point)
+        examples = sum(count for count, _ in live.groups)
+        system, method = prepared(point, self._method, self._memory, examples, last, self._tolerance)
         start = {name: p.detach().clone() for name, p in self._named.items()}
         along = gradient / gradient.abs().max()  # its square may be beyond float32
         curvature = abs(float(along @ system.product(along) / (along @ along))) if gradient.any() else 0.0
         rounding = torch.finfo(gradient.dtype).eps
         mu, growth = max(group["mu"] or group["damping"] * (curvature or 1.0), rounding * curvature), GROWTH
-        carried = group["momentum"] * self._last_step(point)
+        carried = group["momentum"] * last
         refused, ratio, step, taken, done = 0, math.nan, carried, False, False
         try:
             while gradient.any() and refused < REFUSALS and not taken:
@@ -272,13 +268,6 @@ class Exact(torch.optim.Optimizer):
         held = {name: self.state.get(p, {}).get("step", torch.zeros_like(p)) for name, p in self._named.items()}
         return point.flat(held)
 
-    def _system(self, live: Live) -> tuple[System, str]:
-        point = self._point(live)
-        examples = sum(count for count, _ in live.groups)
-        found = ways(point, self._memory, examples, self._last_step(point), self._tolerance)
-        found["riccati"] = along_stages(point, self._model, self._loss_fn, live.inputs, live.targets, self._divergence)
-        return choose(found, self._method, point, self._memory)
-
     def _point(self, live: Live) -> Point:
         """g and H at the present parameters."""
         terms = list(self._divergence.terms())
@@ -319,8 +308,12 @@ class Stats:
     """Of the decrease that came to the one that the quadratic model had promised."""
 
 
-def _steppable(model: nn.Module) -> dict[str, nn.Parameter]:
+def _steppable(model: nn.Module) -> dict[str, Tensor]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel()}
+
+
+def _kinds(named: Parameters) -> set[tuple[torch.dtype, torch.device]]:
+    return {(p.dtype, p.device) for p in named.values()}
 
 
 class _Group(dict[str, Any]):

@@ -2,10 +2,9 @@
 
 Where row e of an output depends on example e alone, one backward pass from the sum over all examples gives every example's own
 gradients: a weight that acts as y = W x in a product node has ∂(row e)/∂W = Σ b aᵀ over the places where it meets example e,
-with a the inputs of the node and b the gradients at its output. That holds for every use of W that autograd has recorded, in a
-forward pass or in the derivatives that a residual takes of it. Whether it holds is measured, not assumed: with random weights c
-the rows have to add up to Jᵀc, group by group. Parameters for which they don't (used otherwise, or examples that depend on each
-other) get their part of these rows of J by products, column by column or row by row, whichever are fewer.
+with a the inputs of the node and b the gradients at its output, in a forward pass or in the derivatives that a residual takes
+of it. That is measured: with random weights c the rows have to add up to Jᵀc, group by group. Parameters for which they don't
+(used otherwise, or examples that depend on each other) get their columns by products, or these rows, whichever are fewer.
 """
 
 from __future__ import annotations
@@ -57,8 +56,8 @@ Sides = dict[tuple[int, bool], tuple[Tensor, Tensor]]
 """By parameter and orientation: inputs (examples, T, k) and gradients (columns, examples, T, m) of all uses."""
 
 
-class RoomError(LLQRError):
-    """A Jacobian that takes more memory than it may."""
+class MethodError(LLQRError):
+    """A way to the step that can't be taken here, or not in the memory that it may take."""
 
 
 class Rows:
@@ -77,7 +76,8 @@ class Rows:
         self._groups = [(group, self._sides(group, uses)) for group in groups]
         places = torch.split(torch.arange(self.width, device=leaves[0].device), self._sizes)
         self._starts = [int(place[0]) for place in places]
-        self._rest = [torch.cat([places[0][:0], *(places[i] for i in self._wrong(*each))]) for each in self._groups]
+        wrong = [self._wrong(number) for number in range(len(groups))]
+        self._rest = [torch.cat([places[0][:0], *(places[i] for i in each)]) for each in wrong]
         """For each group, the numbers whose columns come by products."""
         self._hold(sum(g.examples * g.columns * len(rest) for g, rest in zip(groups, self._rest, strict=True)))
         left = self._room - self.held
@@ -115,7 +115,7 @@ class Rows:
     def _hold(self, numbers: int) -> None:
         self.held += numbers
         if self.held > self._room:
-            raise RoomError(
+            raise MethodError(
                 f"beside its rows the Jacobian takes {self.held:,} numbers, for inputs and gradients of its linear maps "
                 "(patches of convolutions) and for the columns of other parameters, and there is room for "
                 f"{max(self._room, 0):,}: allow more memory, or write method='cg'"
@@ -152,7 +152,7 @@ class Rows:
         edges = [GradientEdge(use.node, 0) for use in uses]
         pulled: list[list[Tensor]] = [[] for _ in uses]
         for column in range(group.columns if uses else 0):
-            cotangent = torch.zeros(self.count, dtype=self._outputs[0].dtype, device=self._outputs[0].device)
+            cotangent = self._outputs[0].detach().new_zeros(self.count)
             cotangent[group.start + column :: group.columns][: group.examples] = 1
             for gradients, use, gradient in zip(pulled, uses, self._pull(cotangent, edges), strict=True):
                 if gradient is None:
@@ -173,17 +173,17 @@ class Rows:
             sides[key] = (a, b) if known is None else (torch.cat((known[0], a), 1), torch.cat((known[1], b), 2))
         return sides
 
-    def _wrong(self, group: Group, sides: Sides) -> list[int]:
-        """The parameters whose rows don't add up."""
+    def _wrong(self, number: int) -> list[int]:
+        """The parameters whose rows of a group don't add up."""
+        group, sides = self._groups[number]
         generator = torch.Generator().manual_seed(0)
-        weights = torch.randn(group.examples, group.columns, generator=generator, dtype=torch.float64)
-        weights = weights.to(self._outputs[0])
+        drawn = torch.randn(group.examples, group.columns, generator=generator, dtype=torch.float64)
+        weights = drawn.to(self._outputs[0])
         found = [torch.zeros_like(leaf) for leaf in self._leaves]
         for (parameter, outputs_first), (a, b) in sides.items():
             made = torch.einsum("ec,cetm->etm", weights, b).flatten(0, 1).T @ a.flatten(0, 1)
             found[parameter] += (made if outputs_first else made.T).reshape(found[parameter].shape)
         rounding = torch.finfo(weights.dtype).eps ** 0.5
-        number = next(i for i, (other, _) in enumerate(self._groups) if other is group)
         pairs = zip(torch.split(self._gradient(number, weights.reshape(-1)), self._sizes), found, strict=True)
         return [i for i, (e, f) in enumerate(pairs) if not bool((e - f.reshape(-1)).norm() <= rounding * e.norm())]
 

@@ -1,7 +1,5 @@
 """The exact step: by the Riccati recursion along the stages, by the dense matrix, by conjugate gradients.
 
-The recursion solves the LQR stage by stage, backwards for the value function, forwards for the step.
-
 With the value function ½ δx·K_i δx + λ_i·δx of what is left from stage i on, S_i = R_i + B_iᵀ K_{i+1} B_i and
 G_i = M_i + B_iᵀ K_{i+1} A_i,
 
@@ -54,7 +52,7 @@ class DenseControl:
 
 
 class ThinControl:
-    """S_i⁻¹ by the push-through identity, for P > n_{i+1} and R_i = D a positive diagonal: an n × n factorisation.
+    """S_i⁻¹ for P > n_{i+1} and R_i = D a positive diagonal: an n × n factorisation.
 
     With D^-½ Bᵀ = E T (E orthonormal, T n × n), S = D^½ (I + E T K Tᵀ Eᵀ) D^½, and on the range of E it is I + T K Tᵀ,
     outside of it the identity.
@@ -72,13 +70,13 @@ class ThinControl:
 
     def solve(self, costate: Tensor, control: Tensor | None) -> Tensor:
         """S⁻¹ (Bᵀ costate + control), column by column."""
-        inside = torch.mm(self._triangle, costate)
-        if control is None:
-            return self._scale * torch.mm(self._basis, torch.cholesky_solve(inside, self._factor))
-        scaled = self._scale * control
-        along = torch.mm(self._basis.T, scaled)
-        outside = scaled - torch.mm(self._basis, along)
-        return self._scale * (outside + torch.mm(self._basis, torch.cholesky_solve(inside + along, self._factor)))
+        inside, outside = self._triangle @ costate, None
+        if control is not None:
+            scaled = self._scale * control
+            along = self._basis.T @ scaled
+            inside, outside = inside + along, scaled - self._basis @ along
+        solved = self._basis @ torch.cholesky_solve(inside, self._factor)
+        return self._scale * (solved if outside is None else outside + solved)
 
 
 @dataclass
@@ -267,7 +265,7 @@ def dense_step(
     check_finite(matrix, "the Hessian of the divergence")
     if (matrix - matrix.T).norm() > torch.finfo(matrix.dtype).eps ** 0.5 * matrix.norm():
         raise NotTwiceDifferentiableError(
-            "the second derivatives that torch gives for this model aren't symmetric: wrong"
+            "torch's second derivatives of this model aren't symmetric, so they are wrong"
         )
     if degenerate == "least-norm":
         return products.named(least_norm(matrix, gradient))
@@ -286,10 +284,11 @@ def cg_step(
     tolerance: float = 1e-10,
     max_steps: int | None = None,
 ) -> dict[str, Tensor]:
-    """-(H + λ)⁻¹ g by conjugate gradients on products with H; for models too big for the other two ways.
+    """-(H + λ)⁻¹ g by conjugate gradients on products with H; for models too big for the other two ways. Where H is singular,
+    the least-norm step.
 
     Stops when the residual is `tolerance` times the gradient; warns if that takes more than `max_steps` (default: twice the
-    number of parameters, at most 10,000). Where H is singular, the iterates stay in its range: the least-norm step.
+    number of parameters, at most 10,000).
     """
     products = _Products(model, inputs, targets, loss_fn, divergence, damping)
     limit = min(2 * len(products.gradient), 10_000) if max_steps is None else max_steps

@@ -5,7 +5,6 @@ With H = JᵀWJ + d and m = μ + d, the same δ comes from whichever system is s
     dual      δ = c' - Jᵀ (W J Jᵀ + m)⁻¹ (s + W J c'), c' = (μ/m) c    a row for each number of the output
     primal    δ = -(H + μ)⁻¹ (Jᵀs - μ c)                               a row for each parameter; also where H isn't JᵀWJ + d
     cg        the same by conjugate gradients, with products alone, to a tolerance
-    riccati   the same along the stages of an nn.Sequential
 
 A point is prepared once. Another damping costs a factorisation, and another slope at the same damping a solution.
 """
@@ -13,22 +12,18 @@ A point is prepared once. Another damping costs a factorisation, and another slo
 from __future__ import annotations
 
 import itertools
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from llqr.checks import Inputs, Loss, check_finite
-from llqr.divergences import Divergence
-from llqr.errors import ChainError, IndefiniteProblemError, LLQRError
-from llqr.exact.chain import Chain
-from llqr.exact.lqr import LQR, build
+from llqr.checks import check_finite
+from llqr.errors import IndefiniteProblemError, LLQRError
 from llqr.exact.matrices import BlockDiagonal, add_symmetric, apply_to_units, conjugate_gradients
-from llqr.exact.point import Point, RoomError
-from llqr.exact.steps import Riccati
+from llqr.exact.point import MethodError, Point
 
 
 class System(ABC):
@@ -61,6 +56,11 @@ class System(ABC):
 class Dual(System):
     def __init__(self, point: Point, room: int) -> None:
         super().__init__(point)
+        if not point.flat_terms:
+            raise MethodError("method='dual' is for divergences that are flat, as Gauss–Newton and KL are")
+        if point.uniform is None:
+            raise MethodError("method='dual' is for a divergence with one L2 weight for all parameters")
+        self._uniform = point.uniform
         self._J = point.rows(room).whole()
         check_finite(self._J, "the Jacobian")
         self._W = point.weights()
@@ -80,17 +80,14 @@ class Dual(System):
         return self._J.T @ self._weigh(self._J @ step) + self.point.diagonal * step
 
     def solve(self, slope: Tensor, carried: Tensor, damping: float) -> Tensor:
-        assert self.point.uniform is not None
-        carried = carried * (damping / (damping + self.point.uniform))
+        carried = carried * (damping / (damping + self._uniform))
         slope = (slope + self._weigh(self._J @ carried))[:, None]
         factor = self.factorised(damping)
         solved = torch.cholesky_solve(slope, factor) if self._multiple else torch.linalg.lu_solve(*factor, slope)
         return carried - self._J.T @ solved[:, 0]
 
     def _factorise(self, damping: float) -> Any:
-        assert self.point.uniform is not None
-        matrix = self._system.clone()
-        matrix.diagonal().add_(damping + self.point.uniform)
+        matrix = _damped(self._system, damping + self._uniform)
         return _cholesky(matrix) if self._multiple else torch.linalg.lu_factor(matrix)
 
     def _weigh(self, matrix: Tensor) -> Tensor:
@@ -106,12 +103,11 @@ class Primal(System):
         like = point.gradient_vector
         if point.flat_terms:
             self._H = self._squared(point, room)
+            self._H.diagonal().add_(point.diagonal)
         else:
             point.product(like)  # looks at the derivatives once, without vmap
             self._H = apply_to_units(point.product, like, point.products_at_once(room))
-            self._H.diagonal().sub_(point.diagonal)
         check_finite(self._H, "the Hessian of the divergence")
-        self._H.diagonal().add_(point.diagonal)
 
     def _squared(self, point: Point, room: int) -> Tensor:
         """JᵀWJ, some rows of J at a time, or all where there is room for them twice."""
@@ -125,7 +121,7 @@ class Primal(System):
         )
         least = max(group.columns for group in rows.groups) if aligned else rows.count
         if chunk < least:
-            raise RoomError(
+            raise MethodError(
                 f"{least:,} rows of the Jacobian are needed at once, {least * each:,} numbers, and there is room for "
                 f"{max(0, room - rows.held):,}: allow more memory, or write method='cg'"
             )
@@ -149,9 +145,7 @@ class Primal(System):
         return -torch.cholesky_solve((gradient - damping * carried)[:, None], self.factorised(damping))[:, 0]
 
     def _factorise(self, damping: float) -> Any:
-        matrix = self._H.clone()
-        matrix.diagonal().add_(damping)
-        return _cholesky(matrix)
+        return _cholesky(_damped(self._H, damping))
 
 
 MOST_PRODUCTS = 1000
@@ -159,8 +153,7 @@ MOST_PRODUCTS = 1000
 
 class Conjugate(System):
     """Conjugate gradients from the last step on, preconditioned by U: for each weight the damped inverses of the second moments
-    of its inputs and of its drawn gradients, as in LLQR; for other parameters, and without room for those, one number, from
-    the mean of the squares."""
+    of its inputs and of its drawn gradients, as in LLQR; for others, and without room for those, one number."""
 
     def __init__(self, point: Point, start: Tensor, tolerance: float, room: int) -> None:
         super().__init__(point)
@@ -198,101 +191,49 @@ class Conjugate(System):
         return apply
 
 
-class Stages(System):
-    """The Riccati recursion."""
-
-    def __init__(self, point: Point, lqr: LQR) -> None:
-        super().__init__(point)
-        self._lqr = lqr
-        self._diagonals = [stage.diagonal for stage in lqr.stages]
-
-    def solve(self, slope: Tensor, carried: Tensor, damping: float) -> Tensor:
-        riccati, pulled = self.factorised(damping), self.point.named(-damping * carried)
-        self._lqr.terminal_gradient = slope[: len(self._lqr.terminal_gradient)]  # there are none at the other places
-        for stage in self._lqr.stages:
-            stage.param_gradient = stage.stack(pulled)
-        return self.point.flat(self._lqr.named(riccati.solve().controls))
-
-    def _factorise(self, damping: float) -> Riccati:
-        for stage, diagonal in zip(self._lqr.stages, self._diagonals, strict=True):
-            stage.diagonal = diagonal + damping
-        return Riccati(self._lqr)
-
-
-class Way(NamedTuple):
-    """What a method would cost, why it can't be taken, and how it is."""
-
-    work: float
-    bytes: int
-    reason: str
-    make: Callable[[], System]
-
-
-def ways(point: Point, memory: int, examples: int, start: Tensor, tolerance: float) -> dict[str, Way]:
-    """The methods for any model."""
+def prepared(
+    point: Point, method: str, memory: int, examples: int, start: Tensor, tolerance: float
+) -> tuple[System, str]:
+    """The system of a method ("auto": the one with the least arithmetic of those that fit into memory), and its name."""
     n, p, largest = point.rows_of_output, len(point.gradient_vector), point.largest
     item = point.gradient_vector.element_size()
-    a_pass = 100.0 * p * examples + 6e7  # small matrices run at a tenth of the speed of large ones
-    flat = "" if point.flat_terms else "it is for divergences that are flat, as Gauss–Newton and KL are"
-    uniform = "" if point.uniform is not None else "the divergence has other L2 weights for some parameters"
-    dual, primal = n * (p + largest) + 3 * n * n, 3 * p * p
-    squaring = 2.0 * n if point.flat_terms else 2.0 * a_pass / p
     room = memory // item
-    return {
-        "dual": Way(2.0 * n * n * p + n**3, item * dual, flat or uniform, lambda: Dual(point, room - dual)),
-        "primal": Way(
-            squaring * p * p + p**3 / 3, item * (primal + 2 * p + largest), "", lambda: Primal(point, room - primal)
-        ),
-        "cg": Way(600 * a_pass, 0, "", lambda: Conjugate(point, start, tolerance, room)),
+    a_pass = 100.0 * p * examples + 6e7  # small matrices run at a tenth of the speed of large ones
+    squaring = 2.0 * n if point.flat_terms else 2.0 * a_pass / p
+    work = {"dual": 2.0 * n * n * p + n**3, "primal": squaring * p * p + p**3 / 3, "cg": 600 * a_pass}
+    squares = {"dual": n * (p + largest) + 3 * n * n, "primal": 3 * p * p, "cg": 0}
+    rows = {"dual": 0, "primal": 2 * p + largest, "cg": 0}
+    make: dict[str, Callable[[int], System]] = {
+        "dual": partial(Dual, point),
+        "primal": partial(Primal, point),
+        "cg": partial(Conjugate, point, start, tolerance),
     }
-
-
-def along_stages(
-    point: Point, model: nn.Module, loss_fn: Loss | None, inputs: Inputs | None, targets: Any, divergence: Divergence
-) -> Way:
-    """The Riccati recursion, where the model has stages."""
-    if loss_fn is None or not isinstance(model, nn.Sequential) or inputs is None:
-        return Way(math.inf, 0, "it is for an nn.Sequential and a closure that returns model(inputs), targets", _no)
-    try:
-        chain = Chain(model)
-        sizes = chain.sizes(inputs)
-    except LLQRError as error:
-        return Way(math.inf, 0, str(error), _no)
-    work = sum(10.0 * n * n * (n + p) for n, p in sizes)
-    held = point.gradient_vector.element_size() * (sum(n * (n + p) for n, p in sizes) + 4 * max(sizes)[0] ** 2)
-    return Way(work, held, "", lambda: Stages(point, build(chain, inputs, targets, loss_fn, divergence)))
-
-
-def choose(ways: dict[str, Way], method: str, point: Point, memory: int) -> tuple[System, str]:
-    """The system that takes the least arithmetic of those that fit into memory, and its name."""
-    errors: dict[str, LLQRError] = {}
-    names = sorted(ways, key=lambda name: ways[name].work) if method == "auto" else [method]
-    for name in names:
-        way = ways[name]
-        if way.reason:
-            errors[name] = LLQRError(f"method={name!r} can't be taken here: {way.reason}")
-        elif way.bytes > memory:
-            errors[name] = LLQRError(
-                f"method={name!r} takes {way.bytes:,} bytes for {point.rows_of_output:,} numbers of the output and "
-                f"{len(point.gradient_vector):,} parameters, and memory={memory:,}: allow more, take fewer examples at a "
-                "time, or write method='cg'"
-            )
-        else:
-            try:
-                return way.make(), name
-            except (ChainError, IndefiniteProblemError, RoomError) as error:
-                errors[name] = error
-    raise errors[names[0]]
-
-
-def _no() -> System:
-    raise AssertionError
+    first: LLQRError | None = None
+    for name in sorted(work, key=work.__getitem__) if method == "auto" else [method]:
+        needed = item * (squares[name] + rows[name])
+        try:
+            if needed > memory:
+                raise MethodError(
+                    f"method={name!r} takes {needed:,} bytes for {n:,} numbers of the output and {p:,} parameters, and "
+                    f"memory={memory:,}: allow more, take fewer examples at a time, or write method='cg'"
+                )
+            return make[name](room - squares[name]), name
+        except (IndefiniteProblemError, MethodError) as error:
+            first = first or error
+    assert first is not None
+    raise first
 
 
 def _least(blocks: Tensor) -> float:
     """The least eigenvalue, as a share of the largest number."""
     largest = float(blocks.abs().max())
     return float(torch.linalg.eigvalsh(blocks).min()) / largest if largest else 0.0
+
+
+def _damped(matrix: Tensor, damping: float) -> Tensor:
+    damped = matrix.clone()
+    damped.diagonal().add_(damping)
+    return damped
 
 
 def _cholesky(matrix: Tensor) -> Tensor:
@@ -307,8 +248,7 @@ def _inverses(pair: tuple[Tensor, Tensor], damping: float) -> tuple[Tensor, Tens
     """(G + √μ π)⁻¹ and (A + √μ / π)⁻¹, with π² the ratio of their mean eigenvalues."""
     means = [max(float(side.diagonal().mean()), torch.finfo(side.dtype).tiny) for side in pair]
     balance = (means[0] / means[1]) ** 0.5
-    damped = []
-    for side, share in zip(pair, (balance, 1 / balance), strict=True):
-        unit = torch.eye(len(side), dtype=side.dtype, device=side.device)
-        damped.append(torch.linalg.inv(side + damping**0.5 * share * unit))
-    return damped[0], damped[1]
+    first, second = (
+        _damped(side, damping**0.5 * share) for side, share in zip(pair, (balance, 1 / balance), strict=True)
+    )
+    return torch.linalg.inv(first), torch.linalg.inv(second)
