@@ -31,7 +31,7 @@ from llqr.divergences import (
 )
 from llqr.errors import LLQRError, LLQRWarning, NonFiniteError
 
-METHODS = ("dual", "primal", "cg")
+METHODS = ("dual", "primal", "cg", "riccati")
 Closure = Callable[[], Any]
 
 
@@ -463,7 +463,7 @@ def test_memory_bounds_the_method() -> None:
     optimizer = Exact(model, functional.cross_entropy, memory=10_000)
     optimizer.step(lambda: (model(inputs), targets))
     assert optimizer.stats.method == "cg"
-    for method in ("dual", "primal"):
+    for method in ("dual", "primal", "riccati"):
         with pytest.raises(LLQRError, match=r"takes [\d,]+ bytes .* memory=10,000"):
             Exact(model, functional.cross_entropy, method=method, memory=10_000).step(lambda: (model(inputs), targets))  # type: ignore[arg-type]
     size = sum(p.numel() for p in model.parameters())
@@ -489,6 +489,9 @@ def test_what_cannot_be_stepped_says_so() -> None:
     def pair() -> tuple[Tensor, Tensor]:
         return model(inputs), targets
 
+    def doubled() -> tuple[Tensor, Tensor]:
+        return 2 * model(inputs), inputs[:, :3]
+
     def wrong(match: str, *arguments: Any, closure: Closure = pair, **options: Any) -> None:
         before = flat(model)
         with pytest.raises(LLQRError, match=match):
@@ -512,6 +515,7 @@ def test_what_cannot_be_stepped_says_so() -> None:
     wrong("0 numbers", model, closure=lambda: model(inputs[:0]))
     wrong("depend on the parameters", model, closure=lambda: inputs)
     wrong("for divergences that are flat", model, functional.cross_entropy, "newton", "dual")
+    wrong("nn.Sequential", model, functional.mse_loss, method="riccati", closure=doubled)
     wrong("convex in the output", model, lambda x, _: -x.square().mean(), method="dual")
     with pytest.raises(LLQRError, match="too coarse"):
         Exact(nn.Linear(2, 2).half())

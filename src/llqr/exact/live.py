@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llqr.checks import Loss, check_finite
+from llqr.checks import Inputs, Loss, check_finite
 from llqr.curvature.graph import graph_nodes
 from llqr.curvature.recorder import Streams
 from llqr.errors import LLQRError, NonFiniteError
@@ -26,15 +26,23 @@ class Live:
         self._dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
         self.loss_fn: Loss = loss_fn or squares
         self.targets: Any = None
+        self._seen: Tensor | None = None
         self.groups: list[tuple[int, int]] = []
+        calls: list[tuple[Any, ...]] = []
         self.streams = Streams(model)
         self._own = {id(p): name for name, p in model.named_parameters()}
-        with torch.enable_grad():
-            output = self.output()
+        hook = model.register_forward_hook(lambda *seen: calls.append(seen), with_kwargs=True)
+        try:
+            with torch.enable_grad():
+                output = self.output()
+        finally:
+            hook.remove()
         check_finite(output.detach(), "what the closure returned")
         self._first, self.loss = output.detach(), self._value(output)
         if not math.isfinite(self.loss):
             raise NonFiniteError(f"the loss is {self.loss}: start from other parameters, or look at the data")
+        alone = len(calls) == 1 and not calls[0][2] and calls[0][3] is self._seen
+        self.inputs: Inputs | None = calls[0][1] if alone else None
 
     def replaced(self) -> Tensor:
         """The output with other tensors in the place of the parameters; an error where one of the model's own is in it still,
@@ -106,6 +114,7 @@ class Live:
             output: Tensor
             output, self.targets = returned
             self._check(output, "the output")
+            self._seen = output
             examples = len(output) if output.dim() else 1
             self.groups = [(examples, output.numel() // examples)]
             return output

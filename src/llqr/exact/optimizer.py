@@ -30,10 +30,10 @@ from llqr.divergences.families import check_families
 from llqr.errors import DegenerateProblemError, LLQRError, LLQRWarning, callers_level, unknown
 from llqr.exact.live import Closure, Live
 from llqr.exact.point import Point
-from llqr.exact.systems import System, prepared
+from llqr.exact.systems import System, as_stages, prepared
 
-Method = Literal["auto", "dual", "primal", "cg"]
-METHODS = ("auto", "dual", "primal", "cg")
+Method = Literal["auto", "dual", "primal", "cg", "riccati"]
+METHODS = ("auto", "dual", "primal", "cg", "riccati")
 
 REFUSALS = 12
 """Steps that may be refused in a row, each with a larger damping than the one before."""
@@ -150,7 +150,8 @@ class Exact(torch.optim.Optimizer):
         point, group = self._point(live), self.param_groups[0]
         gradient, last = point.gradient_vector, self._last_step(point)
         examples = sum(count for count, _ in live.groups)
-        system, method = prepared(point, self._method, self._memory, examples, last, self._tolerance)
+        stages = as_stages(self._model, self._loss_fn, live.inputs, live.targets, self._divergence)
+        system, method = prepared(point, self._method, self._memory, examples, last, self._tolerance, stages)
         start = {name: p.detach().clone() for name, p in self._named.items()}
         along = gradient / gradient.abs().max()  # its square may be beyond float32
         curvature = abs(float(along @ system.product(along) / (along @ along))) if gradient.any() else 0.0

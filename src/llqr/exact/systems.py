@@ -5,6 +5,7 @@ With H = JᵀWJ + d and m = μ + d, the same δ comes from whichever system is s
     dual      δ = c' - Jᵀ (W J Jᵀ + m)⁻¹ (s + W J c'), c' = (μ/m) c    a row for each number of the output
     primal    δ = -(H + μ)⁻¹ (Jᵀs - μ c)                               a row for each parameter; also where H isn't JᵀWJ + d
     cg        the same by conjugate gradients, with products alone, to a tolerance
+    riccati   the same by Riccati recursion along the stages of an nn.Sequential
 
 A point is prepared once. Another damping costs a factorisation, and another slope at the same damping a solution.
 """
@@ -15,15 +16,19 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from llqr.checks import check_finite
-from llqr.errors import IndefiniteProblemError, LLQRError
+from llqr.checks import Inputs, Loss, check_finite
+from llqr.divergences import Divergence
+from llqr.errors import ChainError, IndefiniteProblemError, LLQRError
+from llqr.exact.chain import Chain
+from llqr.exact.lqr import LQR, build
 from llqr.exact.matrices import BlockDiagonal, add_symmetric, apply_to_units, conjugate_gradients
 from llqr.exact.point import MethodError, Point
+from llqr.exact.steps import Riccati
 
 
 class System(ABC):
@@ -191,8 +196,55 @@ class Conjugate(System):
         return apply
 
 
+class Stages(System):
+    """Riccati recursion."""
+
+    def __init__(self, point: Point, lqr: LQR) -> None:
+        super().__init__(point)
+        self._lqr = lqr
+        self._diagonals = [stage.diagonal for stage in lqr.stages]
+
+    def solve(self, slope: Tensor, carried: Tensor, damping: float) -> Tensor:
+        riccati, pulled = self.factorised(damping), self.point.named(-damping * carried)
+        self._lqr.terminal_gradient = slope[: len(self._lqr.terminal_gradient)]  # there are none at the other places
+        for stage in self._lqr.stages:
+            stage.param_gradient = stage.stack(pulled)
+        return self.point.flat(self._lqr.named(riccati.solve().controls))
+
+    def _factorise(self, damping: float) -> Riccati:
+        for stage, diagonal in zip(self._lqr.stages, self._diagonals, strict=True):
+            stage.diagonal = diagonal + damping
+        return Riccati(self._lqr)
+
+
+class StagePlan(NamedTuple):
+    """A model as stages: the numbers of each one's inputs and parameters, and its LQR."""
+
+    sizes: list[tuple[int, int]]
+    build: Callable[[], LQR]
+
+
+def as_stages(
+    model: nn.Module, loss_fn: Loss | None, inputs: Inputs | None, targets: Any, divergence: Divergence
+) -> StagePlan | LLQRError:
+    """The stages, or why there are none."""
+    if loss_fn is None or not isinstance(model, nn.Sequential) or inputs is None:
+        return MethodError("method='riccati' is for an nn.Sequential and a closure that returns model(inputs), targets")
+    try:
+        chain = Chain(model)
+        return StagePlan(list(chain.sizes(inputs)), partial(build, chain, inputs, targets, loss_fn, divergence))
+    except LLQRError as error:
+        return error
+
+
 def prepared(
-    point: Point, method: str, memory: int, examples: int, start: Tensor, tolerance: float
+    point: Point,
+    method: str,
+    memory: int,
+    examples: int,
+    start: Tensor,
+    tolerance: float,
+    stages: StagePlan | LLQRError,
 ) -> tuple[System, str]:
     """The system of a method ("auto": the one with the least arithmetic of those that fit into memory), and its name."""
     n, p, largest = point.rows_of_output, len(point.gradient_vector), point.largest
@@ -208,6 +260,12 @@ def prepared(
         "primal": partial(Primal, point),
         "cg": partial(Conjugate, point, start, tolerance),
     }
+    if isinstance(stages, StagePlan):
+        work["riccati"], rows["riccati"] = sum(10.0 * x * x * (x + q) for x, q in stages.sizes), 0
+        squares["riccati"] = sum(x * (x + q) for x, q in stages.sizes) + 4 * max(stages.sizes)[0] ** 2
+        make["riccati"] = lambda _: Stages(point, stages.build())
+    elif method == "riccati":
+        raise stages
     first: LLQRError | None = None
     for name in sorted(work, key=work.__getitem__) if method == "auto" else [method]:
         needed = item * (squares[name] + rows[name])
@@ -218,7 +276,7 @@ def prepared(
                     f"memory={memory:,}: allow more, take fewer examples at a time, or write method='cg'"
                 )
             return make[name](room - squares[name]), name
-        except (IndefiniteProblemError, MethodError) as error:
+        except (ChainError, IndefiniteProblemError, MethodError) as error:
             first = first or error
     assert first is not None
     raise first
