@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import platform
@@ -17,6 +18,7 @@ from llqr_lab.bench import exact_training, measure, overhead
 from llqr_lab.bench.exact_problems import PROBLEMS, cole_hopf, points
 from llqr_lab.cli import app
 from llqr_lab.results import write_json
+from made_runs import falling, made_run
 
 PNG = b"\x89PNG"
 
@@ -101,6 +103,32 @@ def test_demo_refuses_wrong_input_before_any_work(
     code, printed = invoke("demo", *arguments)
     assert code == 2
     assert arguments[0] in printed
+
+
+def test_runs_of_several_days_make_the_same_tables(tmp_path: Path) -> None:
+    """Split in two sources, in either order, and as a kept file with new runs: the same page, the same file."""
+    kept, page = tmp_path / "kept.json", tmp_path / "page.md"
+
+    def tables(*sources: str | Path) -> tuple[str, str]:
+        page.unlink(missing_ok=True)
+        code, printed = invoke("table", *sources, "--save", kept, "--page", page)
+        assert code == 0, printed
+        return kept.read_text(), page.read_text()
+
+    first, second, whole = (tmp_path / name for name in ("first", "second", "whole"))
+    for number, (method, seed) in enumerate(itertools.product(("default", "base", "ekfac-ngd"), range(3))):
+        for runs in (whole, first if number % 2 else second):
+            made_run(runs, method, seed)
+    wanted = tables(whole)
+    assert "| base | 3 |" in wanted[1]
+    assert tables(first, second) == tables(second, first) == wanted
+    tables(first)
+    assert tables(kept, second) == wanted
+    # of a run that is in two sources, the later one's counts
+    made_run(tmp_path / "other", "base", 0, falling(60, 0, shift=2.0))
+    assert tables(tmp_path / "other", whole) == wanted
+    other = tables(whole, tmp_path / "other")
+    assert tables(kept, whole) == wanted != other
 
 
 def test_a_result_that_is_not_a_number_is_not_written(tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ from typing import Any
 from rich.console import Console
 
 from llqr_lab.errors import check_names
+from llqr_lab.experiments.collect import collected, which
 from llqr_lab.experiments.command import describe, folder_of, parse_values
-from llqr_lab.experiments.config import Config, toml
+from llqr_lab.experiments.config import Config, flat, toml
 from llqr_lab.experiments.folder import RunFolder
 from llqr_lab.experiments.presets import BARE, PRESETS, known_preset, resolve
 from llqr_lab.results import say
@@ -92,15 +93,25 @@ def points(grid: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
 
 
 def sweep(
-    wanted: list[tuple[Config, dict[str, Any]]], runs: Path, data: Path | None, jobs: int, device: str, console: Console
+    wanted: list[tuple[Config, dict[str, Any]]],
+    runs: Path,
+    data: Path | None,
+    jobs: int,
+    device: str,
+    console: Console,
+    known: Path | None = None,
 ) -> bool:
-    """Run them; whether all came to their end."""
+    """Run what isn't in the file of known results; whether all came to their end."""
+    kept = {which(each): each for each in collected(known)} if known else {}
     waiting = []
     for config, point in wanted:
         folder = folder_of(runs, config)
         folder.check(config, resume=True)
+        before = kept.get((config.preset, config.scale, config.label, config.seed))
         if folder.done:
             say(console, f"done before: {describe(folder.read_result())}")
+        elif before and flat(before.get("settings", {})) == config.settings:
+            say(console, f"done before: {describe(before)}")
         else:
             waiting.append(Job(config, folder, _arguments(config, point, runs, data, device)))
     running: list[Job] = []

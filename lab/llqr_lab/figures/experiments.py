@@ -24,7 +24,7 @@ COLOURS = (BLUE, ORANGE, GREEN, PINK)
 LINES = ((GREY, "--"), *((colour, style) for style in ("-", ":") for colour in COLOURS))
 
 
-def draw(kind: str, presets: list[str], methods: list[str], source: Path, scale: str, output: Path) -> None:
+def draw(kind: str, presets: list[str], methods: list[str], sources: Sequence[Path], scale: str, output: Path) -> None:
     """Of finished runs: with nothing changed by hand (curves, grokking), or an ablation's."""
     check_names([kind], ("curves", "grokking", *ABLATIONS), "figure")
     check_names([scale], SCALES, "scale")
@@ -36,7 +36,7 @@ def draw(kind: str, presets: list[str], methods: list[str], source: Path, scale:
         known_preset(preset)
     results = [
         each
-        for each in collected(source)
+        for each in collected(*sources)
         if each["scale"] == scale and (not methods or each["method"].partition("+")[0] in methods)
     ]
     plain = [each for each in results if "+" not in each["method"]]
