@@ -3,11 +3,12 @@
 import ctypes
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from multiprocessing import get_context
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -28,6 +29,31 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def step_seconds(
+    begin: Callable[[], Mapping[str, Callable[[int], float]]],
+    rounds: int,
+    steps: int,
+    turn: int,
+    done: Callable[[], None],
+) -> dict[str, list[float]]:
+    """Of each step of several trainings the median of its seconds over the rounds. They take turns of some steps.
+
+    `begin` gives what makes each one's step of a number. Every round begins anew, so that a step has its refit, or its new
+    preconditioner, in each of them.
+    """
+    spent: dict[str, list[list[float]]] = {}
+    for _ in range(rounds):
+        trainings = begin()
+        own: dict[str, list[float]] = {name: [] for name in trainings}
+        for first in range(0, steps, turn):
+            for name, step in trainings.items():
+                own[name] += map(step, range(first, min(first + turn, steps)))
+        for name, seconds in own.items():
+            spent.setdefault(name, []).append(seconds)
+        done()
+    return {name: list(map(median, zip(*each, strict=True))) for name, each in spent.items()}
 
 
 def peak_memory(prepare: Callable[..., Job], *arguments: Any) -> tuple[int | None, Any]:

@@ -21,9 +21,8 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from llqr import LLQR
 from llqr.wrapper import often_at_first
-from llqr_lab.bench.measure import one_thread
+from llqr_lab.bench.measure import one_thread, step_seconds
 from llqr_lab.bench.unseen import every_place
-from llqr_lab.experiments.optimizers import fits
 from llqr_lab.models.convolutional import ResNet18, mlp, picture_net
 from llqr_lab.models.transformers import GPT
 from llqr_lab.results import bar, provenance, say, show_table, simple_table, write_json
@@ -61,27 +60,22 @@ SUBJECTS = {
 }
 
 
-class Trainer:
-    """A network under the base alone, or inside LLQR; how long each step took, and whether it had a refit."""
+def training(subject: Subject, wrapped: bool, seed: int) -> Callable[[int], float]:
+    """A network under the base alone, or inside LLQR: what makes a step, and gives its seconds."""
+    torch.manual_seed(seed)
+    model, (inputs, targets) = subject.network(), subject.batch()
+    parameters = model.parameters()
+    base: Optimizer = SGD(parameters, lr=1e-3, momentum=0.9) if subject.base == "SGDM" else AdamW(parameters, 1e-4)
+    optimizer = LLQR(base, model) if wrapped else base
 
-    def __init__(self, subject: Subject, wrapped: bool, seed: int) -> None:
-        torch.manual_seed(seed)
-        self.model = subject.network()
-        self.inputs, self.targets = subject.batch()
-        parameters = self.model.parameters()
-        base: Optimizer = SGD(parameters, lr=1e-3, momentum=0.9) if subject.base == "SGDM" else AdamW(parameters, 1e-4)
-        self.optimizer = LLQR(base, self.model) if wrapped else base
-        self.seconds: list[float] = []
-        self.refits: list[bool] = []
+    def step(number: int) -> float:
+        begun = time.process_time()
+        optimizer.zero_grad()
+        every_place(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        return time.process_time() - begun
 
-    def train(self) -> None:
-        """One training step: clear, forward, backward, step."""
-        before, begun = fits(self.optimizer), time.process_time()
-        self.optimizer.zero_grad()
-        every_place(self.model(self.inputs), self.targets).backward()  # type: ignore[no-untyped-call]
-        self.optimizer.step()
-        self.seconds.append(time.process_time() - begun)
-        self.refits.append(fits(self.optimizer) > before)
+    return step
 
 
 def main(names: Sequence[str], output: Path, seed: int, repeats: int, steps: int | None) -> None:
@@ -101,17 +95,9 @@ def measure(
     subject: Subject, seed: int, repeats: int, steps: int | None, schedule: Sequence[bool], done: Callable[[], None]
 ) -> Row:
     count = steps or subject.steps
-    rounds: list[tuple[Trainer, Trainer]] = []
-    for _ in range(repeats):
-        pair = Trainer(subject, False, seed), Trainer(subject, True, seed)
-        for begin in range(0, count, TURN):
-            for trainer in pair:
-                for _ in range(min(TURN, count - begin)):
-                    trainer.train()
-        rounds.append(pair)
-        done()
-    base, own = ([median(times) for times in zip(*(pair[k].seconds for pair in rounds), strict=True)] for k in (0, 1))
-    step, kinds = median(base), list(zip(own, rounds[0][1].refits, strict=True))
+    begin = lambda: {"base": training(subject, False, seed), "own": training(subject, True, seed)}  # noqa: E731
+    base, own = step_seconds(begin, repeats, count, TURN, done).values()
+    step, kinds = median(base), list(zip(own, map(often_at_first, range(count)), strict=True))
     found = ([s for s, had in kinds if had == kind] for kind in (False, True))
     plain, refit = (median(some) if some else None for some in found)
     together = [(refit if each else plain) or plain or refit or 0.0 for each in schedule]

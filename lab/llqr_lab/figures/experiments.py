@@ -18,7 +18,7 @@ from llqr_lab.experiments.config import toml
 from llqr_lab.experiments.presets import SCALES, known_preset
 from llqr_lab.experiments.sweep import ABLATIONS, ablation_grid, configurations, points
 from llqr_lab.experiments.table import NAMES, UNITS, methods_of, scores
-from llqr_lab.figures.style import BLUE, GREEN, GREY, ORANGE, PINK, drawing
+from llqr_lab.figures.style import BLUE, GREEN, GREY, ORANGE, PINK, drawing, shared_legend
 
 COLOURS = (BLUE, ORANGE, GREEN, PINK)
 LINES = ((GREY, "--"), *((colour, style) for style in ("-", ":") for colour in COLOURS))
@@ -93,9 +93,7 @@ def curves(groups: list[list[Result]], path: Path) -> None:
                 axes.set_title(_title(results), fontsize="medium")
         for axes in grid.flat[len(panels) :]:
             axes.remove()
-        found = [axes.get_legend_handles_labels() for axes in grid.flat[: len(panels)]]
-        handles = {label: handle for pair in found for handle, label in zip(*pair, strict=True)}
-        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4)
+        shared_legend(figure, grid.flat[: len(panels)])
         if alone:
             figure.suptitle(_title(groups[0]), fontsize="medium")
 
@@ -228,8 +226,7 @@ def ablation(results: list[Result], methods: Sequence[str], grid: dict[str, list
                 if plain:
                     axes.axhline(unit * plain.mean, color=colour, linestyle=":", label=f"{method} as the paper has it")
         panels[0].set_ylabel(NAMES.get(score, score))
-        handles, texts = panels[0].get_legend_handles_labels()
-        figure.legend(handles, texts, loc="outside lower center", ncols=4)
+        shared_legend(figure, panels[:1])
         figure.suptitle(f"{preset} at --scale {scale}", fontsize="medium")
 
 
