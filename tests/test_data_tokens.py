@@ -120,7 +120,7 @@ def test_split_words_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     first = words.split_all(["A dog.", "Two."])
     assert first == ["a dog .", "two ."]
     (path,) = (tmp_path / "cache").iterdir()
-    path.write_text('["a dog ."]')
+    path.write_text('["a dog ."')
     assert words.split_all(["A dog.", "Two."]) == first
     assert words.split_all(["A dog."]) == first[:1]
     monkeypatch.setattr(Words, "split", lambda *_: pytest.fail("split again"))

@@ -86,8 +86,6 @@ def test_numbers_and_text_again(prepared: Translation) -> None:
         score, signature = bleu([prepared.text(sentence) for sentence in part.target], part.references)
         assert score > 99.99
         assert "case:lc" in signature
-    with pytest.raises(ValueError, match="1 translations of 2 sentences"):
-        bleu(["a"], ["a", "b"])
 
 
 def test_cleaning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,8 +143,6 @@ def test_batches_are_functions_of_seed_and_step(prepared: Translation) -> None:
     assert [[*(each.tolist() for each in batch.inputs), batch.targets.tolist()] for batch in ahead] == forwards[
         count - 1 : count + 1
     ]
-    with pytest.raises(IndexError, match="from 0"):
-        batches[-1]
 
 
 def test_a_sentence_too_long_for_any_batch(prepared: Translation) -> None:

@@ -266,7 +266,7 @@ def engine(
     output: options.Output = Path("results/engine.json"),
     seed: options.Seed = 0,
     repeats: options.Repeats = 9,
-    quick: Annotated[bool, typer.Option("--quick", help="Tiny networks, to see that it works.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Small batches, to see that it works.")] = False,
 ) -> None:
     """Curvature products and fits in units of a training step of the same network."""
     from llqr_lab.bench.engine import main

@@ -7,7 +7,6 @@ job's seconds over the mean of the training steps before and after it.
 import copy
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from torch import Tensor, nn
 from torch.nn import functional
 
 from llqr import QuadraticModel, fit
@@ -28,19 +28,21 @@ Row = dict[str, Any]
 Job = Callable[[], object]
 
 
-@dataclass(frozen=True)
-class Size:
-    """One of the networks, and its batch; the other sizes are the transformer's."""
-
-    model: str = "transformer"
-    batch: int = 512
-    width: int = 128
-    depth: int = 2
-    words: int = 99
+def _tokens(batch: int) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(99, (batch, 5))
+    return tokens[:, :4], tokens[:, 4]
 
 
-NETWORKS = [Size(), Size("convnet", 128), Size("mlp", 256)]
-QUICK = [Size(batch=16, width=16, depth=1), Size("mlp", 16)]
+def _pictures(*shape: int) -> Callable[[int], tuple[Tensor, Tensor]]:
+    return lambda batch: (torch.randn(batch, *shape), torch.randint(10, (batch,)))
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Tensor, Tensor]], int]] = {
+    "transformer": (GrokkingTransformer, _tokens, 512),
+    "convnet": (convnet, _pictures(3, 32, 32), 128),
+    "mlp": (mlp, _pictures(784), 256),
+}
+"""With their batches."""
 DIVERGENCES: dict[str, Divergence] = {"kl": KL(), "newton": Newton()}
 PAPER = SGDM(lr=0.005, momentum=0.9)
 FITS: dict[str, tuple[str, Solver, int]] = {
@@ -52,24 +54,15 @@ FITS: dict[str, tuple[str, Solver, int]] = {
 }
 BETWEEN = 7
 """Training steps between two jobs, whose median counts: a single one is off by a tenth."""
-PATIENCE, MOST = 20.0, 10
-"""Seconds that products of a network with short steps may take for rounds beyond those that were asked for, and how many times
-as many at most: a few rounds of ten milliseconds are over before the machine is another one."""
 
 
 class Bench:
     """A network with a batch; a copy of it is trained, so that its own parameters stay where products were built."""
 
-    def __init__(self, size: Size, seed: int) -> None:
+    def __init__(self, name: str, quick: bool, seed: int) -> None:
         torch.manual_seed(seed)
-        if size.model == "transformer":
-            self.model: torch.nn.Module = GrokkingTransformer(size.words, width=size.width, layers=size.depth)
-            tokens = torch.randint(size.words, (size.batch, 5))
-            self.inputs, self.targets = tokens[:, :4], tokens[:, 4]
-        else:
-            self.model = mlp() if size.model == "mlp" else convnet()
-            shape = (784,) if size.model == "mlp" else (3, 32, 32)
-            self.inputs, self.targets = torch.randn(size.batch, *shape), torch.randint(10, (size.batch,))
+        network, draw, batch = NETWORKS[name]
+        self.model, (self.inputs, self.targets) = network(), draw(16 if quick else batch)
         self._trained = copy.deepcopy(self.model)
         self._optimizer = torch.optim.AdamW(self._trained.parameters(), lr=1e-4)
         self.train()  # the optimizer's state is there from now on
@@ -98,16 +91,16 @@ class Bench:
 
 def main(output: Path, seed: int, repeats: int, quick: bool) -> None:
     """Run, write the results, and print the tables."""
-    networks, rows = QUICK if quick else NETWORKS, list[Row]()
+    rows: list[Row] = []
     objective: dict[str, float] = {}
-    with bar(len(networks) + 1, "measuring") as done:
-        for size in networks:
-            bench = Bench(size, seed)
-            jobs: dict[str, Job] = {name: bench.product(name) for name in DIVERGENCES}
-            jobs |= {f"record {name}": partial(bench.first_product, name) for name in DIVERGENCES}
-            rows.append({**asdict(size), **in_training_steps(bench, jobs, repeats, PATIENCE if repeats > 1 else 0.0)})
+    with bar(len(NETWORKS) + 1, "measuring") as done:
+        for name in NETWORKS:
+            bench = Bench(name, quick, seed)
+            jobs: dict[str, Job] = {kind: bench.product(kind) for kind in DIVERGENCES}
+            jobs |= {f"record {kind}": partial(bench.first_product, kind) for kind in DIVERGENCES}
+            rows.append({"model": name, "batch": len(bench.targets), **in_training_steps(bench, jobs, repeats)})
             done()
-        bench = Bench(networks[0], seed)
+        bench = Bench("transformer", quick, seed)
 
         def refit(name: str, structure: str, solver: Solver, steps: int) -> None:
             objective[name] = fit(bench.build("kl"), structure, solver, steps).history[-1]
@@ -115,7 +108,7 @@ def main(output: Path, seed: int, repeats: int, quick: bool) -> None:
         fits = in_training_steps(bench, {name: partial(refit, name, *how) for name, how in FITS.items()}, repeats)
         done()
     settings = {"repeats": repeats, "threads": torch.get_num_threads(), "training_step": "forward, backward, AdamW"}
-    measured = {**asdict(networks[0]), **fits, "objective": objective}
+    measured = {"model": "transformer", **fits, "objective": objective}
     result = {"settings": settings, "products": rows, "fits": measured}
     command = f"llqr bench engine --seed {seed} --repeats {repeats}{' --quick' if quick else ''}"
     write_json(output, {**provenance(command, seed), **result})
@@ -124,20 +117,15 @@ def main(output: Path, seed: int, repeats: int, quick: bool) -> None:
     say(console, f"Wrote {output}")
 
 
-def in_training_steps(bench: Bench, jobs: Mapping[str, Job], repeats: int, patience: float = 0.0) -> Row:
-    """The median of each job's seconds over those of the training steps around it, and the median training step.
-
-    In `repeats` rounds, or as many more as fit into so many seconds.
-    """
+def in_training_steps(bench: Bench, jobs: Mapping[str, Job], repeats: int) -> Row:
+    """The median of each job's seconds over those of the training steps around it, and the median training step."""
     ratios: dict[str, list[float]] = {name: [] for name in jobs}
     steps: list[float] = [_seconds(bench.train)]
-    begun, rounds = time.perf_counter(), 0
-    while rounds < repeats or (rounds < MOST * repeats and time.perf_counter() - begun < patience):
+    for _ in range(repeats):
         for name, job in jobs.items():
             spent = _seconds(job)
             steps.append(median(_seconds(bench.train) for _ in range(BETWEEN)))
             ratios[name].append(2 * spent / (steps[-2] + steps[-1]))
-        rounds += 1
     return {"train_seconds": median(steps), "ratios": {name: median(values) for name, values in ratios.items()}}
 
 

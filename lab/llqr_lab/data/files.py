@@ -2,14 +2,12 @@
 
 import json
 import os
-import shutil
 import tarfile
-import tempfile
 import zipfile
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from hashlib import blake2b, sha256
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +16,7 @@ import torch
 from torch import Tensor
 
 from llqr_lab.errors import DataError, MissingDataError
+from llqr_lab.results import write_text
 
 VARIABLE = "LLQR_DATA"
 WHOLE = {"cifar10": 50_000, "cifar100": 50_000, "imagenet": 1_281_167, "iwslt14": 160_239, "multi30k": 29_000}
@@ -52,46 +51,14 @@ def reading(path: Path, source: str, *errors: type[Exception]) -> Iterator[None]
         raise DataError(f"'{path}' can't be read ({told}): get it again from {source}") from error
 
 
-def tar_members(path: Path, names: Collection[str], source: str) -> dict[str, bytes]:
-    """The contents of these members, which have to be regular files; others aren't looked at."""
+def tar_members(path: Path, wanted: Callable[[str], bool], source: str) -> dict[str, bytes]:
+    """The contents of regular files in an archive, by their names; others aren't looked at."""
     found: dict[str, bytes] = {}
     with reading(path, source, tarfile.TarError), tarfile.open(path) as archive:
         for member in archive:
-            if member.name in names:
-                file = archive.extractfile(member) if member.isreg() else None
-                if file is None:
-                    raise DataError(f"{member.name!r} in '{path}' isn't a regular file: get it again from {source}")
+            if member.isreg() and wanted(member.name) and (file := archive.extractfile(member)):
                 found[member.name] = file.read()
-    missing = sorted(set(names) - found.keys())
-    if missing:
-        raise DataError(f"'{path}' holds no {', '.join(missing)}: get it again from {source}")
     return found
-
-
-def unpacked(path: Path, source: str) -> Path:
-    """The cache folder with an archive's files, unpacked there unless they are already.
-
-    Python's data filter lets nothing out of that folder. Its name has the archive's hash in it, so another archive of the same
-    name gets another folder. It appears all at once: a run that is stopped midway leaves no half of it.
-    """
-    with reading(path, source):
-        target = cache_folder() / f"{path.stem}-{sha256(path.read_bytes()).hexdigest()[:16]}"
-    if target.is_dir():
-        return target
-    with reading(cache_folder(), "nowhere: it must be a folder that can be written; LLQR_CACHE names another"):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=f".{path.stem}-", dir=target.parent))
-    try:
-        with reading(path, source, tarfile.TarError), tarfile.open(path, "r:") as archive:
-            members = archive.getmembers()
-            if not members or any(not (member.isreg() or member.isdir()) for member in members):
-                raise DataError(f"'{path}' is empty, or holds more than files and folders: get it again from {source}")
-            archive.extractall(made, filter="data")
-        with suppress(OSError):  # where another process was first, its folder has the same files
-            made.rename(target)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
-    return target
 
 
 KEYS = ("x_train", "y_train", "x_test", "y_test")
@@ -125,24 +92,18 @@ def cache_folder() -> Path:
     return Path(given) if given else Path.home() / ".cache" / "llqr"
 
 
-def cached(kind: str, made_from: Any, make: Callable[[], T], fits: Callable[[Any], bool]) -> T:
+def cached(kind: str, made_from: Any, make: Callable[[], T]) -> T:
     """What `make` gives, as JSON in the cache folder under a hash of all that it is made from.
 
-    A file that isn't whole, or whose content doesn't fit, is made again and replaced. A folder that can't be written to
-    costs the time of making it, and nothing else.
+    A file that isn't whole is made again and replaced. A folder that can't be written to costs the time of making it, and
+    nothing else.
     """
     digest = blake2b(json.dumps(made_from, sort_keys=True).encode(), digest_size=16).hexdigest()
     path = cache_folder() / f"{kind}-{digest}.json"
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if fits(found):
-            return found  # type: ignore[no-any-return]
-    except (OSError, ValueError):
-        pass
+    with suppress(OSError, ValueError):
+        return json.loads(path.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
     made = make()
-    with suppress(OSError):  # under a name of its own first: two processes may write at once
+    with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", encoding="utf-8", delete=False) as file:
-            file.write(json.dumps(made, ensure_ascii=False))
-        os.replace(file.name, path)
+        write_text(path, json.dumps(made, ensure_ascii=False))
     return made

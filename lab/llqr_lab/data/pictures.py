@@ -38,35 +38,28 @@ class Augmentation:
             raise LLQRError(f"a square to cut out has an even side (it is centred on a pixel), not {self.cutout}")
         if not 0 < self.cutout_share <= 1:
             raise LLQRError(f"the share of pictures with a square is above 0 and at most 1, not {self.cutout_share}")
-        if self.padding < 0 or (self.size is not None and self.size < 1):
-            raise LLQRError(f"a crop has a side of at least 1 and no negative padding: {self}")
         if self.reflect and not self.padding:
             raise LLQRError("pictures that aren't padded have nothing to mirror at their sides: leave out reflect")
 
 
 NOTHING = Augmentation()
-CIFAR = Augmentation(padding=4, flip=True)
 
 
 def crop_and_flip(pictures: Tensor, augmentation: Augmentation) -> Tensor:
     """Cropped and flipped: for pictures as they are, in 0 … 1, so that zeros that come in at the sides are black."""
     height, width = pictures.shape[-2:]
-    size = (augmentation.size, augmentation.size) if augmentation.size else (height, width)
-    # kornia would stretch a picture that is too small, without a word.
-    if size[0] > height + 2 * augmentation.padding or size[1] > width + 2 * augmentation.padding:
-        raise LLQRError(f"a crop of {size[0]} × {size[1]} doesn't fit into a picture of {height} × {width}")
-    for step in _moves(augmentation, size, size == (height, width)):
+    for step in _moves(augmentation, (augmentation.size or height, augmentation.size or width)):
         pictures = step(pictures)
     return pictures
 
 
 @lru_cache(maxsize=16)
-def _moves(augmentation: Augmentation, size: tuple[int, int], same_size: bool) -> tuple[nn.Module, ...]:
+def _moves(augmentation: Augmentation, size: tuple[int, int]) -> tuple[nn.Module, ...]:
     # Importing kornia takes seconds that runs without augmentation shouldn't pay for.
     from kornia.augmentation import RandomCrop, RandomHorizontalFlip
 
     steps: list[nn.Module] = []
-    if augmentation.padding or not same_size:
+    if augmentation.padding or augmentation.size:
         sides = "reflect" if augmentation.reflect else "constant"
         steps.append(RandomCrop(size, augmentation.padding or None, padding_mode=sides, cropping_mode="slice"))
     if augmentation.flip:
@@ -104,8 +97,6 @@ def centre_crop(pictures: Tensor, size: int | None) -> Tensor:
     if size is None:
         return pictures
     height, width = pictures.shape[-2:]
-    if size > min(height, width):
-        raise LLQRError(f"a crop of {size} × {size} doesn't fit into a picture of {height} × {width}")
     top, left = (height - size) // 2, (width - size) // 2
     return pictures[..., top : top + size, left : left + size]
 
@@ -135,29 +126,15 @@ class MemoryPictures:
         return self.images[rows]
 
 
-@dataclass(frozen=True)
-class SomePictures:
-    """Some of the pictures of another source."""
-
-    source: PictureSource
-    rows: Tensor
-
-    @property
-    def labels(self) -> Tensor:
-        return self.source.labels[self.rows]
-
-    def take(self, rows: Tensor) -> Tensor:
-        return self.source.take(self.rows[rows])
-
-
-def imbalanced(source: PictureSource, classes: int, ratio: float) -> SomePictures:
+def imbalanced(source: PictureSource, classes: int, ratio: float) -> MemoryPictures:
     """Class c keeps the first n ratio^(-c/(classes - 1)) of its n pictures, at least one: the last class a `ratio`-th."""
     if not ratio >= 1 or classes < 2:
         raise DataError(f"data.imbalance is how many times rarer the last class is than the first, not {ratio!r}")
     found = [(source.labels == label).nonzero()[:, 0] for label in range(classes)]
     shares = [ratio ** (-label / (classes - 1)) for label in range(classes)]
     kept = [rows[: max(1, round(len(rows) * share))] for rows, share in zip(found, shares, strict=True)]
-    return SomePictures(source, torch.cat(kept).sort().values)
+    chosen = torch.cat(kept).sort().values
+    return MemoryPictures(source.take(chosen), source.labels[chosen])
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from llqr_lab.data.batches import Batch, check_step, mixed, shuffled
+from llqr_lab.data.batches import Batch, mixed, shuffled
 from llqr_lab.data.files import cached, data_path, reading
 from llqr_lab.errors import DataError, MissingDataError, check_names
 
@@ -210,12 +210,8 @@ class Words:
         """Each of them split. Moses takes seconds for a corpus, so what it gives is kept in the cache folder."""
         if self._tokenizer is None:
             return [self.split(sentence) for sentence in sentences]
-
-        def fits(found: Any) -> bool:
-            return isinstance(found, list) and len(found) == len(sentences) and all(isinstance(s, str) for s in found)
-
         settings = [self.language, version("sacremoses"), 2]
-        return cached("words", [settings, list(sentences)], lambda: [self.split(s) for s in sentences], fits)
+        return cached("words", [settings, list(sentences)], lambda: [self.split(s) for s in sentences])
 
     def join(self, words: str) -> str:
         """The sentence as one would write it; what lowercasing took is gone."""
@@ -400,7 +396,6 @@ class TranslationBatches:
         self.steps_per_epoch = len(self.groups)
 
     def __getitem__(self, step: int) -> Batch:
-        check_step(step)
         epoch, place = divmod(step, self.steps_per_epoch)
         return self.part.batch(self.groups[int(shuffled(self.steps_per_epoch, self.seed, epoch)[place])])
 

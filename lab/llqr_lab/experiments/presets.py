@@ -36,9 +36,6 @@ SOLVER = {"name": "sgdm", "lr": 0.005, "momentum": 0.9, "clip": 5.0}
 LARGEST_FACTOR = 1024
 """Of SOAP and SINGD: a factor over the words of a vocabulary costs more than the rest of the step."""
 
-GROKKING_EMA = (0.65, 0.7, 0.75, 0.8)
-"""The paper's range, of which it took one for each operation."""
-
 NAMES = {"sgdm": "SGDM", "adamw": "AdamW"}
 SMOKE = {"epochs": 0, "steps": 4, "evaluate_every": 2}
 """The length of a run at that scale."""
@@ -95,7 +92,7 @@ def _cifar(classes: int, network: str, name: str, base: dict[str, Any], batch: i
         },
         mini=_mini_cifar(classes, network, base, data, batch),
         smoke={
-            "model": _tiny(network, classes),
+            "model": _mini(network, classes),
             "data": {**data, "name": "random-pictures", "classes": classes, "pixels": 32},
             "batch": 16,
             **SMOKE,
@@ -112,7 +109,7 @@ def _mini_cifar(classes: int, network: str, base: dict[str, Any], data: dict[str
     """About 1,800 steps of 64 pictures, brought to 16 × 16 pixels but for VGG, whose five poolings need 32."""
     side = 32 if network == "vgg16-bn" else 16
     return {
-        "model": {"name": network, "classes": classes, **FORMS.get(network, {}), **MINI[network]},
+        "model": _mini(network, classes),
         "data": {
             **data,
             "name": "cifar10" if classes == 10 else "tiny-imagenet32",
@@ -148,9 +145,9 @@ def _name(classes: int, network: str, base: dict[str, Any], batch: int) -> str:
     return f"cifar{classes}-{network.replace('wrn28-10', 'wrn28x10').replace('-bn', 'bn')}-{ending}"
 
 
-def _tiny(network: str, classes: int) -> dict[str, Any]:
-    """A network of the same kind that a test can afford."""
-    return {"name": network, "classes": classes, **FORMS.get(network, {}), **TINY[network]}
+def _mini(network: str, classes: int) -> dict[str, Any]:
+    """The same network, so small that a whole schedule takes a minute; also for tests."""
+    return {"name": network, "classes": classes, **FORMS.get(network, {}), **MINI[network]}
 
 
 FORMS: dict[str, dict[str, Any]] = {"vgg16-bn": {"hidden": 2, "dropout": 0.5}, "pyramidnet110": {"bottleneck": True}}
@@ -164,22 +161,14 @@ SMALL: dict[str, dict[str, Any]] = {
     "pyramidnet110": {"name": "pyramidnet110", "depth": 20, "alpha": 24},
 }
 """Networks of the same kind that two cores can train."""
-TINY: dict[str, dict[str, Any]] = {
-    "resnet18": {"width": 4},
-    "resnet50": {"width": 4},
-    "vgg16-bn": {"width": 4},
-    "wrn28-10": {"depth": 10, "factor": 1},
-    "pyramidnet110": {"depth": 20, "alpha": 12},
-}
-
-
 MINI: dict[str, dict[str, Any]] = {
     "resnet18": {"width": 8, "blocks": [1, 1, 1, 1]},
+    "resnet50": {"width": 8, "blocks": [1, 1, 1, 1]},
     "vgg16-bn": {"width": 4},
     "wrn28-10": {"depth": 10, "width": 4, "factor": 2},
     "pyramidnet110": {"depth": 11, "width": 4, "alpha": 12},
 }
-"""The same networks, so small that a whole schedule takes a minute: ResNet-10, WRN-10-2, PyramidNet-11."""
+"""ResNet-10, ResNet-14 of bottlenecks, WRN-10-2, PyramidNet-11."""
 MINI_RATES = {"sgdm": 0.1, "adamw": 1e-2}
 MINI_EQUAL_TIME: dict[str, Changes] = {
     "base": {"epochs": 19},
@@ -247,7 +236,7 @@ def _imagenet(epochs: int) -> Preset:
             "schedule.warmup": 15,
         },
         mini={
-            "model": {"name": "resnet50", "classes": 10, "width": 8, "blocks": [1, 1, 1, 1]},
+            "model": _mini("resnet50", 10),
             "batch": 32,
             "epochs": epochs // 2,
             "evaluate_every": 160,
@@ -255,7 +244,7 @@ def _imagenet(epochs: int) -> Preset:
             "schedule.warmup": 32 * epochs // 40,
         },
         smoke={
-            "model": _tiny("resnet50", 10),
+            "model": _mini("resnet50", 10),
             "data": {"name": "random-pictures", "classes": 10, "pixels": 32},
             "batch": 16,
             **SMOKE,
@@ -295,7 +284,7 @@ def _grokking(operation: str) -> Preset:
             "model": {"name": "grokking-transformer", "start": 0.035, "width": 64},
         },
         smoke={"data.p": 11, "batch": 16, "steps": 6, "evaluate_every": 2, "model.width": 16},
-        # the paper's decay is in [0.65, 0.8], another for each operation, and it doesn't say which: see GROKKING_EMA
+        # the paper's decay is in [0.65, 0.8], another for each operation, and it doesn't say which
         llqr={"ema": 0.7},
         llqr_cpu={"every": 100},
         llqr_mini={"every": 25},
