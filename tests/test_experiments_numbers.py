@@ -17,9 +17,8 @@ from llqr_lab.experiments.folder import RunFolder
 from llqr_lab.experiments.optimizers import rate
 from llqr_lab.experiments.paper import PUBLISHED
 from llqr_lab.experiments.presets import resolve
-from llqr_lab.experiments.reproduction import shares
 from llqr_lab.experiments.sweep import Job, _started, ablation_grid, configurations
-from llqr_lab.experiments.table import cells, gains, shown, times, verdict
+from llqr_lab.experiments.table import cells, gains, shares, shown, times, verdict
 from llqr_lab.figures.experiments import _point
 from llqr_lab.options import seed_list
 from llqr_lab.tasks import Grokking

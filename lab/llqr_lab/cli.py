@@ -195,14 +195,14 @@ def table(
 
     from llqr_lab.experiments.collect import save as save_results
     from llqr_lab.experiments.collect import selected_results
-    from llqr_lab.experiments.reproduction import write
-    from llqr_lab.experiments.table import show
+    from llqr_lab.experiments.table import COMMAND, body, show
+    from llqr_lab.results import write_page
 
     results = selected_results(sources or [Path("runs")], presets, scale)
     if save:
         save_results(results, save)
     if page:
-        write(page, results)
+        write_page(page, COMMAND, body(results))
     show(results, Console())
 
 

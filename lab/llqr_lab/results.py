@@ -1,6 +1,7 @@
 """What every result carries, and how commands show theirs: JSON and text files, pages, tables, progress bars."""
 
 import json
+import math
 import os
 import platform
 import re
@@ -39,6 +40,11 @@ def provenance(command: str, seed: int) -> dict[str, Any]:
 def read_json(text: str | bytes) -> Any:
     """JSON of a run, or of anyone: whole numbers beyond all counts become floats, which can be shown."""
     return json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 19 else float(digits))
+
+
+def finite(value: float) -> float | None:
+    """JSON has no NaN."""
+    return value if math.isfinite(value) else None
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -128,7 +128,6 @@ class Translating(Task):
         bpe: int = 10_000,
         beam: int = BEAM,
         sentences: int = 0,
-        label_smoothing: float = 0.0,
     ) -> None:
         """`beam`: of the translations at the end; 0 is none of them, and the validation loss is the score.
         `sentences`: how many of the validation and the test set are taken, from the first on; 0 is all."""
@@ -143,7 +142,6 @@ class Translating(Task):
         self.train = TranslationBatches(self.data.train, batch, seed)
         self.test = self.data.test.first(sentences)
         self.tests = all_batches(self.data.valid.first(sentences), batch)
-        self.label_smoothing = label_smoothing
         self.weights = real_tokens
 
     def evaluate(self, model: nn.Module, device: torch.device) -> Metrics:
@@ -289,7 +287,6 @@ class Classification(Task):
         seed: int,
         folder: Path | None,
         name: str,
-        label_smoothing: float = 0.0,
         cutout: int = 0,
         cutout_share: float = 1.0,
         reflect: bool = False,
@@ -310,7 +307,6 @@ class Classification(Task):
         self.examples, self.whole = len(data.train.labels), WHOLE.get(name)
         self.train = data.training(batch, seed, changed)
         self.tests = data.testing(500, crop)
-        self.label_smoothing = label_smoothing
 
 
 class Language(Task):
@@ -393,15 +389,13 @@ def task_of(config: Config, folder: Path | None) -> Task:
         own["operation"] = own.pop("name")
     else:
         own["folder"] = folder
-    if config.label_smoothing:
-        if "label_smoothing" not in known:
-            raise ConfigError(f"'label_smoothing' isn't known to the task {config.task}")
-        own["label_smoothing"] = config.label_smoothing
     if not any(each.kind is each.VAR_KEYWORD for each in known.values()):
         for name in own:
             if name not in known:
                 raise ConfigError(f"there is no setting 'data.{name}' of {config.task}{suggestion(name, known)}")
     try:
-        return kind(**own)
+        task = kind(**own)
     except (LLQRError, TypeError, ValueError) as error:
         raise ConfigError(str(error)) from error
+    task.label_smoothing = config.label_smoothing
+    return task

@@ -29,7 +29,7 @@ from llqr_lab.experiments.config import Config
 from llqr_lab.experiments.loop import Run
 from llqr_lab.experiments.presets import resolve
 from llqr_lab.experiments.sweep import sweep
-from llqr_lab.results import bar, check_page, provenance, say, write_json, write_page
+from llqr_lab.results import bar, check_page, finite, provenance, say, write_json, write_page
 from llqr_lab.tasks import Task, task_of
 
 # who races, on what, and at which learning rates
@@ -446,10 +446,6 @@ def place(result: Result, course: Course, target: float | None) -> float | None:
 def _middle(values: Sequence[float | None]) -> float | None:
     known = [each for each in values if each is not None]
     return median(known) if known and len(known) == len(values) else None
-
-
-def finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def advancing(config: Config, task: Task) -> Callable[[int], float]:

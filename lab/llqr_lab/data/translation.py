@@ -279,7 +279,6 @@ class Translation:
 
     source: Dictionary
     target: Dictionary
-    subwords: Subwords
     words: Words
     """Of the target language."""
     train: Part
@@ -321,7 +320,6 @@ def prepared(text: ParallelText, merges: int = 10_000) -> Translation:
     return Translation(
         source,
         target,
-        subwords,
         sides[1],
         part(clean, []),
         part(valid, text.valid.target),

@@ -45,7 +45,6 @@ class Job:
     config: Config
     folder: RunFolder
     arguments: list[str]
-    process: subprocess.Popen[bytes] | None = None
 
 
 def planned_runs(
@@ -114,25 +113,25 @@ def sweep(
             say(console, f"done before: {describe(before)}")
         else:
             waiting.append(Job(config, folder, _arguments(config, point, runs, data, device)))
-    running: list[Job] = []
+    running: dict[subprocess.Popen[bytes], Job] = {}
     failed = []
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that no run outlives the sweep
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
-                running.append(_started(waiting.pop(0), jobs))
+                job = waiting.pop(0)
+                running[_started(job, jobs)] = job
             time.sleep(0.2)
-            for job in [each for each in running if each.process is not None and each.process.poll() is not None]:
-                running.remove(job)
+            for process in [each for each in running if each.poll() is not None]:
+                job = running.pop(process)
                 if job.folder.done:
                     say(console, describe(job.folder.read_result()))
                 else:
                     failed.append(job)
                     say(console, f"failed: {_why(job)}", "red")
     finally:
-        for job in running:
-            if job.process is not None:
-                job.process.terminate()
+        for process in running:
+            process.terminate()
     return not failed
 
 
@@ -153,7 +152,7 @@ def _arguments(config: Config, point: Mapping[str, Any], runs: Path, data: Path 
     ]
 
 
-def _started(job: Job, jobs: int) -> Job:
+def _started(job: Job, jobs: int) -> subprocess.Popen[bytes]:
     """A process of its own, with its share of the cores, so that seeds and methods don't disturb each other; with
     OMP_NUM_THREADS, if that is set."""
     job.folder.path.mkdir(parents=True, exist_ok=True)
@@ -162,8 +161,7 @@ def _started(job: Job, jobs: int) -> Job:
         environment["OMP_NUM_THREADS"] = threads = str(max(1, (os.cpu_count() or 1) // jobs))
         command.append(f"--threads={threads}")
     with job.folder.log.open("ab") as log:
-        job.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-    return job
+        return subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 
 
 def _why(job: Job) -> str:
