@@ -14,15 +14,13 @@ from PIL import Image
 from llqr.errors import LLQRError
 from llqr_lab.data.batches import stream
 from llqr_lab.data.picture_sets import (
-    FilePictures,
     fashion,
     imagenet,
     imagenette,
     pictures_in_files,
     read_idx,
-    square_picture,
 )
-from llqr_lab.data.pictures import Augmentation, Pictures
+from llqr_lab.data.pictures import Augmentation, FilePictures, Pictures, square_picture
 from llqr_lab.errors import ConfigError, DataError, MissingDataError
 
 

@@ -181,9 +181,7 @@ def test_what_a_sweep_is_asked_for() -> None:
 
 def test_the_periods_of_an_ablation_are_multiples_of_the_presets_own() -> None:
     for scale, every in (("paper", 500), ("mini", 18)):
-        methods, grid = ablation_grid("inner", "cifar10-resnet18-sgdm", scale)
-        assert methods == ("ekfac-ngd",)
-        assert grid["llqr.every"] == [every, 4 * every]
+        assert ablation_grid("inner", "cifar10-resnet18-sgdm", scale)["llqr.every"] == [every, 4 * every]
 
 
 @pytest.mark.parametrize("divergence", ["ngd", "newton"])

@@ -15,12 +15,12 @@ from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from statistics import fmean, mean, median
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from rich.console import Console
 
-from llqr_lab.bench.measure import one_thread, step_seconds
+from llqr_lab.bench.measure import one_thread, step_seconds, widened
 from llqr_lab.bench.race_page import COMMAND, THE_END, Row, body, draw
 from llqr_lab.errors import RunError
 from llqr_lab.experiments.collect import Result, curve, last_loss, reached_at, value
@@ -36,10 +36,6 @@ from llqr_lab.tasks import Task, task_of
 
 STEPS_OF_SGD = (0.03, 0.1, 0.3)
 STEPS_OF_ADAM = (1e-3, 3e-3, 1e-2)
-WIDEN = 3.0
-"""The factor between rates; where the best is the first or the last of a grid, one more is tried beyond it, and so on."""
-WIDEST = 3
-"""How often."""
 
 
 @dataclass(frozen=True)
@@ -226,36 +222,6 @@ def end(result: Result, course: Course) -> float:
     else:
         found = result.get("steps_to_target") if course.reached == "test_accuracy" else last_loss(result)
     return math.inf if found is None or result["diverged"] else float(found)
-
-
-Key = TypeVar("Key")
-
-
-def widened(
-    grids: Mapping[Key, Sequence[float]],
-    ends_at: Callable[[Mapping[Key, Sequence[float]]], Mapping[Key, dict[float, float]]],
-) -> dict[Key, dict[float, float]]:
-    """How each ends at the rates of its grid, and at those beyond it while the best is the first or the last."""
-    found: dict[Key, dict[float, float]] = {key: {} for key in grids}
-    coming = grids
-    for _ in range(1 + WIDEST):
-        for key, ends in ends_at(coming).items():
-            found[key] |= ends
-        coming = {key: more for key in coming if (more := one_more(found[key]))}
-    return found
-
-
-def one_more(ends: Mapping[float, float]) -> list[float]:
-    """A rate beyond the best of these ends where that is the first or the last; to two digits, as a folder's name has it."""
-    best = min(ends, key=lambda rate: ends[rate])
-    if ends[best] == math.inf or best not in (min(ends), max(ends)):
-        return []
-    return [rounded(best / WIDEN if best == min(ends) else best * WIDEN)]
-
-
-def rounded(rate: float) -> float:
-    """To two digits: three times 0.3 is 0.9."""
-    return float(f"{rate:.2g}")
 
 
 class Performed:

@@ -25,8 +25,7 @@ from torch.nn import functional
 from torch.optim import SGD, AdamW, Optimizer
 
 from llqr import LLQR
-from llqr_lab.bench.measure import one_thread
-from llqr_lab.bench.race import rounded, widened
+from llqr_lab.bench.measure import one_thread, rounded, widened
 from llqr_lab.data.batches import mixed, own_randomness
 from llqr_lab.data.picture_sets import cifar, fashion
 from llqr_lab.data.sequences import shakespeare

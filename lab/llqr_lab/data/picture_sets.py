@@ -6,19 +6,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from glob import glob
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from llqr.errors import LLQRError
 from llqr_lab.data.batches import Split
 from llqr_lab.data.files import data_folder, data_path, read_npz, reading, tar_members
-from llqr_lab.data.pictures import Augmentation, Normalisation, Pictures, pictures_in_memory, reduced
+from llqr_lab.data.pictures import Augmentation, FilePictures, Normalisation, Pictures, pictures_in_memory, reduced
 from llqr_lab.errors import DataError, check_names
 
 
@@ -71,18 +68,14 @@ SIDE = 32
 class Cifar:
     """One of the two data sets: what is in the original "binary version". The "python version" is a pickle and never read."""
 
-    name: str
     classes: int
+    archive: str
     folder: str
     """In the archive."""
     train: tuple[str, ...]
     test: str
     labels: int
     """Bytes before each picture; the last of them is its class."""
-
-    @property
-    def archive(self) -> str:
-        return f"{self.name.replace('cifar', 'cifar-')}-binary.tar.gz"
 
     @property
     def source(self) -> str:
@@ -100,8 +93,8 @@ class Cifar:
 
 BATCHES = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
 CIFARS = {
-    "cifar10": Cifar("cifar10", 10, "cifar-10-batches-bin", BATCHES, "test_batch.bin", 1),
-    "cifar100": Cifar("cifar100", 100, "cifar-100-binary", ("train.bin",), "test.bin", 2),
+    "cifar10": Cifar(10, "cifar-10-binary.tar.gz", "cifar-10-batches-bin", BATCHES, "test_batch.bin", 1),
+    "cifar100": Cifar(100, "cifar-100-binary.tar.gz", "cifar-100-binary", ("train.bin",), "test.bin", 2),
 }
 
 
@@ -143,22 +136,6 @@ IMAGENETTE_SOURCE = "a sample of github.com/thunderInfy/imagenette, as imagenett
 IMAGENET_NORMALISATION = Normalisation((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 ENDINGS = (".jpeg", ".jpg", ".png", ".webp", ".bmp")
 FITS = ("shorter", "stretch")
-
-
-@dataclass(frozen=True)
-class FilePictures:
-    """Pictures in files, each decoded and made a square of the same side when it is asked for."""
-
-    read: Callable[[str], bytes]
-    names: tuple[str, ...]
-    """A million of them, and strings are smaller than paths."""
-    labels: Tensor
-    side: int
-    fit: str
-
-    def take(self, rows: Tensor) -> Tensor:
-        names = [self.names[row] for row in rows.tolist()]
-        return torch.stack([square_picture(self.read(name), name, self.side, self.fit) for name in names])
 
 
 def imagenet(folder: Path | None = None, side: int = 256, fit: str = "shorter") -> Pictures:
@@ -209,22 +186,6 @@ def pictures_in_files(
         for part in found.values()
     )
     return Pictures(train, val, len(numbers), IMAGENET_NORMALISATION)
-
-
-def square_picture(content: bytes, name: str, side: int, fit: str) -> Tensor:
-    """One picture as 3 × side × side bytes, grey ones with three equal channels."""
-    try:
-        with Image.open(BytesIO(content)) as file:
-            picture = file.convert("RGB")
-    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
-        raise DataError(f"'{name}' isn't a picture that can be read ({error}): replace it or remove it") from error
-    width, height = picture.size
-    cut = min(width, height)
-    left, top = (width - cut) / 2, (height - cut) / 2
-    box = (left, top, left + cut, top + cut) if fit == "shorter" else (0, 0, width, height)
-    if picture.size != (side, side):
-        picture = picture.resize((side, side), Image.Resampling.BILINEAR, box=box)
-    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
 
 
 def random_pictures(

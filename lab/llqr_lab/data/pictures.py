@@ -3,12 +3,15 @@
 Random changes are by kornia, a batch at a time. All random numbers are torch's own on the CPU: `own_randomness` decides.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol, cast
+from io import BytesIO
+from typing import cast
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from llqr.errors import LLQRError
@@ -101,19 +104,6 @@ def centre_crop(pictures: Tensor, size: int | None) -> Tensor:
     return pictures[..., top : top + size, left : left + size]
 
 
-class PictureSource(Protocol):
-    """Labelled pictures that can be had by their numbers."""
-
-    @property
-    def labels(self) -> Tensor:
-        """int64, one for each picture."""
-        ...
-
-    def take(self, rows: Tensor) -> Tensor:
-        """These pictures, uint8 NCHW."""
-        ...
-
-
 @dataclass(frozen=True)
 class MemoryPictures:
     """Pictures that are all in memory."""
@@ -121,9 +111,46 @@ class MemoryPictures:
     images: Tensor
     """uint8 NCHW."""
     labels: Tensor
+    """int64, one for each picture."""
 
     def take(self, rows: Tensor) -> Tensor:
         return self.images[rows]
+
+
+@dataclass(frozen=True)
+class FilePictures:
+    """Pictures in files, each decoded and made a square of the same side when it is asked for."""
+
+    read: Callable[[str], bytes]
+    names: tuple[str, ...]
+    """A million of them, and strings are smaller than paths."""
+    labels: Tensor
+    side: int
+    fit: str
+
+    def take(self, rows: Tensor) -> Tensor:
+        names = [self.names[row] for row in rows.tolist()]
+        return torch.stack([square_picture(self.read(name), name, self.side, self.fit) for name in names])
+
+
+def square_picture(content: bytes, name: str, side: int, fit: str) -> Tensor:
+    """One picture as 3 × side × side bytes, grey ones with three equal channels."""
+    try:
+        with Image.open(BytesIO(content)) as file:
+            picture = file.convert("RGB")
+    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+        raise DataError(f"'{name}' isn't a picture that can be read ({error}): replace it or remove it") from error
+    width, height = picture.size
+    cut = min(width, height)
+    left, top = (width - cut) / 2, (height - cut) / 2
+    box = (left, top, left + cut, top + cut) if fit == "shorter" else (0, 0, width, height)
+    if picture.size != (side, side):
+        picture = picture.resize((side, side), Image.Resampling.BILINEAR, box=box)
+    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
+
+
+PictureSource = MemoryPictures | FilePictures
+"""Labelled pictures that can be had by their numbers: as many `labels`, and `take`."""
 
 
 def imbalanced(source: PictureSource, classes: int, ratio: float) -> MemoryPictures:

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from llqr_lab.errors import ConfigError, suggestion
+from llqr_lab.errors import ConfigError, check_names, suggestion
 from llqr_lab.experiments.config import Config, parsed
 from llqr_lab.experiments.paper import PUBLISHED, RESULTS
 
@@ -68,12 +68,15 @@ class Preset:
     of_paper: bool = True
 
 
-def _cifar(classes: int, network: str, name: str, base: dict[str, Any], batch: int = 128) -> Preset:
+def _cifar(classes: int, network: str, summary: str, base: dict[str, Any], batch: int = 128) -> tuple[str, Preset]:
+    """With its name."""
     # of the authors' code: Cutout's square, in half of the pictures, and mirrored sides
     data = {"name": f"cifar{classes}", "cutout": 16, "cutout_share": 0.5, "reflect": True}
     adafisher = batch == 256
-    return Preset(
-        summary=f"{name} on CIFAR-{classes}, {NAMES[base['name']]}, 200 epochs",
+    ending = "batch256" if adafisher else base["name"]
+    name = f"cifar{classes}-{network.replace('wrn28-10', 'wrn28x10').replace('-bn', 'bn')}-{ending}"
+    return name, Preset(
+        summary=f"{summary} on CIFAR-{classes}, {NAMES[base['name']]}, 200 epochs",
         settings={
             "task": "classification",
             "model": {"name": network, "classes": classes, **FORMS.get(network, {})},
@@ -83,7 +86,7 @@ def _cifar(classes: int, network: str, name: str, base: dict[str, Any], batch: i
             "base": base,
             "schedule": {"name": "cosine"},
         },
-        methods=_methods(_name(classes, network, base, batch)),
+        methods=_methods(name),
         cpu={
             "model": {"classes": classes, **FORMS.get(network, {}), **SMALL[network]},
             # there is no small part of CIFAR-100 at hand: a hundred classes of Tiny ImageNet stand in for it
@@ -140,11 +143,6 @@ def _peers(epochs: Mapping[str, int]) -> dict[str, Changes]:
     }
 
 
-def _name(classes: int, network: str, base: dict[str, Any], batch: int) -> str:
-    ending = base["name"] if batch == 128 else f"batch{batch}"
-    return f"cifar{classes}-{network.replace('wrn28-10', 'wrn28x10').replace('-bn', 'bn')}-{ending}"
-
-
 def _mini(network: str, classes: int) -> dict[str, Any]:
     """The same network, so small that a whole schedule takes a minute; also for tests."""
     return {"name": network, "classes": classes, **FORMS.get(network, {}), **MINI[network]}
@@ -192,20 +190,19 @@ def _adamw(lr: float, weight_decay: float, beta2: float = 0.999) -> dict[str, An
 
 
 def _cifars() -> dict[str, Preset]:
-    made: dict[str, Preset] = {}
+    made: list[tuple[str, Preset]] = []
     for classes, decay, adamw_lr in ((10, 5e-4, 1e-3), (100, 1e-3, 5e-4)):
-        for base in (_sgdm(0.05, decay), _adamw(adamw_lr, decay)):
-            made[_name(classes, "resnet18", base, 128)] = _cifar(classes, "resnet18", "ResNet-18", base)
-        for network, name in (  # the paper swept the decay of these; what it found is in the authors' configurations
+        made += [
+            _cifar(classes, "resnet18", "ResNet-18", base) for base in (_sgdm(0.05, decay), _adamw(adamw_lr, decay))
+        ]
+        # the paper swept the decay of these; what it found is in the authors' configurations
+        for network, summary in (
             ("pyramidnet110", "PyramidNet-110"),
             ("vgg16-bn", "VGG-16-BN"),
             ("wrn28-10", "WRN-28-10"),
         ):
-            base = _sgdm(0.05, 5e-4)
-            made[_name(classes, network, base, 128)] = _cifar(classes, network, name, base)
-    base = _sgdm(0.1, 5e-4)
-    made[_name(100, "resnet18", base, 256)] = _cifar(100, "resnet18", "ResNet-18 (AdaFisher's setting)", base, 256)
-    return made
+            made.append(_cifar(classes, network, summary, _sgdm(0.05, 5e-4)))
+    return dict([*made, _cifar(100, "resnet18", "ResNet-18 (AdaFisher's setting)", _sgdm(0.1, 5e-4), 256)])
 
 
 def _imagenet(epochs: int) -> Preset:
@@ -418,16 +415,14 @@ PRESETS: dict[str, Preset] = {
 
 
 def known_preset(name: str) -> Preset:
-    if name not in PRESETS:
-        raise ConfigError(f"there is no preset '{name}'{suggestion(name, PRESETS)}")
+    check_names([name], PRESETS, "preset")
     return PRESETS[name]
 
 
 def resolve(name: str, scale: str, method: str, seed: int, changes: Mapping[str, Any] | None = None) -> Config:
     """The configuration of a preset, with what is changed by hand."""
     preset = known_preset(name)
-    if scale not in SCALES:
-        raise ConfigError(f"there is no scale '{scale}'{suggestion(scale, SCALES)}")
+    check_names([scale], SCALES, "scale")
     own = {"cpu": preset.cpu, "mini": preset.cpu | preset.mini, "smoke": preset.smoke}.get(scale, {}).copy()
     if method in PEERS:
         if method not in preset.peers:

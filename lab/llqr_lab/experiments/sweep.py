@@ -23,21 +23,21 @@ from llqr_lab.experiments.folder import RunFolder
 from llqr_lab.experiments.presets import BARE, PRESETS, known_preset, resolve
 from llqr_lab.results import say
 
-ABLATIONS: dict[str, tuple[tuple[str, ...], dict[str, list[Any]]]] = {
-    "damping": (("ekfac-ngd",), {"llqr.damping": [0.0, 0.01, 0.1, 1.0]}),
-    "inner": (
-        ("ekfac-ngd",),
-        {"llqr.steps": [10, 25, 50], "llqr.every": [1, 4], "llqr.solver.lr": [0.001, 0.005, 0.02]},
-    ),
-    "ema": (("ekfac-ngd",), {"llqr.ema": [0.0, 0.5, 0.85, 0.95]}),
+ABLATIONS: dict[str, dict[str, list[Any]]] = {
+    "damping": {"llqr.damping": [0.0, 0.01, 0.1, 1.0]},
+    "inner": {"llqr.steps": [10, 25, 50], "llqr.every": [1, 4], "llqr.solver.lr": [0.001, 0.005, 0.02]},
+    "ema": {"llqr.ema": [0.0, 0.5, 0.85, 0.95]},
     # the paper's has no EMA, and an inner learning rate that falls; what each of them does by itself is seen too
-    "warm-start": (
-        ("ekfac-ngd",),
-        {"llqr.warm_start": [True], "llqr.ema": [0.0, 0.95], "llqr.solver.schedule": ["constant", "cosine"]},
-    ),
-    "solver": (("ekfac-ngd",), {"llqr.solver.name": ["sgdm", "adam", "cg"]}),
+    "warm-start": {
+        "llqr.warm_start": [True],
+        "llqr.ema": [0.0, 0.95],
+        "llqr.solver.schedule": ["constant", "cosine"],
+    },
+    "solver": {"llqr.solver.name": ["sgdm", "adam", "cg"]},
 }
-"""The paper's ablations: the methods and the grid that each runs over; periods are multiples of the preset's own."""
+"""The grids of the paper's ablations; periods are multiples of the preset's own."""
+ABLATED = "ekfac-ngd"
+"""The method that they are of."""
 
 
 @dataclass
@@ -60,17 +60,17 @@ def planned_runs(
     by_hand = dict(map(parse_values, changes))
     found = []
     for preset in PRESETS if list(presets) == ["all"] else presets:
-        usual, grid = ablation_grid(ablation, preset, scale) if ablation else (known_preset(preset).methods, {})
+        usual = (ABLATED,) if ablation else known_preset(preset).methods
+        grid = ablation_grid(ablation, preset, scale) if ablation else {}
         found += configurations(preset, scale, methods or usual, seeds, {**grid, **by_hand})
     return found
 
 
-def ablation_grid(ablation: str, preset: str, scale: str) -> tuple[tuple[str, ...], dict[str, list[Any]]]:
-    """The methods and the settings of an ablation of a preset."""
-    methods, grid = ABLATIONS[ablation]
-    own = resolve(preset, scale, methods[0], 0).llqr
+def ablation_grid(ablation: str, preset: str, scale: str) -> dict[str, list[Any]]:
+    """The settings of an ablation of a preset."""
+    own = resolve(preset, scale, ABLATED, 0).llqr
     assert own is not None  # an ablation is of the paper's LLQR
-    return methods, {k: [n * own.every for n in v] if k == "llqr.every" else v for k, v in grid.items()}
+    return {k: [n * own.every for n in v] if k == "llqr.every" else v for k, v in ABLATIONS[ablation].items()}
 
 
 def configurations(

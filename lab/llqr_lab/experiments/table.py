@@ -16,7 +16,7 @@ from rich.markup import escape
 from llqr_lab.experiments.collect import Result, Summary, last_loss, reached_at, summary, value
 from llqr_lab.experiments.paper import PUBLISHED, RESULTS
 from llqr_lab.experiments.presets import PRESETS
-from llqr_lab.experiments.sweep import ABLATIONS, ablation_grid, configurations
+from llqr_lab.experiments.sweep import ABLATED, ABLATIONS, ablation_grid, configurations
 from llqr_lab.results import markdown_table, say, show_table, simple_table
 
 UNITS = {"test_accuracy": 100.0}
@@ -179,7 +179,7 @@ ARCHITECTURES = [f"cifar{c}-{net}-sgdm" for c in (10, 100) for net in ("pyramidn
 LARGE = ["imagenet-resnet50-sgdm", "iwslt14-transformer-adamw"]
 ADAFISHER = ["cifar100-resnet18-batch256", "imagenet-resnet50-90epochs"]
 GROKKING = [name for name in PRESETS if name.startswith("grokking-")]
-ABLATED = "cifar10-resnet18-adamw"
+ABLATED_PRESET = "cifar10-resnet18-adamw"
 """Where the paper's E-KFAC gains most."""
 
 
@@ -303,16 +303,20 @@ def _shown(shown: Shown, found: dict[str, list[list[Result]]]) -> str:
 def _ablations(results: list[Result]) -> str:
     """The settings of each ablation with their scores and a figure, beside the base and the paper's settings."""
     lines = ["## Ablations", ""]
-    swept = [each for each in results if each["preset"] == ABLATED and each["scale"] == "mini"]
+    swept = [each for each in results if each["preset"] == ABLATED_PRESET and each["scale"] == "mini"]
     for name in ABLATIONS:
-        methods, grid = ablation_grid(name, ABLATED, "mini")
-        labels = dict.fromkeys(config.label for config, _ in configurations(ABLATED, "mini", methods, [0], grid))
-        own = {label: [each for each in swept if each["method"] == label] for label in ("base", *methods, *labels)}
+        grid = ablation_grid(name, ABLATED_PRESET, "mini")
+        labels = dict.fromkeys(
+            config.label for config, _ in configurations(ABLATED_PRESET, "mini", [ABLATED], [0], grid)
+        )
+        own = {label: [each for each in swept if each["method"] == label] for label in ("base", ABLATED, *labels)}
         figure = f"figures/ablation-{name}.png"
         lines += [f"### {name.capitalize().replace('-', ' ')}", "", "```sh"]
         seeds = sorted({each["seed"] for label in labels if "+" in label for each in own[label]})
-        lines.append(f"llqr sweep {ABLATED} --scale mini --seeds {_numbers(seeds or range(3))} --ablation {name}")
-        lines += [f"llqr figure {name} {ABLATED} --scale mini --output docs/{figure}", "```", ""]
+        lines.append(
+            f"llqr sweep {ABLATED_PRESET} --scale mini --seeds {_numbers(seeds or range(3))} --ablation {name}"
+        )
+        lines += [f"llqr figure {name} {ABLATED_PRESET} --scale mini --output docs/{figure}", "```", ""]
         rows = [
             [
                 f"`{label}`",
