@@ -56,8 +56,7 @@ def sentences(count: int, seed: int) -> tuple[list[str], list[str]]:
 
 
 @pytest.fixture
-def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("LLQR_CACHE", str(tmp_path / "cache"))
+def corpus(tmp_path: Path) -> Path:
     place = tmp_path / "multi30k_de_en"
     place.mkdir()
     for seed, (part, count) in enumerate((("train", 200), ("val", 20), ("test_2016_flickr", 20))):
@@ -150,8 +149,7 @@ def test_a_sentence_too_long_for_any_batch(prepared: Translation) -> None:
         TranslationBatches(prepared.train, 5, 0)
 
 
-def test_a_corpus_that_comes_tokenised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LLQR_CACHE", str(tmp_path / "cache"))
+def test_a_corpus_that_comes_tokenised(tmp_path: Path) -> None:
     place = tmp_path / "iwslt14_de_en"
     place.mkdir()
     for part in ("train", "valid", "test"):

@@ -443,7 +443,6 @@ def test_ratios_are_of_llqr_and_its_base_with_the_same_seed(
     own: list[dict[str, Any]], steps: list[float], ratios: list[float], shown: str
 ) -> None:
     (row,) = untuned_rows("some", COURSES["shakespeare"], {"SGDM": BASES}, {LLQR_ON_SGDM: own}, 3, TIMES)
-    assert row["paired"] == [each["seed"] for each in own]
     assert row["llqr"]["steps"] == steps
     assert row["alone"]["steps"] == [30] * len(own)
     assert row["steps_ratios"] == pytest.approx(ratios)

@@ -65,7 +65,6 @@ def test_what_is_generated_is_what_its_targets_say() -> None:
 def test_the_base_learns_what_is_generated(name: str) -> None:
     result = unseen.train(Trial(name, "AdamW", False, "cosine", 3e-3, 0, 60), None)
     assert result["last"] < 0.9 * result["first"]
-    assert len(result["curve"]) == 10
 
 
 def test_the_command_writes_results_and_a_page_and_repeats_nothing(

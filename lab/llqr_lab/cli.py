@@ -269,9 +269,9 @@ def engine(
     quick: Annotated[bool, typer.Option("--quick", help="Small batches, to see that it works.")] = False,
 ) -> None:
     """Curvature products and fits in units of a training step of the same network."""
-    from llqr_lab.bench.engine import main
+    from llqr_lab.bench import cost
 
-    main(output, seed, repeats, quick)
+    cost.engine(output, seed, repeats, quick)
 
 
 @command(bench)
@@ -283,10 +283,10 @@ def memory(
     seed: options.Seed = 0,
 ) -> None:
     """Peak memory of a curvature product: of a batch whole, in chunks of examples, and in segments of layers."""
-    from llqr_lab.bench.memory import SUBJECTS, main
+    from llqr_lab.bench import cost
 
-    check_names(networks or [], SUBJECTS, "network")
-    main(networks or ["pyramidnet110", "resnet50"], output, seed)
+    check_names(networks or [], cost.CUT, "network")
+    cost.memory(networks or ["pyramidnet110", "resnet50"], output, seed)
 
 
 @command(bench)
@@ -359,10 +359,10 @@ def overhead(
     output: options.Output = Path("results/overhead.json"),
     seed: options.Seed = 0,
     repeats: options.Repeats = 3,
-    steps: Annotated[int | None, typer.Option(min=2, help="Steps of a run; else 400, of resnet18 12.")] = None,
+    steps: Annotated[int | None, typer.Option(min=2, help="Steps that are timed; else 60, of resnet18 12.")] = None,
 ) -> None:
     """The time of a whole training with LLQR, refits included, nothing set, over that of its base alone."""
-    from llqr_lab.bench.overhead import SUBJECTS, main
+    from llqr_lab.bench import cost
 
-    check_names(networks or [], SUBJECTS, "network")
-    main(networks or list(SUBJECTS), output, seed, repeats, steps)
+    check_names(networks or [], cost.TRAINED, "network")
+    cost.overhead(networks or list(cost.TRAINED), output, seed, repeats, steps)

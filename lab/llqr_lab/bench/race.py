@@ -355,7 +355,6 @@ def untuned_rows(
             "base": base,
             "lr": finals[base][0]["lr"],
             "seeds": seeds,
-            "paired": [own["seed"] for own, _ in pairs],
             "alone": alone,
             "llqr": around,
         }
@@ -379,7 +378,6 @@ def _side(results: list[Result], steps: Sequence[float | None], times: list[floa
         "seconds": [None if each is None else seconds_to(times, each) for each in steps],
         "train_loss": _middle(losses),
         "train_losses": losses,
-        "score": _middle([value(each) for each in results]),
         "curve": results[0]["curve"] if results else None,
     }
 

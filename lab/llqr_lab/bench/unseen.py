@@ -22,7 +22,6 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.optim import SGD, AdamW, Optimizer
 
 from llqr import LLQR
 from llqr_lab.bench.measure import one_thread, rounded, widened
@@ -30,6 +29,8 @@ from llqr_lab.data.batches import mixed, own_randomness
 from llqr_lab.data.picture_sets import cifar, fashion
 from llqr_lab.data.sequences import shakespeare
 from llqr_lab.errors import RunError
+from llqr_lab.experiments.config import Base
+from llqr_lab.experiments.optimizers import base_of
 from llqr_lab.models.transformers import ViT
 from llqr_lab.results import bar, check_page, markdown_table, provenance, say, write_json, write_page
 
@@ -232,7 +233,7 @@ UNSEEN: dict[str, Unseen] = {
 
 
 COMMAND = "llqr bench unseen --page"
-BASES = {"SGDM": "sgdm", "AdamW": "adamw"}
+BASES = ("SGDM", "AdamW")
 SCHEDULES = ("cosine", "constant")
 FACTORS = (1 / 3, 1.0, 3.0)
 """Times the base's best rate."""
@@ -291,7 +292,7 @@ class Comparison:
                 found[runs[run]][run.rate] = math.inf if result["last"] is None else result["last"]
             return found
 
-        grids = {(task, base): getattr(UNSEEN[task], BASES[base]) for task in tasks for base in BASES}
+        grids = {(task, base): getattr(UNSEEN[task], base.lower()) for task in tasks for base in BASES}
         ends = widened(grids, ends_at)
         for (task, base), found in ends.items():
             if min(found.values()) == math.inf:
@@ -347,16 +348,11 @@ def perform(run: Trial, data: Path | None) -> Row:
 
 
 def train(run: Trial, data: Path | None) -> Row:
-    """The loss at the start, its mean over the last tenth of the steps (None if it diverged), and the curve between."""
+    """The loss at the start, its mean over the last tenth of the steps (None if it diverged)."""
     task = UNSEEN[run.task]
     model, draw = task.start(run.seed), task.load(data, run.seed)
-    optimizer: Optimizer = (
-        SGD(model.parameters(), lr=run.rate, momentum=0.9)
-        if run.base == "SGDM"
-        else AdamW(model.parameters(), lr=run.rate, weight_decay=0.0)
-    )
-    if run.llqr:
-        optimizer = LLQR(optimizer, model)
+    base = base_of(Base(run.base.lower(), lr=run.rate), model)
+    optimizer = LLQR(base, model) if run.llqr else base
     torch.manual_seed(run.seed)
     losses: list[float] = []
     seconds = 0.0
@@ -376,8 +372,7 @@ def train(run: Trial, data: Path | None) -> Row:
             break
     tenth = max(1, run.steps // 10)
     whole = len(losses) == run.steps and math.isfinite(losses[-1])
-    curve = [fmean(losses[k : k + tenth]) for k in range(0, run.steps, tenth)] if whole else []
-    return {"first": losses[0], "last": fmean(losses[-tenth:]) if whole else None, "curve": curve, "seconds": seconds}
+    return {"first": losses[0], "last": fmean(losses[-tenth:]) if whole else None, "seconds": seconds}
 
 
 def body(rows: Sequence[Row]) -> str:

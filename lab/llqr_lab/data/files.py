@@ -1,27 +1,22 @@
 """Files of data sets: where they are, reading them without trust, and where to keep what is made from them."""
 
-import json
 import os
 import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from hashlib import blake2b
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from llqr_lab.errors import DataError, MissingDataError
-from llqr_lab.results import write_text
 
 VARIABLE = "LLQR_DATA"
 WHOLE = {"cifar10": 50_000, "cifar100": 50_000, "imagenet": 1_281_167, "iwslt14": 160_239, "multi30k": 29_000}
 """How much there is to learn from in these, of which the files at hand may be a part."""
-T = TypeVar("T")
 
 
 def data_folder(folder: Path | None) -> Path | None:
@@ -84,26 +79,3 @@ def read_npz(path: Path, side: int, source: str) -> list[tuple[Tensor, Tensor]]:
             raise DataError(f"labels in '{path}' are {labels.dtype}, not integers: get it again from {source}")
         parts.append((torch.from_numpy(images).permute(0, 3, 1, 2), torch.from_numpy(labels.astype(np.int64))))
     return parts
-
-
-def cache_folder() -> Path:
-    """For what takes a while to make: LLQR_CACHE, or else ~/.cache/llqr. A data folder may be read-only."""
-    given = os.environ.get("LLQR_CACHE")
-    return Path(given) if given else Path.home() / ".cache" / "llqr"
-
-
-def cached(kind: str, made_from: Any, make: Callable[[], T]) -> T:
-    """What `make` gives, as JSON in the cache folder under a hash of all that it is made from.
-
-    A file that isn't whole is made again and replaced. A folder that can't be written to costs the time of making it, and
-    nothing else.
-    """
-    digest = blake2b(json.dumps(made_from, sort_keys=True).encode(), digest_size=16).hexdigest()
-    path = cache_folder() / f"{kind}-{digest}.json"
-    with suppress(OSError, ValueError):
-        return json.loads(path.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
-    made = make()
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps(made, ensure_ascii=False))
-    return made

@@ -6,7 +6,6 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from llqr_lab.data.batches import Batch, mixed, shuffled
-from llqr_lab.data.files import cached, data_path, reading
+from llqr_lab.data.files import data_path, reading
 from llqr_lab.errors import DataError, MissingDataError, check_names
 
 
@@ -198,20 +197,12 @@ class Words:
     """
 
     def __init__(self, language: str, tokenised: bool = False) -> None:
-        self.language = language
         self._tokenizer = None if tokenised else MosesTokenizer(language)
         self._detokenizer = MosesDetokenizer(language)
 
     def split(self, sentence: str) -> str:
         words: str = sentence if self._tokenizer is None else self._tokenizer.tokenize(sentence, return_str=True)
         return " ".join(words.split()).lower()
-
-    def split_all(self, sentences: Sequence[str]) -> list[str]:
-        """Each of them split. Moses takes seconds for a corpus, so what it gives is kept in the cache folder."""
-        if self._tokenizer is None:
-            return [self.split(sentence) for sentence in sentences]
-        settings = [self.language, version("sacremoses"), 2]
-        return cached("words", [settings, list(sentences)], lambda: [self.split(s) for s in sentences])
 
     def join(self, words: str) -> str:
         """The sentence as one would write it; what lowercasing took is gone."""
@@ -303,7 +294,7 @@ def prepared(text: ParallelText, merges: int = 10_000) -> Translation:
     """
     sides = [Words(language, text.corpus.tokenised) for language in text.corpus.languages]
     train, valid, test = (
-        Pairs(sides[0].split_all(pairs.source), sides[1].split_all(pairs.target))
+        Pairs(list(map(sides[0].split, pairs.source)), list(map(sides[1].split, pairs.target)))
         for pairs in (text.train, text.valid, text.test)
     )
     clean = cleaned(train)
