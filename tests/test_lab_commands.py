@@ -173,7 +173,7 @@ def test_bench_overhead_puts_trainings_together(tmp_path: Path) -> None:
     result = json.loads(output.read_text(encoding="utf-8"))
     assert result["command"] == "llqr bench overhead mlp --seed 0 --repeats 2 --steps 14"
     (row,) = result["rows"]
-    assert row["refits"] == [41, 2]
+    assert row["refits"] == [41, 3]
     assert row["base_seconds"] > 0
     for refits, steps, ratio in zip(row["refits"], (cost.FIRST, cost.LATER), row["by_medians"], strict=True):
         assert ratio == pytest.approx((refits * row["refit"] + (steps - refits) * row["plain"]) / steps)
