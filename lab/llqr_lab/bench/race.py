@@ -217,11 +217,9 @@ class Race:
 
 def end(result: Result, course: Course) -> float:
     """How a run ended: its last training loss, or the steps that it took to be over; the less the better."""
-    if course.target is not None:
-        found = reached_at(result, course.target)
-    else:
-        found = result.get("steps_to_target") if course.reached == "test_accuracy" else last_loss(result)
-    return math.inf if found is None or result["diverged"] else float(found)
+    by_steps = course.target is not None or course.reached == "test_accuracy"
+    found = place(result, course, course.target) if by_steps else last_loss(result)
+    return math.inf if found is None else float(found)
 
 
 class Performed:

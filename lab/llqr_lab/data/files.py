@@ -2,15 +2,10 @@
 
 import os
 import tarfile
-import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-import numpy as np
-import torch
-from torch import Tensor
 
 from llqr_lab.errors import DataError, MissingDataError
 
@@ -54,28 +49,3 @@ def tar_members(path: Path, wanted: Callable[[str], bool], source: str) -> dict[
             if member.isreg() and wanted(member.name) and (file := archive.extractfile(member)):
                 found[member.name] = file.read()
     return found
-
-
-KEYS = ("x_train", "y_train", "x_test", "y_test")
-
-
-def read_npz(path: Path, side: int, source: str) -> list[tuple[Tensor, Tensor]]:
-    """Training and test pictures (uint8 NCHW) with labels, of an .npz with bytes NHWC."""
-    with (
-        reading(path, source, zipfile.BadZipFile, ValueError),
-        path.open("rb") as content,
-        np.load(content, allow_pickle=False) as file,
-    ):
-        missing = [key for key in KEYS if key not in file.files]
-        if missing:
-            raise DataError(f"'{path}' has no {', '.join(missing)}: get it again from {source}")
-        arrays = [file[key] for key in KEYS]
-    parts = []
-    for key, images, labels in zip(KEYS[::2], arrays[::2], arrays[1::2], strict=True):
-        if images.shape[1:] != (side, side, 3) or images.dtype != np.uint8:
-            shape = f"{images.dtype} of {images.shape}, not bytes of (pictures, {side}, {side}, 3)"
-            raise DataError(f"{key} in '{path}' is {shape}: get it again from {source}")
-        if labels.dtype.kind not in "iu":
-            raise DataError(f"labels in '{path}' are {labels.dtype}, not integers: get it again from {source}")
-        parts.append((torch.from_numpy(images).permute(0, 3, 1, 2), torch.from_numpy(labels.astype(np.int64))))
-    return parts

@@ -2,6 +2,7 @@
 
 import gzip
 import math
+import zipfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -9,12 +10,13 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from llqr.errors import LLQRError
 from llqr_lab.data.batches import Split
-from llqr_lab.data.files import data_folder, data_path, read_npz, reading, tar_members
+from llqr_lab.data.files import data_folder, data_path, reading, tar_members
 from llqr_lab.data.pictures import Augmentation, FilePictures, Normalisation, Pictures, pictures_in_memory, reduced
 from llqr_lab.errors import DataError, check_names
 
@@ -123,8 +125,29 @@ def tiny_imagenet32(folder: Path | None = None) -> Pictures:
     return _pictures_of_npz(data_path(folder, TINY_IMAGENET, TINY_SOURCE), 100, TINY_SOURCE)
 
 
+KEYS = ("x_train", "y_train", "x_test", "y_test")
+
+
 def _pictures_of_npz(path: Path, classes: int, source: str) -> Pictures:
-    train, test = read_npz(path, SIDE, source)
+    """Of an .npz with bytes NHWC."""
+    with (
+        reading(path, source, zipfile.BadZipFile, ValueError),
+        path.open("rb") as content,
+        np.load(content, allow_pickle=False) as file,
+    ):
+        missing = [key for key in KEYS if key not in file.files]
+        if missing:
+            raise DataError(f"'{path}' has no {', '.join(missing)}: get it again from {source}")
+        arrays = [file[key] for key in KEYS]
+    parts = []
+    for key, images, labels in zip(KEYS[::2], arrays[::2], arrays[1::2], strict=True):
+        if images.shape[1:] != (SIDE, SIDE, 3) or images.dtype != np.uint8:
+            shape = f"{images.dtype} of {images.shape}, not bytes of (pictures, {SIDE}, {SIDE}, 3)"
+            raise DataError(f"{key} in '{path}' is {shape}: get it again from {source}")
+        if labels.dtype.kind not in "iu":
+            raise DataError(f"labels in '{path}' are {labels.dtype}, not integers: get it again from {source}")
+        parts.append((torch.from_numpy(images).permute(0, 3, 1, 2), torch.from_numpy(labels.astype(np.int64))))
+    train, test = parts
     return pictures_in_memory(f"'{path}'", train, test, classes)
 
 

@@ -153,7 +153,6 @@ class Summary:
     mean: float
     error: float | None
     """The standard error; None for a single seed."""
-    count: int
 
 
 def summary(values: Iterable[float]) -> Summary | None:
@@ -162,6 +161,6 @@ def summary(values: Iterable[float]) -> Summary | None:
         return None
     mean = math.fsum(known) / len(known)
     if len(known) == 1:
-        return Summary(mean, None, 1)
+        return Summary(mean, None)
     variance = math.fsum((each - mean) ** 2 for each in known) / (len(known) - 1)
-    return Summary(mean, math.sqrt(variance / len(known)), len(known))
+    return Summary(mean, math.sqrt(variance / len(known)))

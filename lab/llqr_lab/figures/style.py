@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-BLUE, ORANGE, GREEN, PINK, GREY, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#7F7F7F", "#56B4E9"
+BLUE, ORANGE, GREEN, PINK, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#7F7F7F"
 
 _STYLE: dict[str, Any] = {
     "font.size": 11,
