@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import settings
@@ -14,14 +12,7 @@ def _seeded() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_at_hand(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """No data folder, no hub, and a cache that is the tests' own, whatever the machine has."""
+def _nothing_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No data folder and no hub, whatever the machine has."""
     monkeypatch.delenv("LLQR_DATA", raising=False)
-    monkeypatch.setenv("LLQR_CACHE", str(_cache(tmp_path_factory)))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
-
-def _cache(factory: pytest.TempPathFactory) -> Path:
-    folder = factory.getbasetemp() / "cache"
-    folder.mkdir(exist_ok=True)
-    return folder

@@ -17,7 +17,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "resnet20": {"classes": CLASSES, "width": 2, "blocks": (1, 1, 1)},
     "resnet50": {"classes": CLASSES, "width": 2, "blocks": (1, 1)},
     "vgg16-bn": {"classes": CLASSES, "width": 1},
-    "wrn28-10": {"classes": CLASSES, "width": 2, "depth": 10, "factor": 1, "dropout": 0.1},
+    "wrn28-10": {"classes": CLASSES, "width": 2, "depth": 10, "factor": 1},
     "pyramidnet110": {"classes": CLASSES, "width": 3, "depth": 8, "alpha": 4},
     "grokking-transformer": {"words": WORDS, "width": 8, "heads": 2},
     "translation-transformer": {
@@ -31,7 +31,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "pad": PAD,
     },
     "gpt": {"words": WORDS, "length": 6, "width": 8, "heads": 2, "layers": 2, "dropout": 0.1},
-    "vit": {"classes": CLASSES, "picture": 8, "width": 8, "heads": 2, "layers": 2, "dropout": 0.1},
+    "vit": {"classes": CLASSES, "picture": 8, "width": 8, "heads": 2, "layers": 2},
 }
 SIDES = {"vgg16-bn": 32, "resnet50": 16}
 """Of the pictures; 8 for the others."""

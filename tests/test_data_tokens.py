@@ -6,9 +6,7 @@ import os
 import subprocess
 import sys
 from itertools import pairwise
-from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,11 +25,6 @@ from llqr_lab.data.translation import (
 )
 
 TEXT = ["low low low low lower", "newest newest newest widest widest", "der hund und der hund"] * 3
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LLQR_CACHE", str(tmp_path / "cache"))
 
 
 def by_hand(text: list[str], merges: int) -> list[str]:
@@ -66,7 +59,7 @@ def test_no_more_merges_than_pairs_that_occur_twice() -> None:
     assert [first + second for first, second in learn_pieces(["aa b aa c"], 100).merges] == ["aa "]
 
 
-def test_every_process_learns_the_same_code(tmp_path: Path) -> None:
+def test_every_process_learns_the_same_code() -> None:
     """Almost all pairs here occur equally often, so that the order of a hash table would show."""
     program = (
         "from llqr_lab.data.translation import learn_pieces; import string;"
@@ -76,7 +69,7 @@ def test_every_process_learns_the_same_code(tmp_path: Path) -> None:
     said = {
         subprocess.run(
             [sys.executable, "-c", program],
-            env={**os.environ, "LLQR_CACHE": str(tmp_path / str(i)), "RAYON_NUM_THREADS": str(1 + i % 2)},
+            env={**os.environ, "RAYON_NUM_THREADS": str(1 + i % 2)},
             capture_output=True,
             text=True,
             check=True,
@@ -115,18 +108,6 @@ def test_words_by_moses() -> None:
     assert Words("en", tokenised=True).split("he &apos;s here , z.b.") == "he &apos;s here , z.b."
 
 
-def test_split_words_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = Words("en")
-    first = words.split_all(["A dog.", "Two."])
-    assert first == ["a dog .", "two ."]
-    (path,) = (tmp_path / "cache").iterdir()
-    path.write_text('["a dog ."]')
-    assert words.split_all(["A dog.", "Two."]) == first
-    assert words.split_all(["A dog."]) == first[:1]
-    monkeypatch.setattr(Words, "split", lambda *_: pytest.fail("split again"))
-    assert words.split_all(["A dog.", "Two."]) == first
-
-
 def test_dictionary() -> None:
     dictionary = Dictionary.of([["a", "b "], ["b ", "c "], ["<pad>", "c "]])
     assert len(dictionary) == 8
@@ -136,8 +117,3 @@ def test_dictionary() -> None:
     assert dictionary.decode([START, 7, 4, 3, 5, PAD, STOP, 5]) == "ab <unk> c"
     assert dictionary.decode([]) == ""
     assert dictionary.decode([4, 7]) == "b a"
-
-
-def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "cache").write_text("not a folder")
-    assert Words("en").split_all(["Two."]) == ["two ."]

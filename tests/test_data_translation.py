@@ -56,8 +56,7 @@ def sentences(count: int, seed: int) -> tuple[list[str], list[str]]:
 
 
 @pytest.fixture
-def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("LLQR_CACHE", str(tmp_path / "cache"))
+def corpus(tmp_path: Path) -> Path:
     place = tmp_path / "multi30k_de_en"
     place.mkdir()
     for seed, (part, count) in enumerate((("train", 200), ("val", 20), ("test_2016_flickr", 20))):
@@ -86,8 +85,6 @@ def test_numbers_and_text_again(prepared: Translation) -> None:
         score, signature = bleu([prepared.text(sentence) for sentence in part.target], part.references)
         assert score > 99.99
         assert "case:lc" in signature
-    with pytest.raises(ValueError, match="1 translations of 2 sentences"):
-        bleu(["a"], ["a", "b"])
 
 
 def test_cleaning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,8 +142,6 @@ def test_batches_are_functions_of_seed_and_step(prepared: Translation) -> None:
     assert [[*(each.tolist() for each in batch.inputs), batch.targets.tolist()] for batch in ahead] == forwards[
         count - 1 : count + 1
     ]
-    with pytest.raises(IndexError, match="from 0"):
-        batches[-1]
 
 
 def test_a_sentence_too_long_for_any_batch(prepared: Translation) -> None:
@@ -154,8 +149,7 @@ def test_a_sentence_too_long_for_any_batch(prepared: Translation) -> None:
         TranslationBatches(prepared.train, 5, 0)
 
 
-def test_a_corpus_that_comes_tokenised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LLQR_CACHE", str(tmp_path / "cache"))
+def test_a_corpus_that_comes_tokenised(tmp_path: Path) -> None:
     place = tmp_path / "iwslt14_de_en"
     place.mkdir()
     for part in ("train", "valid", "test"):

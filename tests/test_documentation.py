@@ -172,7 +172,7 @@ def test_readme_has_the_results_of_the_race(tmp_path: Path) -> None:
     script = module_from_spec(spec)
     spec.loader.exec_module(script)
     assert script.TABLE.findall(text_of(ROOT / "README.md")) == [script.table()], "write it again"
-    script.draw([], script.rows(), tmp_path / "readme.png")
+    script.draw(script.rows(), tmp_path / "readme.png")
     assert (tmp_path / "readme.png").stat().st_size > 10_000
 
 

@@ -113,6 +113,11 @@ def test_a_sweep_skips_what_is_done_and_its_results_are_drawn(tmp_path: Path) ->
     kept = tmp_path / "kept.json"
     table = llqr("table", str(tmp_path), f"--save={kept}")
     assert llqr("table", str(kept)) == table
+    elsewhere = (*arguments[:-1], f"--runs={tmp_path / 'elsewhere'}", f"--known={kept}")
+    assert llqr(*elsewhere).count("done before") == 4
+    kept.write_text(kept.read_text().replace('"batch":16,"epochs"', '"batch":17,"epochs"', 1))
+    assert llqr(*elsewhere).count("done before") == 3  # one was made with other settings
+    assert len(collected(tmp_path / "elsewhere")) == 1
     for kind, presets in (("curves", ["grokking-add"]), ("curves", ["grokking-add"] * 3), ("grokking", [])):
         picture = tmp_path / f"{kind}{len(presets)}.png"
         llqr("figure", kind, *presets, f"--source={kept}", "--scale=smoke", f"--output={picture}")

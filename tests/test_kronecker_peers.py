@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from llqr_lab.experiments.kronecker_peers import KFAC, AdaFisher, sides
+from llqr_lab.experiments.peers import KFAC, AdaFisher, sides
 
 
 def network() -> nn.Sequential:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import platform
@@ -13,10 +14,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from llqr_lab.bench import exact_training, measure, overhead
+from llqr_lab.bench import cost, exact_training, measure
 from llqr_lab.bench.exact_problems import PROBLEMS, cole_hopf, points
 from llqr_lab.cli import app
 from llqr_lab.results import write_json
+from made_runs import falling, made_run
 
 PNG = b"\x89PNG"
 
@@ -83,7 +85,7 @@ def test_a_bench_refuses_wrong_input_before_any_work(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
-    monkeypatch.setattr("llqr_lab.bench.engine.main", lambda *_: pytest.fail("work was begun"))
+    monkeypatch.setattr("llqr_lab.bench.cost.engine", lambda *_: pytest.fail("work was begun"))
     given = dict([("--output", "engine.json"), arguments])
     code, printed = invoke("bench", "engine", *(part for pair in given.items() for part in pair))
     assert code == 2
@@ -101,6 +103,32 @@ def test_demo_refuses_wrong_input_before_any_work(
     code, printed = invoke("demo", *arguments)
     assert code == 2
     assert arguments[0] in printed
+
+
+def test_runs_of_several_days_make_the_same_tables(tmp_path: Path) -> None:
+    """Split in two sources, in either order, and as a kept file with new runs: the same page, the same file."""
+    kept, page = tmp_path / "kept.json", tmp_path / "page.md"
+
+    def tables(*sources: str | Path) -> tuple[str, str]:
+        page.unlink(missing_ok=True)
+        code, printed = invoke("table", *sources, "--save", kept, "--page", page)
+        assert code == 0, printed
+        return kept.read_text(), page.read_text()
+
+    first, second, whole = (tmp_path / name for name in ("first", "second", "whole"))
+    for number, (method, seed) in enumerate(itertools.product(("default", "base", "ekfac-ngd"), range(3))):
+        for runs in (whole, first if number % 2 else second):
+            made_run(runs, method, seed)
+    wanted = tables(whole)
+    assert "| base | 3 |" in wanted[1]
+    assert tables(first, second) == tables(second, first) == wanted
+    tables(first)
+    assert tables(kept, second) == wanted
+    # of a run that is in two sources, the later one's counts
+    made_run(tmp_path / "other", "base", 0, falling(60, 0, shift=2.0))
+    assert tables(tmp_path / "other", whole) == wanted
+    other = tables(whole, tmp_path / "other")
+    assert tables(kept, whole) == wanted != other
 
 
 def test_a_result_that_is_not_a_number_is_not_written(tmp_path: Path) -> None:
@@ -137,27 +165,25 @@ def test_a_network_that_is_not_there_is_refused_with_the_nearest(command: tuple[
     assert "did you mean convnet" in printed
 
 
-def test_bench_overhead_times_whole_trainings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few steps are put together from those with a refit and those without; enough of them are timed as they are."""
-    for name, size in (("FIRST", 6), ("LATER", 4), ("PARTS", (slice(0, 6), slice(6, 10))), ("TURN", 2)):
-        monkeypatch.setattr(overhead, name, size)
+def test_bench_overhead_puts_trainings_together(tmp_path: Path) -> None:
+    """From the medians of steps with a refit and without, as often as the schedule has them."""
     output = tmp_path / "overhead.json"
-    for steps, timed in (("5", False), ("10", True)):
-        code, printed = invoke("bench", "overhead", "mlp", "--steps", steps, "--repeats", "2", "--output", output)
-        assert code == 0, printed
-        result = json.loads(output.read_text(encoding="utf-8"))
-        assert result["command"] == f"llqr bench overhead mlp --seed 0 --repeats 2 --steps {steps}"
-        (row,) = result["rows"]
-        assert sum(row["refits"]) >= 1
-        assert min(row["base_seconds"], row["refit"], *row["by_medians"]) > 0
-        assert (row["as_timed"] is not None) == timed
+    code, printed = invoke("bench", "overhead", "mlp", "--steps", "14", "--repeats", "2", "--output", output)
+    assert code == 0, printed
+    result = json.loads(output.read_text(encoding="utf-8"))
+    assert result["command"] == "llqr bench overhead mlp --seed 0 --repeats 2 --steps 14"
+    (row,) = result["rows"]
+    assert row["refits"] == [41, 3]
+    assert row["base_seconds"] > 0
+    for refits, steps, ratio in zip(row["refits"], (cost.FIRST, cost.LATER), row["by_medians"], strict=True):
+        assert ratio == pytest.approx((refits * row["refit"] + (steps - refits) * row["plain"]) / steps)
 
 
 def test_bench_memory_has_every_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def here(prepare: Any, *arguments: Any) -> tuple[int, float]:
         return 2**20, prepare(*arguments)()
 
-    monkeypatch.setattr("llqr_lab.bench.memory.peak_memory", here)
+    monkeypatch.setattr("llqr_lab.bench.cost.peak_memory", here)
     output = tmp_path / "memory.json"
     code, printed = invoke("bench", "memory", "tiny", "--output", output)
     assert code == 0, printed

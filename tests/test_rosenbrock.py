@@ -23,8 +23,10 @@ from llqr_lab import rosenbrock as problem
 from llqr_lab.bench.measure import one_thread
 from llqr_lab.cli import app
 from llqr_lab.rosenbrock import (
+    CLASSIC,
     CONVERGED,
-    FULL,
+    SCALAR_PERIODS,
+    VALLEY,
     Descent,
     Setting,
     cosine,
@@ -36,7 +38,7 @@ from llqr_lab.rosenbrock import (
 from llqr_lab.rosenbrock import riccati as riccati_step
 
 PNG = b"\x89PNG"
-START = FULL.classic.start
+START = CLASSIC.start
 POINTS = [(-1.2, 1.0), (0.3, -0.7), (1.0, 1.0), (0.5, 0.5), (-0.8, 1.9)]
 """In the last two the Hessian is indefinite."""
 
@@ -49,7 +51,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def diagonal() -> Descent:
-    return FULL.classic.run(diagonal_newton)
+    return CLASSIC.run(diagonal_newton)
 
 
 def at(point: tuple[float, float]) -> Tensor:
@@ -83,7 +85,7 @@ def test_both_forms_are_the_function_with_its_derivatives(build: problem.Build, 
 
 @pytest.mark.parametrize("rate", [0.2, 1.0])
 def test_riccati_takes_newtons_path(rate: float) -> None:
-    setting = replace(FULL.classic, rate=rate)
+    setting = replace(CLASSIC, rate=rate)
     riccati, newton = setting.run(riccati_step), setting.run(problem.newton)
     assert riccati.iterations == newton.iterations
     assert newton.losses[-1] <= 1e-12
@@ -102,8 +104,8 @@ def test_riccati_is_the_stationary_point_where_the_hessian_is_indefinite_too(pla
 @pytest.mark.parametrize(
     ("setting", "periods"),
     [
-        (replace(FULL.classic, until=1e-2, target=1e-2), FULL.scalar_periods),
-        (replace(FULL.classic, until=1e-8, start=(0.5, 0.0), rate=0.1), (1, 2, 5)),
+        (replace(CLASSIC, until=1e-2, target=1e-2), SCALAR_PERIODS),
+        (replace(CLASSIC, until=1e-8, start=(0.5, 0.0), rate=0.1), (1, 2, 5)),
     ],
     ids=["classic", "basin"],
 )
@@ -116,27 +118,27 @@ def test_more_frequent_refits_of_two_scalars_converge_faster(setting: Setting, p
 
 
 def test_a_converged_fit_of_two_scalars_goes_stale() -> None:
-    run = replace(FULL.classic, most=500).run(scalars(5, CONVERGED))
+    run = replace(CLASSIC, most=500).run(scalars(5, CONVERGED))
     assert run.diverged
     assert run.reached(0.1) is None
 
 
 def test_dense_u_on_the_single_layer_is_newtons_method() -> None:
-    setting = replace(FULL.classic, rate=0.2)
+    setting = replace(CLASSIC, rate=0.2)
     run = setting.run(dense(1, CONVERGED))
     assert run.reached(1e-8) == setting.run(problem.newton).reached(1e-8)
     assert min(run.cosines) > 0.999
-    assert replace(FULL.classic, until=1e-8).run(dense(20, CONVERGED)).reached(1e-8) is not None
+    assert replace(CLASSIC, until=1e-8).run(dense(20, CONVERGED)).reached(1e-8) is not None
 
 
 def test_the_diagonal_hessian_crawls_where_the_hessian_is_indefinite(diagonal: Descent) -> None:
     assert diagonal.reached(1.0) is None
     assert diagonal.indefinite > 0.5
-    assert replace(FULL.classic, rate=1.0, most=200).run(diagonal_newton).losses[-1] > 1e3
+    assert replace(CLASSIC, rate=1.0, most=200).run(diagonal_newton).losses[-1] > 1e3
 
 
 def test_llqr_is_nearer_to_newtons_direction_than_the_diagonal_hessian(diagonal: Descent) -> None:
-    relaxed = replace(FULL.classic, until=1e-4).run(scalars(3, CONVERGED))
+    relaxed = replace(CLASSIC, until=1e-4).run(scalars(3, CONVERGED))
     on_its_path = [cosine(diagonal_newton(point), problem.newton(point)) for point in relaxed.points[:-1]]
     assert relaxed.mean_cosine > 0.99
     assert sum(on_its_path) / len(on_its_path) < 0.6
@@ -149,7 +151,7 @@ def test_the_papers_inner_solver_needs_small_gradients() -> None:
     best = 0.5 * float(problem.gradient(point) @ problem.newton(point))
     assert fit(model, Scalar(), SGDM(lr=1e-4), 500).history[-1] / best < -1e6
     assert fit(model, Scalar(), CONVERGED, 25).history[-1] / best == pytest.approx(1, abs=1e-9)
-    early = replace(FULL.valley, most=300)
+    early = replace(VALLEY, most=300)
     ahead, behind = (early.run(scalars(every, SGDM(lr=1e-4), 500)) for every in (100, 300))
     assert not ahead.diverged
     assert ahead.losses[-1] < behind.losses[-1] < ahead.losses[0]
@@ -172,7 +174,7 @@ def test_the_fit_is_that_of_the_plain_recursion() -> None:
 
 
 def test_momentum_has_the_best_rate_of_its_grid() -> None:
-    name, run = replace(FULL.classic, most=800, until=1e-8).best_momentum()
+    name, run = replace(CLASSIC, most=800, until=1e-8).best_momentum()
     assert name == "SGDM, lr 0.003"
     assert run.reached(1e-8) == 617
 

@@ -91,7 +91,7 @@ def test_unknown_names_have_suggestions(tmp_path: Path) -> None:
     assert "did you mean grokking-add" in refused("train", "groking-add")
     assert "did you mean kfac-ngd" in refused(*smoke(tmp_path, "--method=kfac-nd"))
     assert "did you mean smoke" in refused("train", "grokking-add", "--scale=smok")
-    assert "did you mean 'width'" in refused(*smoke(tmp_path, "--set", "model.widht=8"))
+    assert "did you mean width" in refused(*smoke(tmp_path, "--set", "model.widht=8"))
     assert "no setting 'data.q'" in refused(*smoke(tmp_path, "--set", "data.q=8"))
     assert "name=value" in refused(*smoke(tmp_path, "--set", "steps"))
     assert "did you mean damping" in refused("sweep", "grokking-add", "--ablation=dampin")

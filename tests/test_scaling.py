@@ -144,7 +144,7 @@ def messages() -> dict[str, Any]:
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_messages_and_memory_are_those_of_processes(size: int, tmp_path: Path) -> None:
-    """To the byte; small ones by their number. Operations of the rank that has most."""
+    """To the byte. Operations of the rank that has most."""
     found = without_numbers(decoder, batch((2, 8)))
     real = on_ranks(size, tmp_path, messages)
     for way, sharded in WAYS.items():
@@ -155,8 +155,6 @@ def test_messages_and_memory_are_those_of_processes(size: int, tmp_path: Path) -
         assert max(rank["step"].get("all_to_all_single", 0) for rank in each) == cost.step_bytes
         for rank in each:
             step, refit = rank["step"], rank["refit"]
-            assert step.get("messages", 0) == cost.step_messages
-            assert refit["messages"] - step.get("messages", 0) == cost.refit_messages, "with a refit it is a step, too"
             sent = (
                 refit["all_reduce"]
                 + refit["pulse"]

@@ -14,11 +14,11 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from llqr_lab.errors import RunError
-from llqr_lab.experiments import reproduction
+from llqr_lab.experiments import table
 from llqr_lab.experiments.collect import collected
 from llqr_lab.experiments.paper import RESULTS
 from llqr_lab.experiments.presets import PRESETS
-from llqr_lab.results import filled_page
+from llqr_lab.results import filled_page, write_page
 from pages import ROOT, text_of
 
 pytest.importorskip("material", reason="mkdocs-material isn't installed: pip install llqr[docs]")
@@ -140,7 +140,7 @@ def test_reproduction_is_of_the_present_results() -> None:
     """It is what `llqr table results/experiments.json --page docs/reproduction.md` writes, for every preset."""
     page = ROOT / "docs" / "reproduction.md"
     results = collected(ROOT / "results" / "experiments.json")
-    made = filled_page(text_of(page), reproduction.COMMAND, reproduction.body(results), page)
+    made = filled_page(text_of(page), table.COMMAND, table.body(results), page)
     assert text_of(page) == made, "write it again"
     for name in PRESETS:
         assert name in text_of(page)
@@ -155,14 +155,14 @@ def test_commands_of_uneven_runs(tmp_path: Path) -> None:
     one = collected(ROOT / "results" / "experiments.json")[0]
     one = {**one, "preset": "shakespeare-gpt-sgdm", "scale": "mini"}
     runs = [{**one, "method": method, "seed": seed} for method, seeds in UNEVEN.items() for seed in seeds]
-    assert reproduction.commands(runs) == [
+    assert table.commands(runs) == [
         "llqr sweep shakespeare-gpt-sgdm --scale mini --methods diagonal-ngd,ekfac-ngd --seeds 0-2",
         "llqr sweep shakespeare-gpt-sgdm --scale mini --methods kfac-ngd --seeds 0,2",
     ]
     page = tmp_path / "page.md"
     page.write_text("# nothing\n", encoding="utf-8")
     with pytest.raises(RunError, match="has no place for results"):
-        reproduction.write(page, runs)
+        write_page(page, table.COMMAND, "words")
     assert text_of(page) == "# nothing\n"
 
 

@@ -46,6 +46,6 @@ def _result(side: dict[str, Any], by_steps: bool) -> str:
 
 
 if __name__ == "__main__":
-    draw([], rows(), ROOT / "docs" / "figures" / "readme.png")
+    draw(rows(), ROOT / "docs" / "figures" / "readme.png")
     readme = ROOT / "README.md"
     readme.write_text(TABLE.sub(lambda _: table(), readme.read_text(encoding="utf-8")), encoding="utf-8")

@@ -156,6 +156,9 @@ def sweep(
     data: options.Data = None,
     runs: options.Runs = Path("runs"),
     device: options.Device = "auto",
+    known: Annotated[
+        Path | None, typer.Option(help="What this file of results has, at these settings, is done.")
+    ] = None,
     dry: Annotated[bool, typer.Option("--dry-run", help="Print what would be run, and exit.")] = False,
 ) -> None:
     """Many runs: methods, seeds and settings, in parallel; what is done is skipped, what was stopped goes on."""
@@ -168,15 +171,13 @@ def sweep(
     if dry:
         for config, _ in chosen:
             typer.echo(f"{config.preset} {config.scale} {config.label} seed {config.seed}")
-    elif not run_all(chosen, runs, data, jobs or CORES, device, Console()):
+    elif not run_all(chosen, runs, data, jobs or CORES, device, Console(), known):
         raise typer.Exit(1)
 
 
 @command(app)
 def table(
-    source: Annotated[Path, typer.Argument(help="The folder of runs, or a file of results that --save wrote.")] = Path(
-        "runs"
-    ),
+    sources: options.Sources = None,
     presets: Annotated[
         str, typer.Option(help="Only presets whose name has this in it, or one of several with commas.")
     ] = "",
@@ -186,19 +187,22 @@ def table(
     ] = None,
     page: options.Page = None,
 ) -> None:
-    """Results beside the paper's: mean and standard error over seeds, and time relative to the base."""
+    """Results beside the paper's: mean and standard error over seeds, and time relative to the base.
+
+    Of a run that is in several sources, the last one's counts.
+    """
     from rich.console import Console
 
     from llqr_lab.experiments.collect import save as save_results
     from llqr_lab.experiments.collect import selected_results
-    from llqr_lab.experiments.reproduction import write
-    from llqr_lab.experiments.table import show
+    from llqr_lab.experiments.table import COMMAND, body, show
+    from llqr_lab.results import write_page
 
-    results = selected_results(source, presets, scale)
+    results = selected_results(sources or [Path("runs")], presets, scale)
     if save:
         save_results(results, save)
     if page:
-        write(page, results)
+        write_page(page, COMMAND, body(results))
     show(results, Console())
 
 
@@ -212,23 +216,22 @@ def figure(
         typer.Argument(metavar="PRESET...", help="Of an ablation one; of curves one, or several with a panel each."),
     ] = None,
     methods: Annotated[str, typer.Option(help="Only these methods, with commas between.")] = "",
-    source: Annotated[Path, typer.Option(help="The folder of runs, or a file of results.")] = Path("runs"),
+    source: Annotated[
+        list[Path] | None, typer.Option(help="The folder of runs, or a file of results. Again for more.")
+    ] = None,
     scale: options.Scale = "cpu",
     output: options.Picture = Path("figure.png"),
 ) -> None:
     """Draw training curves with standard errors, box plots of grokking, or an ablation."""
     from llqr_lab.figures.experiments import draw
 
-    draw(kind, presets or [], name_list(methods), source, scale, output)
+    draw(kind, presets or [], name_list(methods), source or [Path("runs")], scale, output)
     typer.echo(f"Wrote {output}")
 
 
 @command(app)
 def report(
-    sources: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="RUNS...", help="Folders of runs, or files of results that `llqr table --save` wrote."),
-    ] = None,
+    sources: options.Sources = None,
     output: Annotated[Path, typer.Option("--output", "-o", callback=writable_file, help="The page to write.")] = Path(
         "report.html"
     ),
@@ -263,12 +266,12 @@ def engine(
     output: options.Output = Path("results/engine.json"),
     seed: options.Seed = 0,
     repeats: options.Repeats = 9,
-    quick: Annotated[bool, typer.Option("--quick", help="Tiny networks, to see that it works.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Small batches, to see that it works.")] = False,
 ) -> None:
     """Curvature products and fits in units of a training step of the same network."""
-    from llqr_lab.bench.engine import main
+    from llqr_lab.bench import cost
 
-    main(output, seed, repeats, quick)
+    cost.engine(output, seed, repeats, quick)
 
 
 @command(bench)
@@ -280,10 +283,10 @@ def memory(
     seed: options.Seed = 0,
 ) -> None:
     """Peak memory of a curvature product: of a batch whole, in chunks of examples, and in segments of layers."""
-    from llqr_lab.bench.memory import SUBJECTS, main
+    from llqr_lab.bench import cost
 
-    check_names(networks or [], SUBJECTS, "network")
-    main(networks or ["pyramidnet110", "resnet50"], output, seed)
+    check_names(networks or [], cost.CUT, "network")
+    cost.memory(networks or ["pyramidnet110", "resnet50"], output, seed)
 
 
 @command(bench)
@@ -356,10 +359,10 @@ def overhead(
     output: options.Output = Path("results/overhead.json"),
     seed: options.Seed = 0,
     repeats: options.Repeats = 3,
-    steps: Annotated[int | None, typer.Option(min=2, help="Steps of a run; else 400, of resnet18 12.")] = None,
+    steps: Annotated[int | None, typer.Option(min=2, help="Steps that are timed; else 60, of resnet18 12.")] = None,
 ) -> None:
     """The time of a whole training with LLQR, refits included, nothing set, over that of its base alone."""
-    from llqr_lab.bench.overhead import SUBJECTS, main
+    from llqr_lab.bench import cost
 
-    check_names(networks or [], SUBJECTS, "network")
-    main(networks or list(SUBJECTS), output, seed, repeats, steps)
+    check_names(networks or [], cost.TRAINED, "network")
+    cost.overhead(networks or list(cost.TRAINED), output, seed, repeats, steps)

@@ -16,7 +16,7 @@ from llqr import LLQR
 from llqr_lab.bench.measure import one_thread
 from llqr_lab.data.batches import Split
 from llqr_lab.data.picture_sets import digits
-from llqr_lab.figures.style import GREEN, GREY, ORANGE, SKY, drawing
+from llqr_lab.figures.style import GREEN, GREY, ORANGE, drawing
 from llqr_lab.models.convolutional import picture_net
 from llqr_lab.results import bar, say, show_table, simple_table
 
@@ -29,19 +29,14 @@ Make = Callable[[nn.Module], Optimizer]
 
 def optimizers() -> dict[str, Make]:
     """By name: what makes each for a network."""
-
-    def sgdm(model: nn.Module) -> Optimizer:
-        return SGD(model.parameters(), lr=SGDM_RATE, momentum=0.9)
-
-    def adamw(model: nn.Module) -> Optimizer:
-        return AdamW(model.parameters(), lr=ADAMW_RATE)
-
-    return {
-        "SGDM": sgdm,
-        "LLQR(SGDM)": lambda model: LLQR(sgdm(model), model),
-        "AdamW": adamw,
-        "LLQR(AdamW)": lambda model: LLQR(adamw(model), model),
+    bases: dict[str, Make] = {
+        "SGDM": lambda model: SGD(model.parameters(), lr=SGDM_RATE, momentum=0.9),
+        "AdamW": lambda model: AdamW(model.parameters(), lr=ADAMW_RATE),
     }
+    made: dict[str, Make] = {}
+    for name, base in bases.items():
+        made |= {name: base, f"LLQR({name})": lambda model, base=base: LLQR(base(model), model)}  # type: ignore[misc]
+    return made
 
 
 @dataclass
@@ -120,27 +115,24 @@ def show(output: Path, seed: int, steps: int) -> None:
     headers = [f"loss after\n{steps} steps", "test\naccuracy", "seconds"]
     table = simple_table(None, "optimizer", *headers, *(f"{what} to\nloss {TARGET:g}" for what in ("steps", "seconds")))
     for name, curve in curves.items():
-        place, ends = (
-            curve.reached(TARGET),
-            (f"{curve.losses[-1]:.2g}", f"{curve.accuracy:.1%}", f"{curve.seconds[-1]:.1f}"),
-        )
-        there = (f"> {curve.steps[-1]}", "–")
-        if place is not None:
-            there = (str(curve.steps[place]), f"{curve.seconds[place]:.1f}")
+        place = curve.reached(TARGET)
+        never = (f"> {curve.steps[-1]}", "–")
+        there = never if place is None else (str(curve.steps[place]), f"{curve.seconds[place]:.1f}")
+        ends = (f"{curve.losses[-1]:.2g}", f"{curve.accuracy:.1%}", f"{curve.seconds[-1]:.1f}")
         table.add_row(name, *ends, *there)
     show_table(console, table)
     draw(curves, TARGET, output)
     say(console, f"Wrote {output}")
 
 
-LINES = ((ORANGE, "--", "s"), (ORANGE, "-", "o"), (GREEN, "--", "^"), (GREEN, "-", "D"), (SKY, "-.", "v"))
+LINES = ((ORANGE, "--", "s"), (ORANGE, "-", "o"), (GREEN, "--", "^"), (GREEN, "-", "D"))
 
 
 def draw(curves: Mapping[str, Curve], target: float, path: Path) -> None:
-    """Training losses by steps and by seconds, one curve for each optimizer; at most five."""
+    """Training losses by steps and by seconds, one curve for each optimizer."""
     with drawing(path, 10, 4.5) as figure:
         by_steps, by_seconds = figure.subplots(1, 2, sharey=True)
-        for (name, curve), (colour, style, marker) in zip(curves.items(), LINES[: len(curves)], strict=True):
+        for (name, curve), (colour, style, marker) in zip(curves.items(), LINES, strict=True):
             how = {"color": colour, "linestyle": style, "marker": marker, "markersize": 5, "label": name}
             for axes, at in ((by_steps, curve.steps), (by_seconds, curve.seconds)):
                 axes.plot(at, curve.losses, markevery=max(1, len(curve.steps) // 10), **how)

@@ -47,6 +47,10 @@ Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, …; auto takes a 
 Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of everything random.")]
 Seeds = Annotated[str, typer.Option(help="Seeds: 0-4, or 0,1,7. Learning rates are chosen with the first.")]
 Runs = Annotated[Path, typer.Option(help="The folder of runs; what is there isn't repeated.")]
+Sources = Annotated[
+    list[Path] | None,
+    typer.Argument(metavar="RUNS...", help="Folders of runs, or files of results that `llqr table --save` wrote."),
+]
 Jobs = Annotated[int | None, typer.Option(min=1, help="Runs at a time; else one for each core.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Rounds; medians are reported.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads of torch; else its own choice.")]

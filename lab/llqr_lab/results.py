@@ -1,14 +1,15 @@
 """What every result carries, and how commands show theirs: JSON and text files, pages, tables, progress bars."""
 
 import json
+import math
 import os
 import platform
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from rich import box
@@ -41,6 +42,11 @@ def read_json(text: str | bytes) -> Any:
     return json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 19 else float(digits))
 
 
+def finite(value: float) -> float | None:
+    """JSON has no NaN."""
+    return value if math.isfinite(value) else None
+
+
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write strict JSON (no NaN), whole or not at all; lists of numbers on one line."""
     text = json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False)
@@ -49,13 +55,25 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file, whole or not at all."""
+    with replacing(path) as file:
+        file.write(text.encode("utf-8"))
+
+
+@contextmanager
+def replacing(path: Path, keep: Path | None = None) -> Iterator[IO[bytes]]:
+    """A file that is there whole or not at all; the one that it replaces is kept if wanted."""
     unfinished = path.with_name(path.name + ".part")
     try:
-        unfinished.write_text(text, encoding="utf-8")
+        with unfinished.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        if keep is not None and path.exists():
+            path.replace(keep)
         unfinished.replace(path)
     finally:
-        unfinished.unlink(missing_ok=True)
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
 
 
 # pages of the documentation that results are written into, between two marks

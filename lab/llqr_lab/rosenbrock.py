@@ -34,7 +34,8 @@ CONVERGED = ScaleFree(reach=1e6)
 """A solver that finds the minimum of J here. Its default bound on U is too tight in the valley, where the Hessian's eigenvalues
 are a factor of 2,500 apart."""
 PAPER = SGDM(lr=1e-4)
-"""The paper's inner solver; it takes 500 steps."""
+INNER = 500
+"""The paper's inner solver, and its steps."""
 RATES = (3e-4, 1e-3, 2e-3, 3e-3, 4e-3, 5e-3)
 """SGDM's grid, with momentum 0.9."""
 FAR = 1e9
@@ -243,24 +244,16 @@ class Setting:
         return f"SGDM, lr {best:g}", runs[best]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """`classic` with U fitted to convergence, `valley` with the paper's inner solver; the periods are of refits."""
-
-    classic: Setting = Setting((-1.2, 1.0), rate=0.05, most=3000, until=1e-12, target=1e-8)
-    scalar_periods: Sequence[int] = (1, 2, 3)
-    dense_periods: Sequence[int] = (1, 10)
-    valley: Setting = Setting((-1.0, 1.0), rate=1e-3, most=15000, until=1e-2, target=1e-2)
-    valley_periods: Sequence[int] = (50, 100, 250)
-    inner_steps: int = 500
-
-
-FULL = Plan()
-QUICK = Plan(replace(FULL.classic, most=30), (1, 3), (1,), replace(FULL.valley, most=20), (5, 10), inner_steps=20)
+CLASSIC = Setting((-1.2, 1.0), rate=0.05, most=3000, until=1e-12, target=1e-8)
+"""With U fitted to convergence; periods are of refits."""
+SCALAR_PERIODS, DENSE_PERIODS = (1, 2, 3), (1, 10)
+VALLEY = Setting((-1.0, 1.0), rate=1e-3, most=15000, until=1e-2, target=1e-2)
+"""With the paper's inner solver."""
+VALLEY_PERIODS = (50, 100, 250)
 Descents = dict[str, Descent]
 
 
-def descend(plan: Plan, done: Callable[[], None] = lambda: None) -> tuple[Descents, Descents]:
+def descend(classic: Setting, valley: Setting, done: Callable[[], None]) -> tuple[Descents, Descents]:
     """The runs of both settings, by name; `done` is called after each of the two."""
 
     def runs(setting: Setting, directions: dict[str, Direction]) -> Descents:
@@ -269,25 +262,25 @@ def descend(plan: Plan, done: Callable[[], None] = lambda: None) -> tuple[Descen
         done()
         return found
 
-    many = {f"LLQR scalars, every {every}": scalars(every, CONVERGED) for every in plan.scalar_periods}
-    many |= {f"LLQR dense, every {every}": dense(every, CONVERGED) for every in plan.dense_periods}
-    rare = {f"LLQR scalars, every {n}": scalars(n, PAPER, plan.inner_steps) for n in plan.valley_periods}
-    first = plan.valley_periods[0]
-    rare |= {f"LLQR dense, every {first}": dense(first, PAPER, plan.inner_steps), "gradient alone": steepest}
-    classic = runs(plan.classic, {"Newton": newton, "Riccati": riccati, **many})
-    return classic, runs(plan.valley, {"Newton": newton, **rare})
+    many = {f"LLQR scalars, every {every}": scalars(every, CONVERGED) for every in SCALAR_PERIODS}
+    many |= {f"LLQR dense, every {every}": dense(every, CONVERGED) for every in DENSE_PERIODS}
+    rare = {f"LLQR scalars, every {n}": scalars(n, PAPER, INNER) for n in VALLEY_PERIODS}
+    first = VALLEY_PERIODS[0]
+    rare |= {f"LLQR dense, every {first}": dense(first, PAPER, INNER), "gradient alone": steepest}
+    found = runs(classic, {"Newton": newton, "Riccati": riccati, **many})
+    return found, runs(valley, {"Newton": newton, **rare})
 
 
 def main(output: Path, loss_figure: Path, paths_figure: Path, quick: bool) -> None:
     """Descent, write the results and the figures, and print the tables."""
-    plan, console = QUICK if quick else FULL, Console()
+    console, settings = Console(), [replace(each, most=30) if quick else each for each in (CLASSIC, VALLEY)]
     with one_thread(), bar(2, "descending") as done:
-        classic, valley = descend(plan, done)
+        classic, valley = descend(settings[0], settings[1], done)
     pairs = zip(classic["Newton"].points, classic["Riccati"].points, strict=True)
     content: dict[str, Any] = {"newton_minus_riccati": max(float((left - right).norm()) for left, right in pairs)}
     for name, setting, runs, how in (
-        ("classic", plan.classic, classic, "U fitted to convergence"),
-        ("valley", plan.valley, valley, f"U fitted by the paper's SGDM(lr=1e-4), {plan.inner_steps} steps"),
+        ("classic", settings[0], classic, "U fitted to convergence"),
+        ("valley", settings[1], valley, f"U fitted by the paper's SGDM(lr=1e-4), {INNER} steps"),
     ):
         content[name] = []
         headers = (f"iterations to {setting.target:g}", "final loss", "mean cosine", "indefinite")
@@ -301,7 +294,7 @@ def main(output: Path, loss_figure: Path, paths_figure: Path, quick: bool) -> No
             table.add_row(method, late if reached is None else str(reached), *numbers)
         show_table(console, table)
     write_json(output, {**provenance(f"llqr rosenbrock{' --quick' if quick else ''}", seed=0), **content})
-    draw_losses(plan, classic, valley, loss_figure)
+    draw_losses(settings, classic, valley, loss_figure)
     draw_paths(classic, paths_figure)
     say(console, f"Newton and Riccati iterates differ by at most {content['newton_minus_riccati']:.1e}")
     say(console, f"Wrote {output}, {loss_figure} and {paths_figure}")
@@ -329,11 +322,11 @@ def _style(name: str, runs: Descents) -> dict[str, Any]:
     return {"linestyle": DASHES[siblings.index(name)], **STYLES[kind]}
 
 
-def draw_losses(plan: Plan, classic: Descents, valley: Descents, path: Path) -> None:
+def draw_losses(settings: Sequence[Setting], classic: Descents, valley: Descents, path: Path) -> None:
     """The loss against the iteration, with U fitted to convergence (left) and by the paper's inner solver (right)."""
     with drawing(path, 12, 6.6) as figure:
         left, right = figure.subplots(1, 2)
-        for axes, setting, runs in ((left, plan.classic, classic), (right, plan.valley, valley)):
+        for axes, setting, runs in zip((left, right), settings, (classic, valley), strict=True):
             for name, run in runs.items():
                 label = f"{name} (diverges)" if run.diverged else name
                 axes.plot(range(len(run.losses)), run.losses, label=label, **_style(name, runs))

@@ -23,7 +23,6 @@ from llqr.curvature.linear_maps import COLUMNS, ROWS, Block, Stack
 from llqr.curvature.statistics import Sums, merged
 from llqr.curvature.uses import find_uses
 from llqr.distributed.processes import cost, deal
-from llqr.distributed.ranks import buckets
 from llqr.structures.stacks import assign
 from llqr.wrapper import LONGEST
 from llqr_lab.figures.style import BLUE, GREEN, ORANGE, drawing
@@ -140,8 +139,6 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 ITEM, PLACES = 4, 8
 """Bytes of a parameter, and of the number of places at which a map was looked at."""
-PULSES, STEP_PULSES = 10, 3
-"""Messages of a refit, and of a step under FSDP2, that carry a few numbers and no tensors; of DDP's refit one more."""
 
 
 @dataclass(frozen=True)
@@ -161,8 +158,6 @@ class Cost:
     step_bytes: int = 0
     """Sent and received."""
     refit_bytes: int = 0
-    step_messages: int = 0
-    refit_messages: int = 0
 
     @property
     def share(self) -> float:
@@ -188,11 +183,9 @@ def count(found: Census, devices: int = 1, sharded: bool = False, times: int = 1
     if devices == 1 and not sharded:
         return Cost(training, sum(b.apply for b in blocks), refit, curvature + u + copied, curvature + new)
     summed = curvature + PLACES * len(blocks)
-    messages = PULSES + _messages([list(b.block.moments.values()) for b in blocks]) + 1
     if not sharded:
-        messages += 1 + sum(_messages([list(b.block.inverse.values()) for b in own]) for own in owned)
         apply, held = sum(b.apply for b in blocks), curvature + u + copied
-        return Cost(training, apply, refit, held, 2 * curvature + new, 0, summed + u, 0, messages)
+        return Cost(training, apply, refit, held, 2 * curvature + new, 0, summed + u)
     whole = ITEM * sum(shape.numel() for shape in found.parameters)
     words = ITEM * sum(len(b.members) + 1 for b in blocks)
     return Cost(
@@ -204,8 +197,6 @@ def count(found: Census, devices: int = 1, sharded: bool = False, times: int = 1
         # momenta and steps to the owners, new steps back; what owners say about each parameter and block
         3 * copied + words + most(lambda b: 3 * _shards(b.members, 1) + devices * ITEM * (len(b.members) + 1)),
         summed + whole,
-        STEP_PULSES + 2,
-        messages + len(found.parameters),
     )
 
 
@@ -225,10 +216,6 @@ def _owned(blocks: Sequence[CountedBlock], devices: int, sharded: bool) -> list[
 def _shards(shapes: Iterable[torch.Size], parts: int) -> int:
     """Bytes of the first of so many parts of each: rows are divided."""
     return ITEM * sum(-(-shape[0] // parts) * prod(shape[1:]) for shape in shapes)
-
-
-def _messages(tensors: Iterable[Sequence[Tensor]]) -> int:
-    return len(list(buckets([tensor for group in tensors for tensor in group])))
 
 
 # networks, and what the page shows of them

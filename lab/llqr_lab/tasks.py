@@ -16,7 +16,7 @@ from llqr.errors import LLQRError
 from llqr_lab.data.batches import Batch, Batches, TensorBatches, tensor_batches_in_order
 from llqr_lab.data.files import WHOLE
 from llqr_lab.data.picture_sets import pictures
-from llqr_lab.data.pictures import Augmentation, imbalanced
+from llqr_lab.data.pictures import imbalanced
 from llqr_lab.data.sequences import characters_of, modular_arithmetic, shakespeare
 from llqr_lab.data.translation import (
     PAD,
@@ -128,23 +128,20 @@ class Translating(Task):
         bpe: int = 10_000,
         beam: int = BEAM,
         sentences: int = 0,
-        label_smoothing: float = 0.0,
     ) -> None:
         """`beam`: of the translations at the end; 0 is none of them, and the validation loss is the score.
         `sentences`: how many of the validation and the test set are taken, from the first on; 0 is all."""
-        if type(beam) is not int or beam < 0:
-            raise DataError(f"data.beam is a number of translations kept at a time, or 0 for none, not {beam!r}")
+        for asked, what in ((beam, "beam"), (sentences, "sentences")):
+            if type(asked) is not int or asked < 0:
+                raise DataError(f"data.{what} is a number from 0 on, not {asked!r}")
         self.beam, self.score = beam, "bleu" if beam else "valid_loss"
         self.data = corpus(name, folder, bpe)
         self.model = {**model, "source_words": len(self.data.source), "target_words": len(self.data.target)}
         self.examples = len(self.data.train.source) + self.data.empty + self.data.cleaned
         self.whole = WHOLE.get(name)
         self.train = TranslationBatches(self.data.train, batch, seed)
-        if type(sentences) is not int or sentences < 0:
-            raise DataError(f"data.sentences is how many to validate and test on, or 0 for all, not {sentences!r}")
         self.test = self.data.test.first(sentences)
         self.tests = all_batches(self.data.valid.first(sentences), batch)
-        self.label_smoothing = label_smoothing
         self.weights = real_tokens
 
     def evaluate(self, model: nn.Module, device: torch.device) -> Metrics:
@@ -167,8 +164,6 @@ def bleu(translations: Sequence[str], references: Sequence[str]) -> tuple[float,
     """Corpus BLEU by sacrebleu of detokenised text against raw text, and its signature: how it was computed.
 
     Case is ignored, and the signature says so."""
-    if len(translations) != len(references):
-        raise ValueError(f"there are {len(translations)} translations of {len(references)} sentences")
     metric = BLEU(lowercase=True)  # a lowercased corpus can't be scored in any other way
     return metric.corpus_score(list(translations), [list(references)]).score, str(metric.get_signature())
 
@@ -212,8 +207,6 @@ def beam_search(
     open one could get, Σ log p / (limit + 1)^lenpen, so that going on couldn't change the answer. (fairseq stops at `beam`
     finished ones.)
     """
-    if beam < 1 or lenpen < 0:
-        raise ValueError(f"beam is at least 1 and lenpen at least 0; they are {beam} and {lenpen}")
     limit = length_limit(source) if limit is None else limit
     best = [Hypothesis([], -math.inf) for _ in source]
     memory = model.encode(source)
@@ -294,32 +287,26 @@ class Classification(Task):
         seed: int,
         folder: Path | None,
         name: str,
-        label_smoothing: float = 0.0,
         cutout: int = 0,
         cutout_share: float = 1.0,
         reflect: bool = False,
         pixels: int = 0,
-        augment: bool = True,
         imbalance: float = 1.0,
         **options: Any,
     ) -> None:
         """`imbalance`: how many times rarer the last class is than the first, in training; the test set stays as it is."""
-        wanted = {"cutout": cutout, "cutout_share": cutout_share, "reflect": reflect}
-        if not augment and (cutout or cutout_share != 1 or reflect):
-            raise ValueError(f"'data.augment' is false: leave out {', '.join(wanted)}, which are of the augmentation")
         if cutout_share != 1 and not cutout:
             raise ValueError("'data.cutout_share' has no effect where 'data.cutout' is 0: leave it out")
         data, augmentation, crop = pictures(name, folder, pixels, **options)
         self.model = {"classes": data.classes, **model}
         if self.model["classes"] != data.classes:
             raise ValueError(f"the model has {self.model['classes']} classes, and {name} has {data.classes}")
-        changed = Augmentation(**{**vars(augmentation), **wanted}) if augment else Augmentation(size=augmentation.size)
+        changed = replace(augmentation, cutout=cutout, cutout_share=cutout_share, reflect=reflect)
         if imbalance != 1:
             data = replace(data, train=imbalanced(data.train, data.classes, imbalance))
         self.examples, self.whole = len(data.train.labels), WHOLE.get(name)
         self.train = data.training(batch, seed, changed)
         self.tests = data.testing(500, crop)
-        self.label_smoothing = label_smoothing
 
 
 class Language(Task):
@@ -402,15 +389,13 @@ def task_of(config: Config, folder: Path | None) -> Task:
         own["operation"] = own.pop("name")
     else:
         own["folder"] = folder
-    if config.label_smoothing:
-        if "label_smoothing" not in known:
-            raise ConfigError(f"'label_smoothing' isn't known to the task {config.task}")
-        own["label_smoothing"] = config.label_smoothing
     if not any(each.kind is each.VAR_KEYWORD for each in known.values()):
         for name in own:
             if name not in known:
                 raise ConfigError(f"there is no setting 'data.{name}' of {config.task}{suggestion(name, known)}")
     try:
-        return kind(**own)
+        task = kind(**own)
     except (LLQRError, TypeError, ValueError) as error:
         raise ConfigError(str(error)) from error
+    task.label_smoothing = config.label_smoothing
+    return task

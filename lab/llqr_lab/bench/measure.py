@@ -1,14 +1,16 @@
-"""Memory and threads: what the benchmarks measure with, on a machine that others use too."""
+"""What the benchmarks measure with, on a machine that others use too: threads, seconds, memory; and how they find a rate."""
 
 import ctypes
+import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,6 +30,31 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def step_seconds(
+    begin: Callable[[], Mapping[str, Callable[[int], float]]],
+    rounds: int,
+    steps: int,
+    turn: int,
+    done: Callable[[], None],
+) -> dict[str, list[float]]:
+    """Of each step of several trainings the median of its seconds over the rounds. They take turns of some steps.
+
+    `begin` gives what makes each one's step of a number. Every round begins anew, so that a step has its refit, or its new
+    preconditioner, in each of them.
+    """
+    spent: dict[str, list[list[float]]] = {}
+    for _ in range(rounds):
+        trainings = begin()
+        own: dict[str, list[float]] = {name: [] for name in trainings}
+        for first in range(0, steps, turn):
+            for name, step in trainings.items():
+                own[name] += map(step, range(first, min(first + turn, steps)))
+        for name, seconds in own.items():
+            spent.setdefault(name, []).append(seconds)
+        done()
+    return {name: list(map(median, zip(*each, strict=True))) for name, each in spent.items()}
 
 
 def peak_memory(prepare: Callable[..., Job], *arguments: Any) -> tuple[int | None, Any]:
@@ -68,3 +95,39 @@ def peak_resident() -> int | None:
 
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return largest if sys.platform == "darwin" else largest * 1024
+
+
+# learning rates
+
+WIDEN = 3.0
+"""The factor between rates; where the best is the first or the last of a grid, one more is tried beyond it, and so on."""
+WIDEST = 3
+"""How often."""
+Key = TypeVar("Key")
+
+
+def widened(
+    grids: Mapping[Key, Sequence[float]],
+    ends_at: Callable[[Mapping[Key, Sequence[float]]], Mapping[Key, dict[float, float]]],
+) -> dict[Key, dict[float, float]]:
+    """How each ends at the rates of its grid, and at those beyond it while the best is the first or the last."""
+    found: dict[Key, dict[float, float]] = {key: {} for key in grids}
+    coming = grids
+    for _ in range(1 + WIDEST):
+        for key, ends in ends_at(coming).items():
+            found[key] |= ends
+        coming = {key: more for key in coming if (more := one_more(found[key]))}
+    return found
+
+
+def one_more(ends: Mapping[float, float]) -> list[float]:
+    """A rate beyond the best of these ends where that is the first or the last; to two digits, as a folder's name has it."""
+    best = min(ends, key=lambda rate: ends[rate])
+    if ends[best] == math.inf or best not in (min(ends), max(ends)):
+        return []
+    return [rounded(best / WIDEN if best == min(ends) else best * WIDEN)]
+
+
+def rounded(rate: float) -> float:
+    """To two digits: three times 0.3 is 0.9."""
+    return float(f"{rate:.2g}")

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from llqr_lab.bench.measure import one_thread
+from llqr_lab.bench.measure import one_thread, step_seconds, widened
 from llqr_lab.bench.race_page import COMMAND, THE_END, Row, body, draw
 from llqr_lab.errors import RunError
 from llqr_lab.experiments.collect import Result, curve, last_loss, reached_at, value
@@ -29,17 +29,13 @@ from llqr_lab.experiments.config import Config
 from llqr_lab.experiments.loop import Run
 from llqr_lab.experiments.presets import resolve
 from llqr_lab.experiments.sweep import sweep
-from llqr_lab.results import bar, check_page, provenance, say, write_json, write_page
-from llqr_lab.tasks import task_of, to_device
+from llqr_lab.results import bar, check_page, finite, provenance, say, write_json, write_page
+from llqr_lab.tasks import Task, task_of
 
 # who races, on what, and at which learning rates
 
 STEPS_OF_SGD = (0.03, 0.1, 0.3)
 STEPS_OF_ADAM = (1e-3, 3e-3, 1e-2)
-WIDEN = 3.0
-"""The factor between rates; where the best is the first or the last of a grid, one more is tried beyond it, and so on."""
-WIDEST = 3
-"""How often."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +120,8 @@ COURSES = {
 
 # the race
 
-Grids = dict[str, tuple[float | None, list[Result]]]
-"""Of each optimizer: its rate with the best end, and the runs that say so."""
+Grids = dict[str, list[Result]]
+"""Of each optimizer, the runs at the rates of its grid."""
 Wanted = list[tuple[Config, dict[str, Any]]]
 TARGETS = ("SGDM", "AdamW", "Muon", "SOAP")
 """What these come to with every seed, at their best rates, is what everybody is timed to."""
@@ -161,20 +157,13 @@ class Race:
         self._perform([each for entry, rates in wanted.items() for each in self._wanted(entry, rates, seeds)])
 
     def grids(self, entries: Sequence[Entry], seed: int) -> Grids:
-        found: Grids = {entry.name: (None, []) for entry in entries}
-        coming: dict[Entry, Sequence[float]] = {entry: entry.rates for entry in entries}
-        for _ in range(1 + WIDEST):
+        def ends_at(coming: Mapping[Entry, Sequence[float]]) -> Mapping[Entry, dict[float, float]]:
             self.run(coming, [seed])
-            wider: dict[Entry, Sequence[float]] = {}
-            for entry, rates in coming.items():
-                results = found[entry.name][1] + self.results(entry, rates, [seed])
-                ends = dict.fromkeys(entry.rates, math.inf) | self._ends(results)
-                best = min(ends, key=lambda rate: ends[rate])
-                found[entry.name] = best if ends[best] < math.inf else None, results
-                if more := one_more(ends):
-                    wider[entry] = more
-            coming = wider
-        return found
+            results = {entry: self.results(entry, rates, [seed]) for entry, rates in coming.items()}
+            return {e: dict.fromkeys(rates, math.inf) | self._ends(results[e]) for e, rates in coming.items()}
+
+        ends = widened({entry: entry.rates for entry in entries}, ends_at)
+        return {entry.name: self.results(entry, list(own), [seed]) for entry, own in ends.items()}
 
     def _ends(self, results: list[Result]) -> dict[float, float]:
         return {each["lr"]: end(each, self._course) for each in results}
@@ -182,7 +171,7 @@ class Race:
     def chosen(self, grids: Grids, runners: Sequence[Entry], seeds: Sequence[int]) -> dict[Entry, list[float]]:
         """The best rate of each who has one. Where others come close to it with the first seed, all seeds decide, by their
         mean."""
-        close = {entry: rates for entry in runners if (rates := self._close(grids[entry.name][1]))}
+        close = {entry: rates for entry in runners if (rates := self._close(grids[entry.name]))}
         self.run(close, seeds)
 
         def mean_end(entry: Entry, rate: float) -> float:
@@ -208,8 +197,11 @@ class Race:
         if path.is_file():
             return dict(json.loads(path.read_text(encoding="utf-8"))["seconds"])
         steps = 2 if self._scale == "smoke" else TIMED
-        with bar(ROUNDS * len(configs) * math.ceil(steps / TURN), "timing steps") as done:
-            found = step_seconds(configs, data, ROUNDS, done, steps)
+        torch.set_flush_denormal(True)
+        task = task_of(next(iter(configs.values())), data)
+        with bar(ROUNDS, "timing steps") as done, one_thread():
+            begin = lambda: {name: advancing(config, task) for name, config in configs.items()}  # noqa: E731
+            found = step_seconds(begin, ROUNDS, steps, TURN, done)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, {"labels": labels, "seconds": found})
         return found
@@ -225,24 +217,9 @@ class Race:
 
 def end(result: Result, course: Course) -> float:
     """How a run ended: its last training loss, or the steps that it took to be over; the less the better."""
-    if course.target is not None:
-        found = reached_at(result, course.target)
-    else:
-        found = result.get("steps_to_target") if course.reached == "test_accuracy" else last_loss(result)
-    return math.inf if found is None or result["diverged"] else float(found)
-
-
-def one_more(ends: Mapping[float, float]) -> list[float]:
-    """A rate beyond the best of these ends where that is the first or the last; to two digits, as a folder's name has it."""
-    best = min(ends, key=lambda rate: ends[rate])
-    if ends[best] == math.inf or best not in (min(ends), max(ends)):
-        return []
-    return [rounded(best / WIDEN if best == min(ends) else best * WIDEN)]
-
-
-def rounded(rate: float) -> float:
-    """To two digits: three times 0.3 is 0.9."""
-    return float(f"{rate:.2g}")
+    by_steps = course.target is not None or course.reached == "test_accuracy"
+    found = place(result, course, course.target) if by_steps else last_loss(result)
+    return math.inf if found is None else float(found)
 
 
 class Performed:
@@ -303,7 +280,7 @@ def main(
         at_base += untuned_rows(name, course, finals, results, len(seeds), times)
         found = {"scale": scale, "seeds": list(seeds), "rows": rows, "untuned": at_base}
         write_json(output, {**provenance(command, seeds[0]), **found})
-    draw(rows, at_base, figure)
+    draw(at_base, figure)
     perform.report(body(rows, at_base), output, figure)
 
 
@@ -316,7 +293,7 @@ def summary(
         ends = {name: common_end(finals.get(name, [])) for name in TARGETS}
         targets = {name: loss for name, loss in ends.items() if loss is not None}
     rows = []
-    for name, (_, tried) in grids.items():
+    for name, tried in grids.items():
         results, seconds = finals.get(name, []), times.get(name)
         rows.append(
             {
@@ -331,14 +308,11 @@ def summary(
                 },
                 "train_loss": _middle([last_loss(each) for each in results]),
                 "train_losses": [last_loss(each) for each in results],
-                "diverged_seeds": sum(each["diverged"] for each in results),
                 "score_name": results[0]["score"] if results else None,
                 "score": _middle([value(each) for each in results]),
                 "step_seconds": seconds and mean(seconds),
-                "steps": _middle([each["steps"] for each in results]),
                 "peak_bytes": _middle([each["peak_bytes"] for each in results]),
                 "unmoved": sorted({moved for each in (*tried, *results) for moved in each["unmoved"]}),
-                "curve": results[0]["curve"] if results else None,
             }
         )
     return rows
@@ -379,7 +353,6 @@ def untuned_rows(
             "base": base,
             "lr": finals[base][0]["lr"],
             "seeds": seeds,
-            "paired": [own["seed"] for own, _ in pairs],
             "alone": alone,
             "llqr": around,
         }
@@ -403,7 +376,6 @@ def _side(results: list[Result], steps: Sequence[float | None], times: list[floa
         "seconds": [None if each is None else seconds_to(times, each) for each in steps],
         "train_loss": _middle(losses),
         "train_losses": losses,
-        "score": _middle([value(each) for each in results]),
         "curve": results[0]["curve"] if results else None,
     }
 
@@ -438,32 +410,16 @@ def _middle(values: Sequence[float | None]) -> float | None:
     return median(known) if known and len(known) == len(values) else None
 
 
-def finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def advancing(config: Config, task: Task) -> Callable[[int], float]:
+    """A run from its start: what makes the step of a number, and gives its seconds."""
+    run = Run(config, task, torch.device("cpu"))
 
+    def step(number: int) -> float:
+        before = run.seconds
+        run.advance(task.train[number])
+        return run.seconds - before
 
-def step_seconds(
-    configs: Mapping[str, Config], data: Path | None, rounds: int, done: Callable[[], None], steps: int = TIMED
-) -> dict[str, list[float]]:
-    """Of each step its median over the rounds, on one thread by the processor's time.
-
-    Every round begins anew, so that a step has its refit, or its new preconditioner, in each of them.
-    """
-    torch.set_flush_denormal(True)
-    device = torch.device("cpu")
-    spent: dict[str, list[list[float]]] = {name: [[] for _ in range(steps)] for name in configs}
-    with one_thread():
-        task = task_of(next(iter(configs.values())), data)
-        for _ in range(rounds):
-            runs = {name: Run(config, task, device) for name, config in configs.items()}
-            for begin in range(0, steps, TURN):
-                for name, run in runs.items():
-                    for step in range(begin, min(begin + TURN, steps)):
-                        before = run.seconds
-                        run.advance(to_device(task.train[step], device))
-                        spent[name][step].append(run.seconds - before)
-                    done()
-    return {name: [median(times) for times in each] for name, each in spent.items()}
+    return step
 
 
 def seconds_to(times: Sequence[float], steps: float) -> float:

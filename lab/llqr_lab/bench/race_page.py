@@ -6,10 +6,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator
 
-from llqr_lab.figures.style import BLUE, GREEN, GREY, ORANGE, PINK, drawing
+from llqr_lab.figures.style import GREEN, ORANGE, PINK, drawing, shared_legend
 from llqr_lab.results import markdown_table
 
 COMMAND = "llqr bench race --page"
@@ -111,74 +110,28 @@ def shown(number: float | None, form: str, unit: float = 1.0) -> str:
 
 # the picture
 
-LINES = {
-    "SGDM": (ORANGE, "--"),
-    "AdamW": (GREEN, "--"),
-    "Muon": (PINK, "--"),
-    "SOAP": (GREY, "-."),
-    "Shampoo": (GREY, ":"),
-    "SINGD": (GREY, (0, (1, 3))),
-    "LLQR on SGDM": (ORANGE, "-"),
-    "LLQR on AdamW": (GREEN, "-"),
-    "LLQR on Muon": (PINK, "-"),
-}
+COLOURS = {"SGDM": ORANGE, "AdamW": GREEN, "Muon": PINK}
 """LLQR has the colour of its base, unbroken."""
-PLAIN = ("SGDM", "AdamW")
-"""Twice the time of these is shown: the slowest would take most of the picture."""
 COLUMNS = 3
 
 
-def draw(rows: list[Row], untuned: list[Row], path: Path) -> None:
-    # the bases alone of a task are beside LLQR at their rates too
-    shown = {row["task"] for row in rows if row["optimizer"] not in PLAIN}
-    rows = [row for row in rows if row["task"] in shown or row["task"] not in {each["task"] for each in untuned}]
-    tuned, same = (list(dict.fromkeys(row["task"] for row in each)) for each in (rows, untuned))
-    columns = max(1, min(COLUMNS, max(len(tuned), len(same))))
-    heights = [math.ceil(len(tasks) / columns) for tasks in (tuned, same)]
-    with drawing(path, 4.5 * columns, 3.6 * max(1, sum(heights)) + 0.6) as figure:
-        grid = list(figure.subplots(max(1, sum(heights)), columns, squeeze=False).flat)
-        for axes, task in zip(grid, tuned, strict=False):
-            _by_seconds(axes, task, [row for row in rows if row["task"] == task])
-        for axes, task in zip(grid[heights[0] * columns :], same, strict=False):
-            _by_steps(axes, task, [row for row in untuned if row["task"] == task])
-        for axes in grid:
-            axes.set_visible(axes.has_data())
-        drawn = {
-            label: handle for axes in grid for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
-        }
-        labels = [name for name in LINES if name in drawn]
-        if labels:
-            figure.legend(
-                [drawn[label] for label in labels], labels, loc="outside lower center", ncols=min(5, 2 * columns)
-            )
-
-
-def _by_seconds(axes: Axes, task: str, rows: list[Row]) -> None:
-    for row in rows:
-        if row["curve"] and row["step_seconds"]:
-            seconds = [step * row["step_seconds"] for step in row["curve"]["step"]]
-            _line(axes, row["optimizer"], seconds, row["curve"])
-    _labelled(axes, f"{task}, tuned alike", "seconds of training")
-    plain = [(row["step_seconds"] or 0.0) * (row["steps"] or 0.0) for row in rows if row["optimizer"] in PLAIN]
-    if max(plain, default=0.0) > 0:
-        axes.set_xlim(0, 2 * max(plain))
-
-
-def _by_steps(axes: Axes, task: str, rows: list[Row]) -> None:
-    for row in rows:
-        for name, side in ((row["base"], row["alone"]), (f"LLQR on {row['base']}", row["llqr"])):
-            if side["curve"]:
-                _line(axes, name, side["curve"]["step"], side["curve"])
-    _labelled(axes, f"{task}, LLQR at its base's rate", "steps")
-
-
-def _line(axes: Axes, name: str, at: list[float], curve: dict[str, list[Any]]) -> None:
-    colour, style = LINES.get(name, (BLUE, "-"))
-    axes.plot(at, curve["train_loss"], color=colour, linestyle=style, label=name)
-
-
-def _labelled(axes: Axes, title: str, below: str) -> None:
-    axes.set(title=title, yscale="log", xlabel=below, ylabel="training loss")
-    axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
-    for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-        ticks("{x:g}")
+def draw(untuned: Sequence[Row], path: Path) -> None:
+    """Training loss by steps: the bases, and LLQR at their rates."""
+    tasks = list(dict.fromkeys(row["task"] for row in untuned)) or [""]
+    columns = min(COLUMNS, len(tasks))
+    lines = math.ceil(len(tasks) / columns)
+    with drawing(path, 4.5 * columns, 3.6 * lines + 0.6) as figure:
+        grid = list(figure.subplots(lines, columns, squeeze=False).flat)
+        for axes, task in zip(grid, tasks, strict=False):
+            for row in (each for each in untuned if each["task"] == task):
+                for side, label, line in (("alone", row["base"], "--"), ("llqr", f"LLQR on {row['base']}", "-")):
+                    if curve := row[side]["curve"]:
+                        how = {"color": COLOURS[row["base"]], "linestyle": line, "label": label}
+                        axes.plot(curve["step"], curve["train_loss"], **how)
+            axes.set(title=f"{task}, LLQR at its base's rate", yscale="log", xlabel="steps", ylabel="training loss")
+            axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+            for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+                ticks("{x:g}")
+        for axes in grid[len(tasks) :]:
+            axes.remove()
+        shared_legend(figure, grid[: len(tasks)], 2 * columns)

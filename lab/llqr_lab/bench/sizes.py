@@ -13,11 +13,11 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from llqr_lab.bench.race import ENTRIES, Course, Performed, Race, at_rates_of_bases, course_of, finite
+from llqr_lab.bench.race import ENTRIES, Course, Performed, Race, at_rates_of_bases, course_of
 from llqr_lab.experiments.collect import Result, reached_at
-from llqr_lab.experiments.reproduction import shares
+from llqr_lab.experiments.table import shares
 from llqr_lab.figures.style import BLUE, GREEN, GREY, ORANGE, drawing
-from llqr_lab.results import markdown_table, provenance, write_json
+from llqr_lab.results import finite, markdown_table, provenance, write_json
 
 COMMAND = "llqr bench sizes --page"
 Row = dict[str, Any]

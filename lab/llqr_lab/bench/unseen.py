@@ -7,7 +7,7 @@ schedules.
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -22,15 +22,15 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.optim import SGD, AdamW, Optimizer
 
 from llqr import LLQR
-from llqr_lab.bench.measure import one_thread
-from llqr_lab.bench.race import WIDEST, one_more, rounded
+from llqr_lab.bench.measure import one_thread, rounded, widened
 from llqr_lab.data.batches import mixed, own_randomness
 from llqr_lab.data.picture_sets import cifar, fashion
 from llqr_lab.data.sequences import shakespeare
 from llqr_lab.errors import RunError
+from llqr_lab.experiments.config import Base
+from llqr_lab.experiments.optimizers import base_of
 from llqr_lab.models.transformers import ViT
 from llqr_lab.results import bar, check_page, markdown_table, provenance, say, write_json, write_page
 
@@ -233,13 +233,15 @@ UNSEEN: dict[str, Unseen] = {
 
 
 COMMAND = "llqr bench unseen --page"
-BASES = {"SGDM": "sgdm", "AdamW": "adamw"}
+BASES = ("SGDM", "AdamW")
 SCHEDULES = ("cosine", "constant")
 FACTORS = (1 / 3, 1.0, 3.0)
 """Times the base's best rate."""
 HARM = 1.02
 """The ratio of last losses above which LLQR is said to do harm."""
 Row = dict[str, Any]
+Place = tuple[str, str]
+"""A task and a base."""
 
 
 class Trial(NamedTuple):
@@ -280,21 +282,24 @@ class Comparison:
         self.data, self.jobs, self.steps = data, jobs, steps
         self.known: dict[Trial, Row] = {}
 
-    def best_rates(self, tasks: Iterable[str], seed: int) -> dict[tuple[str, str], float]:
+    def best_rates(self, tasks: Iterable[str], seed: int) -> dict[Place, float]:
         """Of each task and base, by its last loss at a cosine schedule."""
-        ends: dict[tuple[str, str], dict[float, float]] = {(task, base): {} for task in tasks for base in BASES}
-        coming = {(task, base): list(getattr(UNSEEN[task], BASES[base])) for task, base in ends}
-        for _ in range(1 + WIDEST):
+
+        def ends_at(coming: Mapping[Place, Sequence[float]]) -> Mapping[Place, dict[float, float]]:
+            found: dict[Place, dict[float, float]] = {key: {} for key in coming}
             runs = {Trial(*key, False, "cosine", rate, seed, self.steps): key for key in coming for rate in coming[key]}
             for run, result in self.results(list(runs)).items():
-                ends[runs[run]][run.rate] = math.inf if result["last"] is None else result["last"]
-            coming = {key: wider for key in coming if (wider := one_more(ends[key]))}
+                found[runs[run]][run.rate] = math.inf if result["last"] is None else result["last"]
+            return found
+
+        grids = {(task, base): getattr(UNSEEN[task], base.lower()) for task in tasks for base in BASES}
+        ends = widened(grids, ends_at)
         for (task, base), found in ends.items():
             if min(found.values()) == math.inf:
                 raise RunError(f"{base} diverged on {task} at every rate that was tried: {sorted(found)}")
         return {key: min(found, key=lambda rate: found[rate]) for key, found in ends.items()}
 
-    def rows(self, rates: dict[tuple[str, str], float], seeds: Sequence[int]) -> list[Row]:
+    def rows(self, rates: dict[Place, float], seeds: Sequence[int]) -> list[Row]:
         """One for each task, base, schedule and rate: the last losses of both, and their ratio."""
         places = [
             (task, base, schedule, factor, rounded(factor * rate))
@@ -343,16 +348,11 @@ def perform(run: Trial, data: Path | None) -> Row:
 
 
 def train(run: Trial, data: Path | None) -> Row:
-    """The loss at the start, its mean over the last tenth of the steps (None if it diverged), and the curve between."""
+    """The loss at the start, its mean over the last tenth of the steps (None if it diverged)."""
     task = UNSEEN[run.task]
     model, draw = task.start(run.seed), task.load(data, run.seed)
-    optimizer: Optimizer = (
-        SGD(model.parameters(), lr=run.rate, momentum=0.9)
-        if run.base == "SGDM"
-        else AdamW(model.parameters(), lr=run.rate, weight_decay=0.0)
-    )
-    if run.llqr:
-        optimizer = LLQR(optimizer, model)
+    base = base_of(Base(run.base.lower(), lr=run.rate), model)
+    optimizer = LLQR(base, model) if run.llqr else base
     torch.manual_seed(run.seed)
     losses: list[float] = []
     seconds = 0.0
@@ -372,8 +372,7 @@ def train(run: Trial, data: Path | None) -> Row:
             break
     tenth = max(1, run.steps // 10)
     whole = len(losses) == run.steps and math.isfinite(losses[-1])
-    curve = [fmean(losses[k : k + tenth]) for k in range(0, run.steps, tenth)] if whole else []
-    return {"first": losses[0], "last": fmean(losses[-tenth:]) if whole else None, "curve": curve, "seconds": seconds}
+    return {"first": losses[0], "last": fmean(losses[-tenth:]) if whole else None, "seconds": seconds}
 
 
 def body(rows: Sequence[Row]) -> str:

@@ -62,11 +62,6 @@ def own_randomness(*parts: int | str) -> Iterator[None]:
         yield
 
 
-def check_step(step: int) -> None:
-    if step < 0:
-        raise IndexError(f"steps are counted from 0, and this is {step}")
-
-
 @dataclass(frozen=True)
 class Rows:
     """Rows of `count` examples in batches of `size`: a new order each epoch, its last incomplete batch left out."""
@@ -84,15 +79,12 @@ class Rows:
         return self.count // self.size
 
     def __getitem__(self, step: int) -> Tensor:
-        check_step(step)
         epoch, place = divmod(step, self.steps_per_epoch)
         return shuffled(self.count, self.seed, epoch)[place * self.size : (place + 1) * self.size]
 
 
 def in_order(count: int, size: int) -> Iterator[slice]:
     """All rows from the first to the last; the last piece may be smaller."""
-    if size < 1:
-        raise LLQRError(f"a batch of {size} holds nothing")
     return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
@@ -100,8 +92,6 @@ class TensorBatches:
     """Training batches of tensors that are in memory."""
 
     def __init__(self, inputs: Tensor, targets: Tensor, size: int, seed: int) -> None:
-        if len(inputs) != len(targets):
-            raise LLQRError(f"there are {len(inputs)} inputs and {len(targets)} targets")
         self.inputs, self.targets = inputs, targets
         self.rows = Rows(len(targets), size, seed)
         self.steps_per_epoch = self.rows.steps_per_epoch

@@ -1,28 +1,17 @@
 """Files of data sets: where they are, reading them without trust, and where to keep what is made from them."""
 
-import json
 import os
-import shutil
 import tarfile
-import tempfile
-import zipfile
 import zlib
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
-from hashlib import blake2b, sha256
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
-
-import numpy as np
-import torch
-from torch import Tensor
 
 from llqr_lab.errors import DataError, MissingDataError
 
 VARIABLE = "LLQR_DATA"
 WHOLE = {"cifar10": 50_000, "cifar100": 50_000, "imagenet": 1_281_167, "iwslt14": 160_239, "multi30k": 29_000}
 """How much there is to learn from in these, of which the files at hand may be a part."""
-T = TypeVar("T")
 
 
 def data_folder(folder: Path | None) -> Path | None:
@@ -52,97 +41,11 @@ def reading(path: Path, source: str, *errors: type[Exception]) -> Iterator[None]
         raise DataError(f"'{path}' can't be read ({told}): get it again from {source}") from error
 
 
-def tar_members(path: Path, names: Collection[str], source: str) -> dict[str, bytes]:
-    """The contents of these members, which have to be regular files; others aren't looked at."""
+def tar_members(path: Path, wanted: Callable[[str], bool], source: str) -> dict[str, bytes]:
+    """The contents of regular files in an archive, by their names; others aren't looked at."""
     found: dict[str, bytes] = {}
     with reading(path, source, tarfile.TarError), tarfile.open(path) as archive:
         for member in archive:
-            if member.name in names:
-                file = archive.extractfile(member) if member.isreg() else None
-                if file is None:
-                    raise DataError(f"{member.name!r} in '{path}' isn't a regular file: get it again from {source}")
+            if member.isreg() and wanted(member.name) and (file := archive.extractfile(member)):
                 found[member.name] = file.read()
-    missing = sorted(set(names) - found.keys())
-    if missing:
-        raise DataError(f"'{path}' holds no {', '.join(missing)}: get it again from {source}")
     return found
-
-
-def unpacked(path: Path, source: str) -> Path:
-    """The cache folder with an archive's files, unpacked there unless they are already.
-
-    Python's data filter lets nothing out of that folder. Its name has the archive's hash in it, so another archive of the same
-    name gets another folder. It appears all at once: a run that is stopped midway leaves no half of it.
-    """
-    with reading(path, source):
-        target = cache_folder() / f"{path.stem}-{sha256(path.read_bytes()).hexdigest()[:16]}"
-    if target.is_dir():
-        return target
-    with reading(cache_folder(), "nowhere: it must be a folder that can be written; LLQR_CACHE names another"):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=f".{path.stem}-", dir=target.parent))
-    try:
-        with reading(path, source, tarfile.TarError), tarfile.open(path, "r:") as archive:
-            members = archive.getmembers()
-            if not members or any(not (member.isreg() or member.isdir()) for member in members):
-                raise DataError(f"'{path}' is empty, or holds more than files and folders: get it again from {source}")
-            archive.extractall(made, filter="data")
-        with suppress(OSError):  # where another process was first, its folder has the same files
-            made.rename(target)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
-    return target
-
-
-KEYS = ("x_train", "y_train", "x_test", "y_test")
-
-
-def read_npz(path: Path, side: int, source: str) -> list[tuple[Tensor, Tensor]]:
-    """Training and test pictures (uint8 NCHW) with labels, of an .npz with bytes NHWC."""
-    with (
-        reading(path, source, zipfile.BadZipFile, ValueError),
-        path.open("rb") as content,
-        np.load(content, allow_pickle=False) as file,
-    ):
-        missing = [key for key in KEYS if key not in file.files]
-        if missing:
-            raise DataError(f"'{path}' has no {', '.join(missing)}: get it again from {source}")
-        arrays = [file[key] for key in KEYS]
-    parts = []
-    for key, images, labels in zip(KEYS[::2], arrays[::2], arrays[1::2], strict=True):
-        if images.shape[1:] != (side, side, 3) or images.dtype != np.uint8:
-            shape = f"{images.dtype} of {images.shape}, not bytes of (pictures, {side}, {side}, 3)"
-            raise DataError(f"{key} in '{path}' is {shape}: get it again from {source}")
-        if labels.dtype.kind not in "iu":
-            raise DataError(f"labels in '{path}' are {labels.dtype}, not integers: get it again from {source}")
-        parts.append((torch.from_numpy(images).permute(0, 3, 1, 2), torch.from_numpy(labels.astype(np.int64))))
-    return parts
-
-
-def cache_folder() -> Path:
-    """For what takes a while to make: LLQR_CACHE, or else ~/.cache/llqr. A data folder may be read-only."""
-    given = os.environ.get("LLQR_CACHE")
-    return Path(given) if given else Path.home() / ".cache" / "llqr"
-
-
-def cached(kind: str, made_from: Any, make: Callable[[], T], fits: Callable[[Any], bool]) -> T:
-    """What `make` gives, as JSON in the cache folder under a hash of all that it is made from.
-
-    A file that isn't whole, or whose content doesn't fit, is made again and replaced. A folder that can't be written to
-    costs the time of making it, and nothing else.
-    """
-    digest = blake2b(json.dumps(made_from, sort_keys=True).encode(), digest_size=16).hexdigest()
-    path = cache_folder() / f"{kind}-{digest}.json"
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if fits(found):
-            return found  # type: ignore[no-any-return]
-    except (OSError, ValueError):
-        pass
-    made = make()
-    with suppress(OSError):  # under a name of its own first: two processes may write at once
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", encoding="utf-8", delete=False) as file:
-            file.write(json.dumps(made, ensure_ascii=False))
-        os.replace(file.name, path)
-    return made

@@ -2,22 +2,22 @@
 
 import gzip
 import math
-import os
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from glob import glob
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
-from llqr.errors import LLQRError, unknown
+from llqr.errors import LLQRError
 from llqr_lab.data.batches import Split
-from llqr_lab.data.files import data_folder, data_path, read_npz, reading, tar_members, unpacked
-from llqr_lab.data.pictures import Augmentation, Normalisation, Pictures, pictures_in_memory, reduced
+from llqr_lab.data.files import data_folder, data_path, reading, tar_members
+from llqr_lab.data.pictures import Augmentation, FilePictures, Normalisation, Pictures, pictures_in_memory, reduced
 from llqr_lab.errors import DataError, check_names
 
 
@@ -45,16 +45,8 @@ def fashion(folder: Path | None = None) -> Pictures:
     """Fashion-MNIST from its four original files: 60,000 + 10,000 grey pictures of clothes, 28 × 28, ten classes."""
     paths = [data_path(folder, name, FASHION_SOURCE) for name in FASHION_FILES]
     contents = [read_idx(path) for path in paths]
-    parts = []
-    for images, labels, path in zip(contents[::2], contents[1::2], paths[::2], strict=True):
-        if images.dim() != 3 or labels.dim() != 1 or len(images) != len(labels):
-            shapes = f"sides {tuple(images.shape)} and {tuple(labels.shape)}"
-            raise DataError(
-                f"'{path}' and its labels don't belong together, with {shapes}: get both from {FASHION_SOURCE}"
-            )
-        parts.append((images.unsqueeze(1), labels))
-    train, test = parts
-    return pictures_in_memory("Fashion-MNIST", train, test, 10)
+    train, test = ((images.unsqueeze(1), labels) for images, labels in zip(contents[::2], contents[1::2], strict=True))
+    return pictures_in_memory(f"Fashion-MNIST from {FASHION_SOURCE}", train, test, 10)
 
 
 def read_idx(path: Path) -> Tensor:
@@ -78,18 +70,14 @@ SIDE = 32
 class Cifar:
     """One of the two data sets: what is in the original "binary version". The "python version" is a pickle and never read."""
 
-    name: str
     classes: int
+    archive: str
     folder: str
     """In the archive."""
     train: tuple[str, ...]
     test: str
     labels: int
     """Bytes before each picture; the last of them is its class."""
-
-    @property
-    def archive(self) -> str:
-        return f"{self.name.replace('cifar', 'cifar-')}-binary.tar.gz"
 
     @property
     def source(self) -> str:
@@ -107,20 +95,21 @@ class Cifar:
 
 BATCHES = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
 CIFARS = {
-    "cifar10": Cifar("cifar10", 10, "cifar-10-batches-bin", BATCHES, "test_batch.bin", 1),
-    "cifar100": Cifar("cifar100", 100, "cifar-100-binary", ("train.bin",), "test.bin", 2),
+    "cifar10": Cifar(10, "cifar-10-binary.tar.gz", "cifar-10-batches-bin", BATCHES, "test_batch.bin", 1),
+    "cifar100": Cifar(100, "cifar-100-binary.tar.gz", "cifar-100-binary", ("train.bin",), "test.bin", 2),
 }
 
 
 def cifar(name: str, folder: Path | None = None) -> Pictures:
     """CIFAR-10, or CIFAR-100 with its fine labels, from cifar10.npz or the original archive in the data folder."""
-    if name not in CIFARS:
-        raise unknown("data set", name, CIFARS)
     kind, chosen = CIFARS[name], data_folder(folder)
     if chosen is not None and (chosen / f"{name}.npz").is_file():
         return _pictures_of_npz(chosen / f"{name}.npz", kind.classes, kind.source)
     path = data_path(folder, kind.archive, f"{kind.source} (or put an {name}.npz there)")
-    members = tar_members(path, [f"{kind.folder}/{file}" for file in (*kind.train, kind.test)], kind.source)
+    wanted = [f"{kind.folder}/{file}" for file in (*kind.train, kind.test)]
+    members = tar_members(path, wanted.__contains__, kind.source)
+    if missing := sorted({*wanted} - members.keys()):
+        raise DataError(f"'{path}' holds no file {', '.join(missing)}: get it again from {kind.source}")
     parts = {file: kind.rows(f"{file} in '{path}'", content) for file, content in members.items()}
     test = parts.pop(f"{kind.folder}/{kind.test}")
     images, labels = (torch.cat([parts[f"{kind.folder}/{file}"][i] for file in kind.train]) for i in (0, 1))
@@ -136,100 +125,90 @@ def tiny_imagenet32(folder: Path | None = None) -> Pictures:
     return _pictures_of_npz(data_path(folder, TINY_IMAGENET, TINY_SOURCE), 100, TINY_SOURCE)
 
 
+KEYS = ("x_train", "y_train", "x_test", "y_test")
+
+
 def _pictures_of_npz(path: Path, classes: int, source: str) -> Pictures:
-    train, test = read_npz(path, SIDE, source)
+    """Of an .npz with bytes NHWC."""
+    with (
+        reading(path, source, zipfile.BadZipFile, ValueError),
+        path.open("rb") as content,
+        np.load(content, allow_pickle=False) as file,
+    ):
+        missing = [key for key in KEYS if key not in file.files]
+        if missing:
+            raise DataError(f"'{path}' has no {', '.join(missing)}: get it again from {source}")
+        arrays = [file[key] for key in KEYS]
+    parts = []
+    for key, images, labels in zip(KEYS[::2], arrays[::2], arrays[1::2], strict=True):
+        if images.shape[1:] != (SIDE, SIDE, 3) or images.dtype != np.uint8:
+            shape = f"{images.dtype} of {images.shape}, not bytes of (pictures, {SIDE}, {SIDE}, 3)"
+            raise DataError(f"{key} in '{path}' is {shape}: get it again from {source}")
+        if labels.dtype.kind not in "iu":
+            raise DataError(f"labels in '{path}' are {labels.dtype}, not integers: get it again from {source}")
+        parts.append((torch.from_numpy(images).permute(0, 3, 1, 2), torch.from_numpy(labels.astype(np.int64))))
+    train, test = parts
     return pictures_in_memory(f"'{path}'", train, test, classes)
 
 
 # folders of class folders of pictures, as ImageNet comes: train/<class>/*.JPEG and val/<class>/*.JPEG
 
 IMAGENET_SOURCE = "https://image-net.org/download (ILSVRC 2012, after signing up), as train/<class>/ and val/<class>/"
-IMAGENETTE = "imagenette_sample.tar"
+IMAGENETTE, IMAGENETTE_FOLDER = "imagenette_sample.tar", "imagenette_sample/"
 IMAGENETTE_SOURCE = "a sample of github.com/thunderInfy/imagenette, as imagenette_sample/{train,val}/<class>/*.JPEG"
 IMAGENET_NORMALISATION = Normalisation((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 ENDINGS = (".jpeg", ".jpg", ".png", ".webp", ".bmp")
 FITS = ("shorter", "stretch")
 
 
-@dataclass(frozen=True)
-class FilePictures:
-    """Pictures in files, each decoded and made a square of the same side when it is asked for."""
-
-    root: Path
-    names: tuple[str, ...]
-    """Paths below the root; a million of them, and strings are smaller than paths."""
-    labels: Tensor
-    side: int
-    fit: str
-
-    def take(self, rows: Tensor) -> Tensor:
-        return torch.stack([square_picture(self.root / self.names[row], self.side, self.fit) for row in rows.tolist()])
-
-
 def imagenet(folder: Path | None = None, side: int = 256, fit: str = "shorter") -> Pictures:
     """ImageNet from `imagenet/` in the data folder."""
-    return image_folder(data_path(folder, "imagenet", IMAGENET_SOURCE), side, fit)
+    root = data_path(folder, "imagenet", IMAGENET_SOURCE)
+    names = glob("train/*/*", root_dir=root) + glob("val/*/*", root_dir=root)
+    return pictures_in_files(f"'{root}'", names, partial(_content, root), side, fit)
+
+
+def _content(root: Path, name: str) -> bytes:
+    return (root / name).read_bytes()
 
 
 def imagenette(folder: Path | None = None, side: int = 256, fit: str = "shorter") -> Pictures:
-    """Ten classes of ImageNet from `imagenette_sample.tar` in the data folder, unpacked into the cache folder."""
-    root = unpacked(data_path(folder, IMAGENETTE, IMAGENETTE_SOURCE), IMAGENETTE_SOURCE)
-    return image_folder(root / Path(IMAGENETTE).stem, side, fit)
+    """Ten classes of ImageNet from `imagenette_sample.tar` in the data folder; what isn't a regular file isn't looked at."""
+    path = data_path(folder, IMAGENETTE, IMAGENETTE_SOURCE)
+    contents = tar_members(path, lambda name: name.startswith(IMAGENETTE_FOLDER), IMAGENETTE_SOURCE)
+    held = {name.removeprefix(IMAGENETTE_FOLDER): content for name, content in contents.items()}
+    return pictures_in_files(f"'{path}'", held, held.__getitem__, side, fit)
 
 
-def image_folder(root: Path, side: int = 256, fit: str = "shorter") -> Pictures:
+def pictures_in_files(
+    where: str, names: Iterable[str], read: Callable[[str], bytes], side: int = 256, fit: str = "shorter"
+) -> Pictures:
     """Pictures of side × side bytes, RGB, normalised by ImageNet's constants; classes are numbered by their sorted names.
 
-    `fit="shorter"` scales the shorter side to `side` and takes the middle of the longer one; `"stretch"` scales both.
+    Names are train/CLASS/FILE and val/CLASS/FILE. `fit="shorter"` scales the shorter side to `side` and takes the middle of
+    the longer one; `"stretch"` scales both.
     """
-    if fit not in FITS:
-        raise unknown("fit", fit, FITS)
+    check_names([fit], FITS, "fit")
     if side < 1:
         raise LLQRError(f"pictures have a side of at least 1 pixel, not {side}")
-    train, val = (_class_folders(root / part, side, fit) for part in ("train", "val"))
-    both = [{name.partition("/")[0] for name in part.names} for part in (train, val)]
-    if alone := sorted(both[0] ^ both[1]):
-        listed = f"{', '.join(alone[:5])}{', …' if len(alone) > 5 else ''}"
+    found: dict[str, list[tuple[str, str]]] = {"train": [], "val": []}
+    for part, label, file in sorted(name.split("/") for name in names if name.count("/") == 2):
+        if part in found and file.lower().endswith(ENDINGS) and not file.startswith("."):
+            found[part].append((label, f"{part}/{label}/{file}"))
+    classes, others = ({label for label, _ in part} for part in found.values())
+    if classes != others or not classes:
+        alone = f", and those of {', '.join(sorted(classes ^ others)[:5])} are in one alone" if classes ^ others else ""
         raise DataError(
-            f"'{root}': the classes of train and val differ, by {listed}; both need a folder for each class"
+            f"{where}: pictures ({', '.join(ENDINGS)}) are looked for in train/CLASS/ and val/CLASS/{alone}"
         )
-    return Pictures(train, val, len(both[0]), IMAGENET_NORMALISATION)
-
-
-def _class_folders(part: Path, side: int, fit: str) -> FilePictures:
-    if not part.is_dir():
-        raise DataError(f"there is no folder '{part}': pictures are looked for in train/<class>/ and val/<class>/")
-    with os.scandir(part) as entries:
-        classes = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
-    if not classes:
-        raise DataError(f"there is no class folder in '{part}'")
-    names: list[str] = []
-    labels: list[int] = []
-    for label, name in enumerate(classes):
-        # sorted, because the order that a folder lists its files in differs from one machine to the next
-        listed = sorted(os.listdir(part / name))
-        files = [file for file in listed if file.lower().endswith(ENDINGS) and not file.startswith(".")]
-        if not files:
-            raise DataError(f"there is no picture in '{part / name}' ({', '.join(ENDINGS)}): fill it or remove it")
-        names += [f"{name}/{file}" for file in files]
-        labels += [label] * len(files)
-    return FilePictures(part, tuple(names), torch.tensor(labels), side, fit)
-
-
-def square_picture(path: Path, side: int, fit: str) -> Tensor:
-    """One picture as 3 × side × side bytes, grey ones with three equal channels."""
-    try:
-        with Image.open(path) as file:
-            picture = file.convert("RGB")
-    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
-        raise DataError(f"'{path}' isn't a picture that can be read ({error}): replace it or remove it") from error
-    width, height = picture.size
-    cut = min(width, height)
-    left, top = (width - cut) / 2, (height - cut) / 2
-    box = (left, top, left + cut, top + cut) if fit == "shorter" else (0, 0, width, height)
-    if picture.size != (side, side):
-        picture = picture.resize((side, side), Image.Resampling.BILINEAR, box=box)
-    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
+    numbers = {label: number for number, label in enumerate(sorted(classes))}
+    train, val = (
+        FilePictures(
+            read, tuple(name for _, name in part), torch.tensor([numbers[label] for label, _ in part]), side, fit
+        )
+        for part in found.values()
+    )
+    return Pictures(train, val, len(numbers), IMAGENET_NORMALISATION)
 
 
 def random_pictures(

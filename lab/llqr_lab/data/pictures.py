@@ -3,12 +3,15 @@
 Random changes are by kornia, a batch at a time. All random numbers are torch's own on the CPU: `own_randomness` decides.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol, cast
+from io import BytesIO
+from typing import cast
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from llqr.errors import LLQRError
@@ -38,35 +41,28 @@ class Augmentation:
             raise LLQRError(f"a square to cut out has an even side (it is centred on a pixel), not {self.cutout}")
         if not 0 < self.cutout_share <= 1:
             raise LLQRError(f"the share of pictures with a square is above 0 and at most 1, not {self.cutout_share}")
-        if self.padding < 0 or (self.size is not None and self.size < 1):
-            raise LLQRError(f"a crop has a side of at least 1 and no negative padding: {self}")
         if self.reflect and not self.padding:
             raise LLQRError("pictures that aren't padded have nothing to mirror at their sides: leave out reflect")
 
 
 NOTHING = Augmentation()
-CIFAR = Augmentation(padding=4, flip=True)
 
 
 def crop_and_flip(pictures: Tensor, augmentation: Augmentation) -> Tensor:
     """Cropped and flipped: for pictures as they are, in 0 … 1, so that zeros that come in at the sides are black."""
     height, width = pictures.shape[-2:]
-    size = (augmentation.size, augmentation.size) if augmentation.size else (height, width)
-    # kornia would stretch a picture that is too small, without a word.
-    if size[0] > height + 2 * augmentation.padding or size[1] > width + 2 * augmentation.padding:
-        raise LLQRError(f"a crop of {size[0]} × {size[1]} doesn't fit into a picture of {height} × {width}")
-    for step in _moves(augmentation, size, size == (height, width)):
+    for step in _moves(augmentation, (augmentation.size or height, augmentation.size or width)):
         pictures = step(pictures)
     return pictures
 
 
 @lru_cache(maxsize=16)
-def _moves(augmentation: Augmentation, size: tuple[int, int], same_size: bool) -> tuple[nn.Module, ...]:
+def _moves(augmentation: Augmentation, size: tuple[int, int]) -> tuple[nn.Module, ...]:
     # Importing kornia takes seconds that runs without augmentation shouldn't pay for.
     from kornia.augmentation import RandomCrop, RandomHorizontalFlip
 
     steps: list[nn.Module] = []
-    if augmentation.padding or not same_size:
+    if augmentation.padding or augmentation.size:
         sides = "reflect" if augmentation.reflect else "constant"
         steps.append(RandomCrop(size, augmentation.padding or None, padding_mode=sides, cropping_mode="slice"))
     if augmentation.flip:
@@ -104,23 +100,8 @@ def centre_crop(pictures: Tensor, size: int | None) -> Tensor:
     if size is None:
         return pictures
     height, width = pictures.shape[-2:]
-    if size > min(height, width):
-        raise LLQRError(f"a crop of {size} × {size} doesn't fit into a picture of {height} × {width}")
     top, left = (height - size) // 2, (width - size) // 2
     return pictures[..., top : top + size, left : left + size]
-
-
-class PictureSource(Protocol):
-    """Labelled pictures that can be had by their numbers."""
-
-    @property
-    def labels(self) -> Tensor:
-        """int64, one for each picture."""
-        ...
-
-    def take(self, rows: Tensor) -> Tensor:
-        """These pictures, uint8 NCHW."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -130,34 +111,57 @@ class MemoryPictures:
     images: Tensor
     """uint8 NCHW."""
     labels: Tensor
+    """int64, one for each picture."""
 
     def take(self, rows: Tensor) -> Tensor:
         return self.images[rows]
 
 
 @dataclass(frozen=True)
-class SomePictures:
-    """Some of the pictures of another source."""
+class FilePictures:
+    """Pictures in files, each decoded and made a square of the same side when it is asked for."""
 
-    source: PictureSource
-    rows: Tensor
-
-    @property
-    def labels(self) -> Tensor:
-        return self.source.labels[self.rows]
+    read: Callable[[str], bytes]
+    names: tuple[str, ...]
+    """A million of them, and strings are smaller than paths."""
+    labels: Tensor
+    side: int
+    fit: str
 
     def take(self, rows: Tensor) -> Tensor:
-        return self.source.take(self.rows[rows])
+        names = [self.names[row] for row in rows.tolist()]
+        return torch.stack([square_picture(self.read(name), name, self.side, self.fit) for name in names])
 
 
-def imbalanced(source: PictureSource, classes: int, ratio: float) -> SomePictures:
+def square_picture(content: bytes, name: str, side: int, fit: str) -> Tensor:
+    """One picture as 3 × side × side bytes, grey ones with three equal channels."""
+    try:
+        with Image.open(BytesIO(content)) as file:
+            picture = file.convert("RGB")
+    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+        raise DataError(f"'{name}' isn't a picture that can be read ({error}): replace it or remove it") from error
+    width, height = picture.size
+    cut = min(width, height)
+    left, top = (width - cut) / 2, (height - cut) / 2
+    box = (left, top, left + cut, top + cut) if fit == "shorter" else (0, 0, width, height)
+    if picture.size != (side, side):
+        picture = picture.resize((side, side), Image.Resampling.BILINEAR, box=box)
+    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
+
+
+PictureSource = MemoryPictures | FilePictures
+"""Labelled pictures that can be had by their numbers: as many `labels`, and `take`."""
+
+
+def imbalanced(source: PictureSource, classes: int, ratio: float) -> MemoryPictures:
     """Class c keeps the first n ratio^(-c/(classes - 1)) of its n pictures, at least one: the last class a `ratio`-th."""
     if not ratio >= 1 or classes < 2:
         raise DataError(f"data.imbalance is how many times rarer the last class is than the first, not {ratio!r}")
     found = [(source.labels == label).nonzero()[:, 0] for label in range(classes)]
     shares = [ratio ** (-label / (classes - 1)) for label in range(classes)]
     kept = [rows[: max(1, round(len(rows) * share))] for rows, share in zip(found, shares, strict=True)]
-    return SomePictures(source, torch.cat(kept).sort().values)
+    chosen = torch.cat(kept).sort().values
+    return MemoryPictures(source.take(chosen), source.labels[chosen])
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from llqr.errors import LLQRError, unknown
-from llqr_lab.data.batches import Batch, Split, check_step, mixed, tensor_batches_in_order
+from llqr_lab.data.batches import Batch, Split, mixed, tensor_batches_in_order
 from llqr_lab.data.files import data_path, reading
 from llqr_lab.errors import DataError
 
@@ -39,9 +39,6 @@ class Characters:
         inputs, targets = (tokens[i : i + windows * context].reshape(windows, context) for i in (0, 1))
         return tensor_batches_in_order(inputs, targets, size)
 
-    def text(self, tokens: Tensor) -> str:
-        return "".join(self.vocabulary[token] for token in tokens.tolist())
-
     def _long_enough(self, tokens: Tensor, part: str, context: int) -> Tensor:
         if context < 1:
             raise LLQRError(f"a context has at least one character, not {context}")
@@ -57,14 +54,11 @@ class CharacterBatches:
     """Windows at random places: (size, context) tokens and the ones that come next."""
 
     def __init__(self, tokens: Tensor, size: int, context: int, seed: int) -> None:
-        if size < 1:
-            raise LLQRError(f"a batch of {size} holds nothing")
         self.tokens, self.size, self.context, self.seed = tokens, size, context, seed
         self.steps_per_epoch = max(1, len(tokens) // (size * context))
         """As many as show about as many characters as there are."""
 
     def __getitem__(self, step: int) -> Batch:
-        check_step(step)
         generator = torch.Generator().manual_seed(mixed("windows", self.seed, step))
         starts = torch.randint(len(self.tokens) - self.context, (self.size,), generator=generator)
         windows = self.tokens[starts[:, None] + torch.arange(self.context + 1)]
@@ -110,8 +104,6 @@ def modular_arithmetic(operation: str, prime: int = 97, fraction: float = 0.6, s
     Tokens are the numbers 0 … p - 1, then p for the operation and p + 1 for "=": p + 2 of them. All pairs of
     numbers occur, but for division and powers those with b = 0. Powers take b as an ordinary number.
     """
-    if not 0 < fraction < 1:
-        raise LLQRError(f"the fraction of pairs to train on must lie between 0 and 1, and is {fraction}")
     inputs, targets = equations(operation, prime)
     train = round(fraction * len(targets))
     if not 0 < train < len(targets):

@@ -6,7 +6,6 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,8 +16,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from llqr_lab.data.batches import Batch, check_step, mixed, shuffled
-from llqr_lab.data.files import cached, data_path, reading
+from llqr_lab.data.batches import Batch, mixed, shuffled
+from llqr_lab.data.files import data_path, reading
 from llqr_lab.errors import DataError, MissingDataError, check_names
 
 
@@ -198,24 +197,12 @@ class Words:
     """
 
     def __init__(self, language: str, tokenised: bool = False) -> None:
-        self.language = language
         self._tokenizer = None if tokenised else MosesTokenizer(language)
         self._detokenizer = MosesDetokenizer(language)
 
     def split(self, sentence: str) -> str:
         words: str = sentence if self._tokenizer is None else self._tokenizer.tokenize(sentence, return_str=True)
         return " ".join(words.split()).lower()
-
-    def split_all(self, sentences: Sequence[str]) -> list[str]:
-        """Each of them split. Moses takes seconds for a corpus, so what it gives is kept in the cache folder."""
-        if self._tokenizer is None:
-            return [self.split(sentence) for sentence in sentences]
-
-        def fits(found: Any) -> bool:
-            return isinstance(found, list) and len(found) == len(sentences) and all(isinstance(s, str) for s in found)
-
-        settings = [self.language, version("sacremoses"), 2]
-        return cached("words", [settings, list(sentences)], lambda: [self.split(s) for s in sentences], fits)
 
     def join(self, words: str) -> str:
         """The sentence as one would write it; what lowercasing took is gone."""
@@ -283,7 +270,6 @@ class Translation:
 
     source: Dictionary
     target: Dictionary
-    subwords: Subwords
     words: Words
     """Of the target language."""
     train: Part
@@ -308,7 +294,7 @@ def prepared(text: ParallelText, merges: int = 10_000) -> Translation:
     """
     sides = [Words(language, text.corpus.tokenised) for language in text.corpus.languages]
     train, valid, test = (
-        Pairs(sides[0].split_all(pairs.source), sides[1].split_all(pairs.target))
+        Pairs(list(map(sides[0].split, pairs.source)), list(map(sides[1].split, pairs.target)))
         for pairs in (text.train, text.valid, text.test)
     )
     clean = cleaned(train)
@@ -325,7 +311,6 @@ def prepared(text: ParallelText, merges: int = 10_000) -> Translation:
     return Translation(
         source,
         target,
-        subwords,
         sides[1],
         part(clean, []),
         part(valid, text.valid.target),
@@ -400,7 +385,6 @@ class TranslationBatches:
         self.steps_per_epoch = len(self.groups)
 
     def __getitem__(self, step: int) -> Batch:
-        check_step(step)
         epoch, place = divmod(step, self.steps_per_epoch)
         return self.part.batch(self.groups[int(shuffled(self.steps_per_epoch, self.seed, epoch)[place])])
 

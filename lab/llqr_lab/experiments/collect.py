@@ -3,7 +3,7 @@
 import json
 import math
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,18 @@ Result = dict[str, Any]
 """What result.json has, with the run's curve."""
 
 
-def collected(source: Path) -> list[Result]:
-    """The finished runs under a folder, or in a file that `save` wrote."""
+def which(result: Result) -> tuple[str, str, str, int]:
+    """What tells one run from another: preset, scale, method with its changes, seed."""
+    return result["preset"], result["scale"], result["method"], result["seed"]
+
+
+def collected(*sources: Path) -> list[Result]:
+    """The finished runs under folders and in files that `save` wrote, in one order: of a run that is in several, the last."""
+    found = {which(each): each for source in sources for each in _in(source)}
+    return [found[name] for name in sorted(found)]
+
+
+def _in(source: Path) -> list[Result]:
     broken = (ValueError, KeyError, TypeError, AttributeError)
     if source.is_file():
         try:
@@ -48,16 +58,17 @@ def collected(source: Path) -> list[Result]:
     return found
 
 
-def selected_results(source: Path, presets: str = "", scale: str = "") -> list[Result]:
+def selected_results(sources: Sequence[Path], presets: str = "", scale: str = "") -> list[Result]:
     """The finished runs of presets with one of these words in their names, at a scale; an error where there are none."""
     check_names(filter(None, [scale]), SCALES, "scale")
     found = [
         each
-        for each in collected(source)
+        for each in collected(*sources)
         if any(part in each["preset"] for part in presets.split(",")) and scale in ("", each["scale"])
     ]
     if not found:
-        raise RunError(f"no finished runs in '{source}' that fit: make some with `llqr train` or `llqr sweep`")
+        named = " and ".join(f"'{source}'" for source in sources)
+        raise RunError(f"no finished runs in {named} that fit: make some with `llqr train` or `llqr sweep`")
     return found
 
 
@@ -142,7 +153,6 @@ class Summary:
     mean: float
     error: float | None
     """The standard error; None for a single seed."""
-    count: int
 
 
 def summary(values: Iterable[float]) -> Summary | None:
@@ -151,6 +161,6 @@ def summary(values: Iterable[float]) -> Summary | None:
         return None
     mean = math.fsum(known) / len(known)
     if len(known) == 1:
-        return Summary(mean, None, 1)
+        return Summary(mean, None)
     variance = math.fsum((each - mean) ** 2 for each in known) / (len(known) - 1)
-    return Summary(mean, math.sqrt(variance / len(known)), len(known))
+    return Summary(mean, math.sqrt(variance / len(known)))

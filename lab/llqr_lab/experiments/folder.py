@@ -18,17 +18,17 @@ import json
 import os
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
 
 from llqr_lab.errors import ConfigError, LabError, RunError
 from llqr_lab.experiments.config import Config, differences, read
-from llqr_lab.results import read_json, write_json
+from llqr_lab.results import read_json, replacing, write_json
 
 LOCK_SECONDS = 0.5
 """How long a run waits for its lock: longer than it takes to ask whether it is running."""
@@ -97,7 +97,7 @@ class RunFolder:
         if self.begun:
             self.check(config, resume=True)
             return
-        with replacing(self.config, self.path) as file:
+        with _disk(self.path), replacing(self.config) as file:
             file.write(config.to_toml().encode())
 
     @contextmanager
@@ -120,7 +120,7 @@ class RunFolder:
         lengths = [_length(path) for path in self._logs]
         state = {**state, "lengths": lengths, "checksums": list(map(_checksum, self._logs, lengths))}
         newest, previous = self.checkpoints
-        with replacing(newest, self.path, keep=previous) as file:
+        with _disk(self.path), replacing(newest, keep=previous) as file:
             torch.save(state, file)
 
     def load(self, restore: Callable[[dict[str, Any]], None]) -> list[str]:
@@ -204,24 +204,6 @@ class RunFolder:
     def read_metrics(self) -> list[dict[str, Any]]:
         """What was measured so far, with its seconds; a last line that is half written isn't there yet."""
         return [{**metrics, **times} for metrics, times in zip(_lines(self.metrics), _lines(self.times), strict=False)]
-
-
-@contextmanager
-def replacing(path: Path, run: Path, keep: Path | None = None) -> Iterator[IO[bytes]]:
-    """A file that is there whole or not at all; the one that it replaces is kept if wanted."""
-    unfinished = path.with_name(path.name + ".part")
-    try:
-        with _disk(run):
-            with unfinished.open("wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            if keep is not None and path.exists():
-                path.replace(keep)
-            unfinished.replace(path)
-    finally:
-        with suppress(OSError):
-            unfinished.unlink(missing_ok=True)
 
 
 @contextmanager

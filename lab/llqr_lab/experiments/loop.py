@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from llqr.diagnostics import Monitor
 from llqr_lab.bench.measure import peak_resident
@@ -25,8 +26,8 @@ from llqr_lab.data.batches import Batch, mixed, own_randomness, stream
 from llqr_lab.errors import ConfigError
 from llqr_lab.experiments.config import Config, Schedule
 from llqr_lab.experiments.folder import RunFolder
-from llqr_lab.experiments.optimizers import fits, optimizer, rate, scheduler
-from llqr_lab.results import provenance
+from llqr_lab.experiments.optimizers import fits, optimizer, rate
+from llqr_lab.results import finite, provenance
 from llqr_lab.tasks import Task, right_answers, task_of, to_device
 
 CHECKPOINT_SECONDS = 60.0
@@ -139,7 +140,7 @@ class Run:
         self.optimizer: Optimizer = optimizer(
             config, self.model, task, lambda: rate(falling, self.step, self.steps), self._fresh
         )
-        self.scheduler = scheduler(config.schedule, self.optimizer, self.steps)
+        self.scheduler = LambdaLR(self.optimizer, lambda step: rate(config.schedule, step, self.steps))
         torch.manual_seed(mixed("training", config.seed))
         self.lr = config.base.lr
         """Of the last step."""
@@ -242,21 +243,21 @@ class Run:
             "step": self.step,
             "epoch": self.step / self.task.train.steps_per_epoch,
             "lr": self.lr,
-            "train_loss": _finite(self._losses / self._counted),
+            "train_loss": finite(self._losses / self._counted),
             "train_accuracy": self._right / max(1, self._seen),
         }
         if evaluated:
             self.model.eval()
             with torch.no_grad(), self.timed("evaluation_seconds"):
                 found = self.task.evaluate(self.model, self.device)
-            metrics |= {name: _finite(value) for name, value in found.items()}
+            metrics |= {name: finite(value) for name, value in found.items()}
         times = {"seconds": self.seconds}
         if self.stats is not None:
             known = vars(self.stats)
             metrics |= {name: known[name] for name in ("refits", "rejected") if name in known}
             if "objective_after" in known:
                 objective = known["objective_after"]
-                metrics["objective"] = None if objective is None else _finite(objective)
+                metrics["objective"] = None if objective is None else finite(objective)
             times["refit_wall_seconds"] = known.get("seconds", 0.0)
         times |= self.spent
         self.learned = self.learned or self.task.learned(metrics)
@@ -311,11 +312,6 @@ def _built(task: Task) -> nn.Module:
         return task.network()
     except (RuntimeError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ConfigError(f"the model can't be built ({error}): change its settings") from error
-
-
-def _finite(value: float) -> float | None:
-    """JSON has no NaN."""
-    return value if math.isfinite(value) else None
 
 
 def _result(config: Config, run: Run, folder: RunFolder, device: torch.device) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from typing import Literal, cast
 
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from llqr import LLQR
 from llqr.divergences import Divergence, Intermediate, Renyi, resolve
@@ -119,12 +118,8 @@ def _solver(inner: Inner, share: Callable[[], float]) -> Solver:
     return found if inner.schedule == "constant" else Decaying(found, share)
 
 
-def scheduler(schedule: Schedule, optimizer: Optimizer, steps: int) -> LambdaLR:
-    """The rate of step k of `steps`, in units of the base's."""
-    return LambdaLR(optimizer, lambda step: rate(schedule, step, steps))
-
-
 def rate(schedule: Schedule, step: int, steps: int) -> float:
+    """Of a step of so many, in units of the base's."""
     if step < schedule.warmup:
         return (step + 1) / schedule.warmup
     match schedule.name:

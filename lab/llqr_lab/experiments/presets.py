@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from llqr_lab.errors import ConfigError, suggestion
+from llqr_lab.errors import ConfigError, check_names, suggestion
 from llqr_lab.experiments.config import Config, parsed
 from llqr_lab.experiments.paper import PUBLISHED, RESULTS
 
@@ -35,9 +35,6 @@ SOLVER = {"name": "sgdm", "lr": 0.005, "momentum": 0.9, "clip": 5.0}
 """The paper's inner solver. The clip is from the authors' code: without it the sum over the batch blows up."""
 LARGEST_FACTOR = 1024
 """Of SOAP and SINGD: a factor over the words of a vocabulary costs more than the rest of the step."""
-
-GROKKING_EMA = (0.65, 0.7, 0.75, 0.8)
-"""The paper's range, of which it took one for each operation."""
 
 NAMES = {"sgdm": "SGDM", "adamw": "AdamW"}
 SMOKE = {"epochs": 0, "steps": 4, "evaluate_every": 2}
@@ -71,12 +68,15 @@ class Preset:
     of_paper: bool = True
 
 
-def _cifar(classes: int, network: str, name: str, base: dict[str, Any], batch: int = 128) -> Preset:
+def _cifar(classes: int, network: str, summary: str, base: dict[str, Any], batch: int = 128) -> tuple[str, Preset]:
+    """With its name."""
     # of the authors' code: Cutout's square, in half of the pictures, and mirrored sides
     data = {"name": f"cifar{classes}", "cutout": 16, "cutout_share": 0.5, "reflect": True}
     adafisher = batch == 256
-    return Preset(
-        summary=f"{name} on CIFAR-{classes}, {NAMES[base['name']]}, 200 epochs",
+    ending = "batch256" if adafisher else base["name"]
+    name = f"cifar{classes}-{network.replace('wrn28-10', 'wrn28x10').replace('-bn', 'bn')}-{ending}"
+    return name, Preset(
+        summary=f"{summary} on CIFAR-{classes}, {NAMES[base['name']]}, 200 epochs",
         settings={
             "task": "classification",
             "model": {"name": network, "classes": classes, **FORMS.get(network, {})},
@@ -86,7 +86,7 @@ def _cifar(classes: int, network: str, name: str, base: dict[str, Any], batch: i
             "base": base,
             "schedule": {"name": "cosine"},
         },
-        methods=_methods(_name(classes, network, base, batch)),
+        methods=_methods(name),
         cpu={
             "model": {"classes": classes, **FORMS.get(network, {}), **SMALL[network]},
             # there is no small part of CIFAR-100 at hand: a hundred classes of Tiny ImageNet stand in for it
@@ -95,7 +95,7 @@ def _cifar(classes: int, network: str, name: str, base: dict[str, Any], batch: i
         },
         mini=_mini_cifar(classes, network, base, data, batch),
         smoke={
-            "model": _tiny(network, classes),
+            "model": _mini(network, classes),
             "data": {**data, "name": "random-pictures", "classes": classes, "pixels": 32},
             "batch": 16,
             **SMOKE,
@@ -112,7 +112,7 @@ def _mini_cifar(classes: int, network: str, base: dict[str, Any], data: dict[str
     """About 1,800 steps of 64 pictures, brought to 16 × 16 pixels but for VGG, whose five poolings need 32."""
     side = 32 if network == "vgg16-bn" else 16
     return {
-        "model": {"name": network, "classes": classes, **FORMS.get(network, {}), **MINI[network]},
+        "model": _mini(network, classes),
         "data": {
             **data,
             "name": "cifar10" if classes == 10 else "tiny-imagenet32",
@@ -143,14 +143,9 @@ def _peers(epochs: Mapping[str, int]) -> dict[str, Changes]:
     }
 
 
-def _name(classes: int, network: str, base: dict[str, Any], batch: int) -> str:
-    ending = base["name"] if batch == 128 else f"batch{batch}"
-    return f"cifar{classes}-{network.replace('wrn28-10', 'wrn28x10').replace('-bn', 'bn')}-{ending}"
-
-
-def _tiny(network: str, classes: int) -> dict[str, Any]:
-    """A network of the same kind that a test can afford."""
-    return {"name": network, "classes": classes, **FORMS.get(network, {}), **TINY[network]}
+def _mini(network: str, classes: int) -> dict[str, Any]:
+    """The same network, so small that a whole schedule takes a minute; also for tests."""
+    return {"name": network, "classes": classes, **FORMS.get(network, {}), **MINI[network]}
 
 
 FORMS: dict[str, dict[str, Any]] = {"vgg16-bn": {"hidden": 2, "dropout": 0.5}, "pyramidnet110": {"bottleneck": True}}
@@ -164,22 +159,14 @@ SMALL: dict[str, dict[str, Any]] = {
     "pyramidnet110": {"name": "pyramidnet110", "depth": 20, "alpha": 24},
 }
 """Networks of the same kind that two cores can train."""
-TINY: dict[str, dict[str, Any]] = {
-    "resnet18": {"width": 4},
-    "resnet50": {"width": 4},
-    "vgg16-bn": {"width": 4},
-    "wrn28-10": {"depth": 10, "factor": 1},
-    "pyramidnet110": {"depth": 20, "alpha": 12},
-}
-
-
 MINI: dict[str, dict[str, Any]] = {
     "resnet18": {"width": 8, "blocks": [1, 1, 1, 1]},
+    "resnet50": {"width": 8, "blocks": [1, 1, 1, 1]},
     "vgg16-bn": {"width": 4},
     "wrn28-10": {"depth": 10, "width": 4, "factor": 2},
     "pyramidnet110": {"depth": 11, "width": 4, "alpha": 12},
 }
-"""The same networks, so small that a whole schedule takes a minute: ResNet-10, WRN-10-2, PyramidNet-11."""
+"""ResNet-10, ResNet-14 of bottlenecks, WRN-10-2, PyramidNet-11."""
 MINI_RATES = {"sgdm": 0.1, "adamw": 1e-2}
 MINI_EQUAL_TIME: dict[str, Changes] = {
     "base": {"epochs": 19},
@@ -203,20 +190,19 @@ def _adamw(lr: float, weight_decay: float, beta2: float = 0.999) -> dict[str, An
 
 
 def _cifars() -> dict[str, Preset]:
-    made: dict[str, Preset] = {}
+    made: list[tuple[str, Preset]] = []
     for classes, decay, adamw_lr in ((10, 5e-4, 1e-3), (100, 1e-3, 5e-4)):
-        for base in (_sgdm(0.05, decay), _adamw(adamw_lr, decay)):
-            made[_name(classes, "resnet18", base, 128)] = _cifar(classes, "resnet18", "ResNet-18", base)
-        for network, name in (  # the paper swept the decay of these; what it found is in the authors' configurations
+        made += [
+            _cifar(classes, "resnet18", "ResNet-18", base) for base in (_sgdm(0.05, decay), _adamw(adamw_lr, decay))
+        ]
+        # the paper swept the decay of these; what it found is in the authors' configurations
+        for network, summary in (
             ("pyramidnet110", "PyramidNet-110"),
             ("vgg16-bn", "VGG-16-BN"),
             ("wrn28-10", "WRN-28-10"),
         ):
-            base = _sgdm(0.05, 5e-4)
-            made[_name(classes, network, base, 128)] = _cifar(classes, network, name, base)
-    base = _sgdm(0.1, 5e-4)
-    made[_name(100, "resnet18", base, 256)] = _cifar(100, "resnet18", "ResNet-18 (AdaFisher's setting)", base, 256)
-    return made
+            made.append(_cifar(classes, network, summary, _sgdm(0.05, 5e-4)))
+    return dict([*made, _cifar(100, "resnet18", "ResNet-18 (AdaFisher's setting)", _sgdm(0.1, 5e-4), 256)])
 
 
 def _imagenet(epochs: int) -> Preset:
@@ -247,7 +233,7 @@ def _imagenet(epochs: int) -> Preset:
             "schedule.warmup": 15,
         },
         mini={
-            "model": {"name": "resnet50", "classes": 10, "width": 8, "blocks": [1, 1, 1, 1]},
+            "model": _mini("resnet50", 10),
             "batch": 32,
             "epochs": epochs // 2,
             "evaluate_every": 160,
@@ -255,7 +241,7 @@ def _imagenet(epochs: int) -> Preset:
             "schedule.warmup": 32 * epochs // 40,
         },
         smoke={
-            "model": _tiny("resnet50", 10),
+            "model": _mini("resnet50", 10),
             "data": {"name": "random-pictures", "classes": 10, "pixels": 32},
             "batch": 16,
             **SMOKE,
@@ -295,7 +281,7 @@ def _grokking(operation: str) -> Preset:
             "model": {"name": "grokking-transformer", "start": 0.035, "width": 64},
         },
         smoke={"data.p": 11, "batch": 16, "steps": 6, "evaluate_every": 2, "model.width": 16},
-        # the paper's decay is in [0.65, 0.8], another for each operation, and it doesn't say which: see GROKKING_EMA
+        # the paper's decay is in [0.65, 0.8], another for each operation, and it doesn't say which
         llqr={"ema": 0.7},
         llqr_cpu={"every": 100},
         llqr_mini={"every": 25},
@@ -429,16 +415,14 @@ PRESETS: dict[str, Preset] = {
 
 
 def known_preset(name: str) -> Preset:
-    if name not in PRESETS:
-        raise ConfigError(f"there is no preset '{name}'{suggestion(name, PRESETS)}")
+    check_names([name], PRESETS, "preset")
     return PRESETS[name]
 
 
 def resolve(name: str, scale: str, method: str, seed: int, changes: Mapping[str, Any] | None = None) -> Config:
     """The configuration of a preset, with what is changed by hand."""
     preset = known_preset(name)
-    if scale not in SCALES:
-        raise ConfigError(f"there is no scale '{scale}'{suggestion(scale, SCALES)}")
+    check_names([scale], SCALES, "scale")
     own = {"cpu": preset.cpu, "mini": preset.cpu | preset.mini, "smoke": preset.smoke}.get(scale, {}).copy()
     if method in PEERS:
         if method not in preset.peers:

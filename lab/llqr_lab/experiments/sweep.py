@@ -16,27 +16,28 @@ from typing import Any
 from rich.console import Console
 
 from llqr_lab.errors import check_names
+from llqr_lab.experiments.collect import collected, which
 from llqr_lab.experiments.command import describe, folder_of, parse_values
-from llqr_lab.experiments.config import Config, toml
+from llqr_lab.experiments.config import Config, flat, toml
 from llqr_lab.experiments.folder import RunFolder
 from llqr_lab.experiments.presets import BARE, PRESETS, known_preset, resolve
 from llqr_lab.results import say
 
-ABLATIONS: dict[str, tuple[tuple[str, ...], dict[str, list[Any]]]] = {
-    "damping": (("ekfac-ngd",), {"llqr.damping": [0.0, 0.01, 0.1, 1.0]}),
-    "inner": (
-        ("ekfac-ngd",),
-        {"llqr.steps": [10, 25, 50], "llqr.every": [1, 4], "llqr.solver.lr": [0.001, 0.005, 0.02]},
-    ),
-    "ema": (("ekfac-ngd",), {"llqr.ema": [0.0, 0.5, 0.85, 0.95]}),
+ABLATIONS: dict[str, dict[str, list[Any]]] = {
+    "damping": {"llqr.damping": [0.0, 0.01, 0.1, 1.0]},
+    "inner": {"llqr.steps": [10, 25, 50], "llqr.every": [1, 4], "llqr.solver.lr": [0.001, 0.005, 0.02]},
+    "ema": {"llqr.ema": [0.0, 0.5, 0.85, 0.95]},
     # the paper's has no EMA, and an inner learning rate that falls; what each of them does by itself is seen too
-    "warm-start": (
-        ("ekfac-ngd",),
-        {"llqr.warm_start": [True], "llqr.ema": [0.0, 0.95], "llqr.solver.schedule": ["constant", "cosine"]},
-    ),
-    "solver": (("ekfac-ngd",), {"llqr.solver.name": ["sgdm", "adam", "cg"]}),
+    "warm-start": {
+        "llqr.warm_start": [True],
+        "llqr.ema": [0.0, 0.95],
+        "llqr.solver.schedule": ["constant", "cosine"],
+    },
+    "solver": {"llqr.solver.name": ["sgdm", "adam", "cg"]},
 }
-"""The paper's ablations: the methods and the grid that each runs over; periods are multiples of the preset's own."""
+"""The grids of the paper's ablations; periods are multiples of the preset's own."""
+ABLATED = "ekfac-ngd"
+"""The method that they are of."""
 
 
 @dataclass
@@ -44,7 +45,6 @@ class Job:
     config: Config
     folder: RunFolder
     arguments: list[str]
-    process: subprocess.Popen[bytes] | None = None
 
 
 def planned_runs(
@@ -60,17 +60,17 @@ def planned_runs(
     by_hand = dict(map(parse_values, changes))
     found = []
     for preset in PRESETS if list(presets) == ["all"] else presets:
-        usual, grid = ablation_grid(ablation, preset, scale) if ablation else (known_preset(preset).methods, {})
+        usual = (ABLATED,) if ablation else known_preset(preset).methods
+        grid = ablation_grid(ablation, preset, scale) if ablation else {}
         found += configurations(preset, scale, methods or usual, seeds, {**grid, **by_hand})
     return found
 
 
-def ablation_grid(ablation: str, preset: str, scale: str) -> tuple[tuple[str, ...], dict[str, list[Any]]]:
-    """The methods and the settings of an ablation of a preset."""
-    methods, grid = ABLATIONS[ablation]
-    own = resolve(preset, scale, methods[0], 0).llqr
+def ablation_grid(ablation: str, preset: str, scale: str) -> dict[str, list[Any]]:
+    """The settings of an ablation of a preset."""
+    own = resolve(preset, scale, ABLATED, 0).llqr
     assert own is not None  # an ablation is of the paper's LLQR
-    return methods, {k: [n * own.every for n in v] if k == "llqr.every" else v for k, v in grid.items()}
+    return {k: [n * own.every for n in v] if k == "llqr.every" else v for k, v in ABLATIONS[ablation].items()}
 
 
 def configurations(
@@ -92,36 +92,46 @@ def points(grid: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
 
 
 def sweep(
-    wanted: list[tuple[Config, dict[str, Any]]], runs: Path, data: Path | None, jobs: int, device: str, console: Console
+    wanted: list[tuple[Config, dict[str, Any]]],
+    runs: Path,
+    data: Path | None,
+    jobs: int,
+    device: str,
+    console: Console,
+    known: Path | None = None,
 ) -> bool:
-    """Run them; whether all came to their end."""
+    """Run what isn't in the file of known results; whether all came to their end."""
+    kept = {which(each): each for each in collected(known)} if known else {}
     waiting = []
     for config, point in wanted:
         folder = folder_of(runs, config)
         folder.check(config, resume=True)
+        before = kept.get((config.preset, config.scale, config.label, config.seed))
         if folder.done:
             say(console, f"done before: {describe(folder.read_result())}")
+        elif before and flat(before.get("settings", {})) == config.settings:
+            say(console, f"done before: {describe(before)}")
         else:
             waiting.append(Job(config, folder, _arguments(config, point, runs, data, device)))
-    running: list[Job] = []
+    running: dict[subprocess.Popen[bytes], Job] = {}
     failed = []
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that no run outlives the sweep
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
-                running.append(_started(waiting.pop(0), jobs))
+                job = waiting.pop(0)
+                running[_started(job, jobs)] = job
             time.sleep(0.2)
-            for job in [each for each in running if each.process is not None and each.process.poll() is not None]:
-                running.remove(job)
+            for process in [each for each in running if each.poll() is not None]:
+                job = running.pop(process)
                 if job.folder.done:
                     say(console, describe(job.folder.read_result()))
                 else:
                     failed.append(job)
                     say(console, f"failed: {_why(job)}", "red")
     finally:
-        for job in running:
-            if job.process is not None:
-                job.process.terminate()
+        for process in running:
+            process.terminate()
     return not failed
 
 
@@ -142,7 +152,7 @@ def _arguments(config: Config, point: Mapping[str, Any], runs: Path, data: Path 
     ]
 
 
-def _started(job: Job, jobs: int) -> Job:
+def _started(job: Job, jobs: int) -> subprocess.Popen[bytes]:
     """A process of its own, with its share of the cores, so that seeds and methods don't disturb each other; with
     OMP_NUM_THREADS, if that is set."""
     job.folder.path.mkdir(parents=True, exist_ok=True)
@@ -151,8 +161,7 @@ def _started(job: Job, jobs: int) -> Job:
         environment["OMP_NUM_THREADS"] = threads = str(max(1, (os.cpu_count() or 1) // jobs))
         command.append(f"--threads={threads}")
     with job.folder.log.open("ab") as log:
-        job.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-    return job
+        return subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 
 
 def _why(job: Job) -> str:

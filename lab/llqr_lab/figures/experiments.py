@@ -16,15 +16,15 @@ from llqr_lab.errors import ConfigError, RunError, check_names
 from llqr_lab.experiments.collect import Result, collected, summary, value
 from llqr_lab.experiments.config import toml
 from llqr_lab.experiments.presets import SCALES, known_preset
-from llqr_lab.experiments.sweep import ABLATIONS, ablation_grid, configurations, points
+from llqr_lab.experiments.sweep import ABLATED, ABLATIONS, ablation_grid, configurations, points
 from llqr_lab.experiments.table import NAMES, UNITS, methods_of, scores
-from llqr_lab.figures.style import BLUE, GREEN, GREY, ORANGE, PINK, drawing
+from llqr_lab.figures.style import BLUE, GREEN, GREY, ORANGE, PINK, drawing, shared_legend
 
 COLOURS = (BLUE, ORANGE, GREEN, PINK)
 LINES = ((GREY, "--"), *((colour, style) for style in ("-", ":") for colour in COLOURS))
 
 
-def draw(kind: str, presets: list[str], methods: list[str], source: Path, scale: str, output: Path) -> None:
+def draw(kind: str, presets: list[str], methods: list[str], sources: Sequence[Path], scale: str, output: Path) -> None:
     """Of finished runs: with nothing changed by hand (curves, grokking), or an ablation's."""
     check_names([kind], ("curves", "grokking", *ABLATIONS), "figure")
     check_names([scale], SCALES, "scale")
@@ -36,7 +36,7 @@ def draw(kind: str, presets: list[str], methods: list[str], source: Path, scale:
         known_preset(preset)
     results = [
         each
-        for each in collected(source)
+        for each in collected(*sources)
         if each["scale"] == scale and (not methods or each["method"].partition("+")[0] in methods)
     ]
     plain = [each for each in results if "+" not in each["method"]]
@@ -46,10 +46,12 @@ def draw(kind: str, presets: list[str], methods: list[str], source: Path, scale:
     elif kind == "grokking":
         boxes(_some([each for each in plain if each["preset"].startswith("grokking-")], "grokking", scale), output)
     else:
-        usual, grid = ablation_grid(kind, presets[0], scale)
+        grid = ablation_grid(kind, presets[0], scale)
         chosen = [each for each in results if each["preset"] == presets[0]]
         swept = dict.fromkeys(each["method"].partition("+")[0] for each in chosen if "+" in each["method"])
-        ablation(_some(chosen, presets[0], scale), tuple(swept) or usual, grid, output)
+        if len(swept) > 1:
+            raise ConfigError(f"an ablation is drawn of one method: name one of {', '.join(swept)} with --methods")
+        ablation(_some(chosen, presets[0], scale), next(iter(swept), ABLATED), grid, output)
 
 
 def _some(results: list[Result], what: str, scale: str) -> list[Result]:
@@ -93,9 +95,7 @@ def curves(groups: list[list[Result]], path: Path) -> None:
                 axes.set_title(_title(results), fontsize="medium")
         for axes in grid.flat[len(panels) :]:
             axes.remove()
-        found = [axes.get_legend_handles_labels() for axes in grid.flat[: len(panels)]]
-        handles = {label: handle for pair in found for handle, label in zip(*pair, strict=True)}
-        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4)
+        shared_legend(figure, grid.flat[: len(panels)])
         if alone:
             figure.suptitle(_title(groups[0]), fontsize="medium")
 
@@ -180,19 +180,16 @@ def boxes(results: list[Result], path: Path) -> None:
         figure.suptitle(f"Grokking at --scale {results[0]['scale']}", fontsize="medium")
 
 
-def ablation(results: list[Result], methods: Sequence[str], grid: dict[str, list[Any]], path: Path) -> None:
-    """The score against each setting of an ablation: one point a run, the mean as a bar; the base as a line."""
+def ablation(results: list[Result], method: str, grid: dict[str, list[Any]], path: Path) -> None:
+    """The score against each setting of an ablation: one point a run, the mean as a bar; lines for base and paper."""
     score = results[0]["score"]
     unit = UNITS.get(score, 1.0)
     preset, scale = results[0]["preset"], results[0]["scale"]
-    base = summary(scores([each for each in results if each["method"] == "base"]))
     # settings that were changed beside the ablation's make another run
     labels = {
-        configurations(preset, scale, [method], [0], {name: [value] for name, value in point.items()})[0][0].label: (
-            method,
-            point,
-        )
-        for method in methods
+        configurations(preset, scale, [method], [0], {name: [value] for name, value in point.items()})[0][
+            0
+        ].label: point
         for point in points(grid)
     }
     swept = [each for each in results if each["method"] in labels]
@@ -202,34 +199,24 @@ def ablation(results: list[Result], methods: Sequence[str], grid: dict[str, list
     with drawing(path, max(4.5 * len(varied) + 0.5, 7), 4.5) as figure:
         panels = figure.subplots(1, len(varied), sharey=True, squeeze=False)[0]
         for axes, (setting, values) in zip(panels, varied.items(), strict=True):
-            for (number, method), (colour, _) in zip(enumerate(methods), itertools.cycle(LINES[1:]), strict=False):
-                for place, wanted in enumerate(values):
-                    rows = [
-                        each
-                        for each in swept
-                        if labels[each["method"]] == (method, {**labels[each["method"]][1], setting: wanted})
-                    ]
-                    found = [unit * each for each in scores(rows)]
-                    at = place + 0.15 * (number - (len(methods) - 1) / 2)
-                    axes.plot(
-                        [at] * len(found), found, "o", color=colour, alpha=0.5, label=method if place == 0 else None
-                    )
-                    mean = summary(found)
-                    if mean:
-                        axes.plot(at, mean.mean, "_", color="black", markersize=24, markeredgewidth=2)
-                    if len(found) < len(rows):
-                        _beside(axes, at, f"{len(rows) - len(found)} not", colour)
+            for place, wanted in enumerate(values):
+                rows = [each for each in swept if labels[each["method"]][setting] == wanted]
+                found = [unit * each for each in scores(rows)]
+                axes.plot([place] * len(found), found, "o", color=BLUE, alpha=0.5, label=None if place else method)
+                if mean := summary(found):
+                    axes.plot(place, mean.mean, "_", color="black", markersize=24, markeredgewidth=2)
+                if len(found) < len(rows):
+                    _beside(axes, place, f"{len(rows) - len(found)} not", BLUE)
             axes.set_xticks(range(len(values)), [toml(each).strip('"') for each in values])
             axes.set_xlabel(setting)
-            if base:
-                axes.axhline(unit * base.mean, color=GREY, linestyle="--", label="base")
-            for method, (colour, _) in zip(methods, itertools.cycle(LINES[1:]), strict=False):
-                plain = summary(scores([each for each in results if each["method"] == method]))
-                if plain:
-                    axes.axhline(unit * plain.mean, color=colour, linestyle=":", label=f"{method} as the paper has it")
+            for name, colour, line, label in (
+                ("base", GREY, "--", "base"),
+                (method, BLUE, ":", f"{method} as the paper has it"),
+            ):
+                if level := summary(scores([each for each in results if each["method"] == name])):
+                    axes.axhline(unit * level.mean, color=colour, linestyle=line, label=label)
         panels[0].set_ylabel(NAMES.get(score, score))
-        handles, texts = panels[0].get_legend_handles_labels()
-        figure.legend(handles, texts, loc="outside lower center", ncols=4)
+        shared_legend(figure, panels[:1])
         figure.suptitle(f"{preset} at --scale {scale}", fontsize="medium")
 
 

@@ -159,12 +159,11 @@ class ResNet(nn.Module):
         shortcut: Shortcut = projection,
         *,
         classes: int = 10,
-        channels: int = 3,
         width: int = 64,
         blocks: Sequence[int] = (2, 2, 2, 2),
     ) -> None:
         super().__init__()
-        self.stem = convolution(channels, width, 7, 2) if large else convolution(channels, width)
+        self.stem = convolution(3, width, 7, 2) if large else convolution(3, width)
         self.norm = nn.BatchNorm2d(width)
         self.pool = nn.MaxPool2d(3, 2, 1) if large else nn.Identity()
         widths = [[block.expansion * width * 2**number] * count for number, count in enumerate(blocks)]
@@ -202,16 +201,14 @@ class VGG16BN(nn.Module):
     def __init__(
         self,
         classes: int = 10,
-        channels: int = 3,
         width: int = 64,
-        convolutions: Sequence[int] = (2, 2, 3, 3, 3),
         hidden: int = 0,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
         layers: list[nn.Module] = []
-        before = channels
-        for factor, count in zip(FACTORS, convolutions, strict=True):
+        before = 3
+        for factor, count in zip(FACTORS, (2, 2, 3, 3, 3), strict=True):
             for _ in range(count):
                 after = factor * width
                 layers += [nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU()]
@@ -233,41 +230,32 @@ class VGG16BN(nn.Module):
 class WideBlock(nn.Module):
     """y = x + F(a) with a = relu(norm(x)); where the shape changes, y = S(a) + F(a) with a 1 × 1 convolution S.
 
-    F is a 3 × 3 convolution, BatchNorm, ReLU, dropout and a 3 × 3 convolution.
+    F is a 3 × 3 convolution, BatchNorm, ReLU and a 3 × 3 convolution.
     """
 
-    def __init__(self, before: int, after: int, stride: int, dropout: float) -> None:
+    def __init__(self, before: int, after: int, stride: int) -> None:
         super().__init__()
         self.norm1, self.conv1 = nn.BatchNorm2d(before), convolution(before, after, 3, stride)
         self.norm2, self.conv2 = nn.BatchNorm2d(after), convolution(after, after)
-        self.dropout = nn.Dropout(dropout)
         self.shortcut = None if stride == 1 and before == after else convolution(before, after, 1, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         active = functional.relu(self.norm1(x))
-        residual = self.conv2(self.dropout(functional.relu(self.norm2(self.conv1(active)))))
+        residual = self.conv2(functional.relu(self.norm2(self.conv1(active))))
         return residual + (x if self.shortcut is None else self.shortcut(active))  # type: ignore[no-any-return]
 
 
 class WideResNet(nn.Module):
     """WRN-d-k: a stem of `width` channels and three stages of (d - 4)/6 blocks with width · k · (1, 2, 4) channels."""
 
-    def __init__(
-        self,
-        classes: int = 10,
-        channels: int = 3,
-        depth: int = 28,
-        factor: int = 10,
-        width: int = 16,
-        dropout: float = 0.0,
-    ) -> None:
+    def __init__(self, classes: int = 10, depth: int = 28, factor: int = 10, width: int = 16) -> None:
         super().__init__()
         blocks, rest = divmod(depth - 4, 6)
         if blocks < 1 or rest:
             raise ValueError(f"a wide ResNet has a depth of 10, 16, 22, 28, …, not {depth}")
-        self.stem = convolution(channels, width)
+        self.stem = convolution(3, width)
         widths = [[width * factor * 2**number] * blocks for number in range(3)]
-        self.stages = stages_of(width, widths, partial(WideBlock, dropout=dropout))
+        self.stages = stages_of(width, widths, WideBlock)
         self.norm, self.head = nn.BatchNorm2d(widths[-1][-1]), nn.Linear(widths[-1][-1], classes)
         initialise(self)
         nn.init.zeros_(self.head.bias)
@@ -317,7 +305,6 @@ class PyramidNet(nn.Module):
     def __init__(
         self,
         classes: int = 10,
-        channels: int = 3,
         depth: int = 110,
         alpha: float = 270,
         width: int = 16,
@@ -331,7 +318,7 @@ class PyramidNet(nn.Module):
             raise ValueError(
                 f"a PyramidNet of {kind} has a depth of {2 + each}, {2 + 2 * each}, …, 110, …, not {depth}"
             )
-        self.stem, self.norm = convolution(channels, width), nn.BatchNorm2d(width)
+        self.stem, self.norm = convolution(3, width), nn.BatchNorm2d(width)
         grown = [width + alpha * k / (3 * blocks) for k in range(1, 3 * blocks + 1)]
         widths = [WIDER * round(each) for each in grown] if bottleneck else [math.floor(each) for each in grown]
         by_stage = [widths[:blocks], widths[blocks : 2 * blocks], widths[2 * blocks :]]

@@ -112,11 +112,10 @@ class GrokkingTransformer(CausalTransformer):
         width: int = 128,
         heads: int = 4,
         layers: int = 2,
-        dropout: float = 0.0,
         start: str | float = "torch",
         reads: str = "last",
     ) -> None:
-        super().__init__(words, length, width, heads, layers, dropout, bias=True)
+        super().__init__(words, length, width, heads, layers, 0.0, bias=True)
         if reads not in ("last", "all"):
             raise ValueError(f"'reads' is last or all, not {reads!r}")
         self.reads = reads
@@ -186,23 +185,20 @@ class ViT(nn.Module):
     def __init__(
         self,
         classes: int = 10,
-        channels: int = 3,
         picture: int = 32,
         patch: int = 4,
         width: int = 192,
         heads: int = 3,
         layers: int = 12,
-        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         if picture % patch:
             raise ValueError(f"pictures of side {picture} can't be cut into patches of side {patch}")
         places = (picture // patch) ** 2 + 1
-        self.patches = nn.Conv2d(channels, width, patch, patch)
+        self.patches = nn.Conv2d(3, width, patch, patch)
         self.class_word = nn.Parameter(torch.zeros(width))
         self.position = nn.Parameter(0.02 * torch.randn(places, width))
-        self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.Sequential(*(Block(width, heads, causal=False, dropout=dropout) for _ in range(layers)))
+        self.blocks = nn.Sequential(*(Block(width, heads, causal=False) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
         # N(0, 0.02²) cut off at two standard deviations; patches keep their variance: N(0, 1 / numbers of a patch)
         without_biases(self)
@@ -215,7 +211,7 @@ class ViT(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         words = self.patches(x).flatten(2).transpose(1, 2)
         words = torch.cat((self.class_word.expand(len(x), 1, -1), words), 1)
-        hidden = self.norm(self.blocks(self.dropout(words + self.position)))
+        hidden = self.norm(self.blocks(words + self.position))
         return self.head(hidden[:, 0])  # type: ignore[no-any-return]
 
 

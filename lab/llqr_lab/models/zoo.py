@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from llqr.errors import unknown
+from llqr_lab.errors import check_names
 from llqr_lab.models import convolutional, transformers
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
@@ -28,10 +28,6 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 
 def build(name: str, **options: Any) -> nn.Module:
     """The network of this name. Options are the arguments of its class; by default it is the one that the name says."""
-    if name not in MODELS:
-        raise unknown("model", name, MODELS)
-    known = inspect.signature(MODELS[name]).parameters
-    for option in options:
-        if option not in known:
-            raise unknown(f"option of {name}", option, known)
+    check_names([name], MODELS, "model")
+    check_names(options, inspect.signature(MODELS[name]).parameters, f"option of {name}")
     return MODELS[name](**options)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llqr_lab.errors import RunError
-from llqr_lab.experiments.collect import Result, checked, collected
+from llqr_lab.experiments.collect import Result, checked, collected, which
 from llqr_lab.experiments.config import flat, toml
 from llqr_lab.experiments.folder import RunFolder
 from llqr_lab.results import read_json
@@ -87,7 +87,7 @@ def found_runs(sources: Sequence[Path]) -> Iterator[FoundRun]:
         seen.add((run.preset, run.scale, run.method, run.seed))
         yield run
     for result in kept:  # of a run that is there whole, what was kept says nothing new
-        if (result["preset"], result["scale"], result["method"], result["seed"]) not in seen:
+        if which(result) not in seen:
             yield _of_result(result)
 
 
@@ -137,10 +137,9 @@ def _of_result(result: Result) -> FoundRun:
     rows = [dict(zip(curve, values, strict=True)) for values in zip(*curve.values(), strict=True)]
     kept = flat(result.get("settings", {})) or {name: result[name] for name in ("model", "data", "batch")}
     settings = {name: _told(value) for name, value in kept.items() if name not in NAMES}
-    which = (result["preset"], result["scale"], result["method"], result["seed"])
     status, notes = DIVERGED if result["diverged"] else FINISHED, ["its curve was thinned when the result was kept"]
     known = columns([row for row in rows if _is_step(row.get("step"))])
-    return FoundRun(*which, status, notes, settings, result, known, result["last"], {})
+    return FoundRun(*which(result), status, notes, settings, result, known, result["last"], {})
 
 
 def _rows(path: Path, notes: list[str]) -> list[dict[str, Any] | None]:
