@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from llqr import LLQR
+from llqr import LLQR, QuadraticModel
 from llqr.errors import LLQRError
 from llqr.paper import PaperLLQR
 from loops import backward, batch, closure_of, network, sgd, train
@@ -70,6 +70,18 @@ def test_a_refit_leaves_no_graph(divergence: str, structure: str) -> None:
     train(model, optimizer, range(1), closures=True)
     assert len(outputs) >= 2
     assert [ref for ref in outputs if ref() is not None] == []
+    assert [tensor.shape for tensor in tensors() if tensor.grad_fn is not None] == []
+
+
+@pytest.mark.parametrize("divergence", ["ngd", "newton"])
+def test_a_quadratic_model_in_segments_leaves_no_graph(divergence: str) -> None:
+    """A segment is a node of the graph, and what it keeps must not lead back to that graph: no collector sees such a circle."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+    inputs, targets = torch.randn(SIZE, 4), torch.randint(3, (SIZE,))
+    q = QuadraticModel.build(model, inputs, targets, functional.cross_entropy, divergence, segments=["0", "2"])
+    q.curvature(q.gradient)
+    del q
+    gc.collect()
     assert [tensor.shape for tensor in tensors() if tensor.grad_fn is not None] == []
 
 

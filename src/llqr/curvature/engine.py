@@ -55,10 +55,11 @@ class Recording:
         self._recorder, self._inputs = recorder, inputs
         self._parameters = {name: p.detach().requires_grad_() for name, p in parameters.items()}
         self._leaves = list(self._parameters.values())
-        self._record(self._rules)
+        self._record(self._rules())
 
-    def _rules(self) -> TorchFunctionMode:
-        return by_rules(self.second)
+    def _rules(self) -> Callable[[], TorchFunctionMode]:
+        """How operations are replaced. Segments keep it, and are in the graph: it must not lead back to this recording."""
+        return partial(by_rules, self.second)
 
     def _record(self, rules: Callable[[], TorchFunctionMode]) -> None:
         recorder, self._plain = self._recorder, rules is plain_rules

@@ -274,8 +274,8 @@ Groups = Sequence[tuple[int, int]]
 class _Plain(JacobianProducts):
     """A forward pass recorded by plain operations, whose nodes tell where parameters act."""
 
-    def _rules(self) -> plain_rules:
-        return plain_rules()
+    def _rules(self) -> type[plain_rules]:
+        return plain_rules
 
     def rows(self, groups: Sequence[Group], push: Callable[[Tensor], Tensor], room: int) -> Rows:
         return Rows(self._outputs, self._leaves, groups, push, room)
