@@ -37,14 +37,20 @@ CASES = st.tuples(st.sampled_from(STRUCTURES), st.sampled_from(SHAPES), st.integ
 
 
 @given(CASES)
-def test_derivative_is_autograds(case: tuple[Structure, tuple[int, ...], int, int]) -> None:
-    """derivative(dT) = ∂(U x)/∂T · dT, on stacks of blocks: (U(T + h dT) x - U(T - h dT) x) / 2h to second order in h."""
+def test_derivatives_are_autograds(case: tuple[Structure, tuple[int, ...], int, int]) -> None:
+    """derivative(dT) = ∂(U x)/∂T · dT = (U(T + h dT) x - U(T - h dT) x) / 2h to second order in h, and pullback(P) is
+    (∂(U x)/∂T)ᵀ P, on stacks of blocks; in any order, and as often as one likes."""
     structure, shape, count, seed = case
     tensors, change = random_block(structure, shape, count, seed), random_block(structure, shape, count, seed + 1)
-    x = torch.randn(count, *shape).double()
-    _, tangent = torch.func.jvp(lambda t: structure.apply(t, x), (tensors,), (change,))
-    found = structure.derivative(tensors, change, x)
+    x, cotangent = torch.randn(count, *shape).double(), torch.randn(count, *shape).double()
+    value, tangent = torch.func.jvp(lambda t: structure.apply(t, x), (tensors,), (change,))
+    gradient = torch.func.vjp(lambda t: structure.apply(t, x), tensors)[1](cotangent)[0]
+    linear = structure.linearize(tensors, x)
+    found = linear.derivative(change)
     torch.testing.assert_close(found, tangent, rtol=1e-12, atol=1e-12)
+    for _ in range(2):
+        torch.testing.assert_close(linear.pullback(cotangent), gradient, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(linear.value(), value, rtol=1e-12, atol=1e-12)
     there, back = (structure.apply({n: t + h * change[n] for n, t in tensors.items()}, x) for h in (1e-5, -1e-5))
     torch.testing.assert_close(found, (there - back) / 2e-5, rtol=1e-6, atol=1e-6 * (1 + float(found.norm())))
 
