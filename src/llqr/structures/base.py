@@ -249,6 +249,11 @@ class Diagonal(LinearStructure):
     def apply(self, tensors: Tensors, x: Tensor) -> Tensor:
         return tensors["d"] * x
 
+    def linearize(self, tensors: Tensors, x: Tensor) -> Linearization:
+        """Without autograd: for small blocks its graph costs more than the products."""
+        d = tensors["d"]
+        return Linearization(lambda: d * x, lambda change: change["d"] * x, lambda cotangent: {"d": cotangent * x})
+
     def second_moments(self, rows: Tensor, columns: Tensor) -> dict[str, Tensor]:
         return {"squares": rows.square().mT @ columns.square()}
 

@@ -52,11 +52,16 @@ def multiply(x: Tensor, factor: Tensor | Thin, side: int) -> Tensor:
     return torch.bmm(factor, x) if side == 0 else torch.bmm(x, factor.mT)
 
 
-def pull(cotangent: Tensor, x: Tensor, factor: Tensor, side: int) -> Tensor:
-    """The gradient of ⟨P, multiply(x, F, side)⟩ by F: P Xᵀ for side 0, Pᵀ X for side 1; of a vector F its diagonal."""
+def pull(cotangent: Tensor, x: Tensor, factor: Tensor, side: int, onto: Tensor | None = None) -> Tensor:
+    """The gradient of ⟨P, multiply(x, F, side)⟩ by F: P Xᵀ for side 0, Pᵀ X for side 1; of a vector F its diagonal.
+
+    It is added to `onto` in place, if that is given.
+    """
     if factor.dim() == 2:
-        return (cotangent * x).sum(2 - side)
-    return torch.bmm(cotangent, x.mT) if side == 0 else torch.bmm(cotangent.mT, x)
+        gradient = (cotangent * x).sum(2 - side)
+        return gradient if onto is None else onto.add_(gradient)
+    left, right = (cotangent, x.mT) if side == 0 else (cotangent.mT, x)
+    return torch.bmm(left, right) if onto is None else onto.baddbmm_(left, right)
 
 
 def transpose(factor: Tensor) -> Tensor:
@@ -246,9 +251,10 @@ class EigenKronecker(SideStructure):
             pulled = multiply(cotangent, transpose(long_basis), long)
             hat_pulled = multiply(pulled, transpose(basis), short)
             weighed = s * hat_pulled
+            by_basis, by_long = pull(pulled, inside, basis, short), pull(cotangent, half, long_basis, long)
             return {
-                name: pull(pulled, inside, basis, short) + pull(without_short, weighed, basis, short),
-                long_name: pull(cotangent, half, long_basis, long) + pull(without_long(), weighed, long_basis, long),
+                name: pull(without_short, weighed, basis, short, onto=by_basis),
+                long_name: pull(without_long(), weighed, long_basis, long, onto=by_long),
                 SCALE: hat_pulled * hat,
             }
 
