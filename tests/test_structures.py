@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from fnmatch import fnmatchcase
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from llqr.errors import LLQRError
 from llqr.preconditioner import Preconditioner
-from llqr.structures import Dense, Diagonal, EigenKronecker, Kronecker, Scalar, Structure
+from llqr.structures import Dense, Diagonal, EigenKronecker, Kronecker, Scalar, Structure, kronecker
 from llqr.structures.stacks import assign
 
 STRUCTURES = [
@@ -53,6 +54,22 @@ def test_derivatives_are_autograds(case: tuple[Structure, tuple[int, ...], int, 
         torch.testing.assert_close(linear.value(), value, rtol=1e-12, atol=1e-12)
     there, back = (structure.apply({n: t + h * change[n] for n, t in tensors.items()}, x) for h in (1e-5, -1e-5))
     torch.testing.assert_close(found, (there - back) / 2e-5, rtol=1e-6, atol=1e-6 * (1 + float(found.norm())))
+
+
+@pytest.mark.parametrize(("structure", "of_short", "of_long"), [(Kronecker(), 4, 3), (EigenKronecker(), 9, 8)])
+def test_derivatives_share_products(structure: Structure, of_short: int, of_long: int) -> None:
+    """So many matrix products along the shorter side and the longer for U x, a pullback and a derivative together."""
+    for short, (m, n) in enumerate(((5, 7), (7, 5))):
+        tensors = random_block(structure, (m, n), 1, 0)
+        x = torch.randn(1, m, n).double()
+        with (
+            mock.patch.object(kronecker, "multiply", wraps=kronecker.multiply) as products,
+            mock.patch.object(kronecker, "pull", wraps=kronecker.pull) as pulls,
+        ):
+            linear = structure.linearize(tensors, x)
+            linear.derivative(linear.pullback(linear.value()))
+        sides = [call.args[2] for call in products.mock_calls] + [call.args[3] for call in pulls.mock_calls]
+        assert (sides.count(short), sides.count(1 - short)) == (of_short, of_long)
 
 
 @given(CASES)
