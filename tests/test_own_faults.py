@@ -13,7 +13,7 @@ from llqr import fit
 from llqr.divergences import KL, BasePoint, GaussNewton, Newton, OutputTerm, Renyi
 from llqr.errors import LLQRError
 from llqr.solvers import Solver
-from llqr.structures import Dense, Diagonal, EigenKronecker, Kronecker, Scalar, Structure
+from llqr.structures import Dense, Diagonal, EigenKronecker, Kronecker, Linearization, Scalar, Structure
 from llqr.testing import check_divergence, check_structure
 from standins import random_model
 
@@ -40,9 +40,16 @@ class Faulty(Structure):
             return tensors["d"][:1] * x
         return (tensors["d"] * x).flatten() if self.fault == "shape" else tensors["d"] * x
 
-    def derivative(self, tensors: Any, change: Any, x: Tensor) -> Tensor:
-        found = super().derivative(tensors, change, x)
-        return -found if self.fault == "derivative" else found
+    def linearize(self, tensors: Any, x: Tensor) -> Linearization:
+        wrong: dict[str, Any] = {
+            "value": lambda: -tensors["d"] * x,
+            "derivative": lambda change: -change["d"] * x,
+            "pullback": lambda cotangent: {"d": -cotangent * x},
+        }
+        faulty = {name: function for name, function in wrong.items() if name == self.fault}
+        if self.fault == "names":
+            faulty = {"pullback": lambda cotangent: cotangent * x}
+        return super().linearize(tensors, x)._replace(**faulty)
 
     def degree(self, shape: Any) -> int:
         return 0 if self.fault == "degree" else 1
@@ -56,7 +63,10 @@ FAULTS = {
     "like": "make it from `like`",
     "shape": "U x has the shape of x",
     "identity": "doesn't give x back",
+    "value": "isn't apply",
     "derivative": "isn't how apply",
+    "pullback": "isn't the gradient of",
+    "names": "returns a dict with a gradient for each",
     "tensor": "returns a dict of tensors by name",
     "degree": "degree",
     "scaled": "scaled",

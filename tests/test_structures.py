@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from fnmatch import fnmatchcase
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from llqr.errors import LLQRError
 from llqr.preconditioner import Preconditioner
-from llqr.structures import Dense, Diagonal, EigenKronecker, Kronecker, Scalar, Structure
+from llqr.structures import Dense, Diagonal, EigenKronecker, Kronecker, Scalar, Structure, kronecker
 from llqr.structures.stacks import assign
 
 STRUCTURES = [
@@ -37,16 +38,38 @@ CASES = st.tuples(st.sampled_from(STRUCTURES), st.sampled_from(SHAPES), st.integ
 
 
 @given(CASES)
-def test_derivative_is_autograds(case: tuple[Structure, tuple[int, ...], int, int]) -> None:
-    """derivative(dT) = ∂(U x)/∂T · dT, on stacks of blocks: (U(T + h dT) x - U(T - h dT) x) / 2h to second order in h."""
+def test_derivatives_are_autograds(case: tuple[Structure, tuple[int, ...], int, int]) -> None:
+    """derivative(dT) = ∂(U x)/∂T · dT = (U(T + h dT) x - U(T - h dT) x) / 2h to second order in h, and pullback(P) is
+    (∂(U x)/∂T)ᵀ P, on stacks of blocks; in any order, and as often as one likes."""
     structure, shape, count, seed = case
     tensors, change = random_block(structure, shape, count, seed), random_block(structure, shape, count, seed + 1)
-    x = torch.randn(count, *shape).double()
-    _, tangent = torch.func.jvp(lambda t: structure.apply(t, x), (tensors,), (change,))
-    found = structure.derivative(tensors, change, x)
+    x, cotangent = torch.randn(count, *shape).double(), torch.randn(count, *shape).double()
+    value, tangent = torch.func.jvp(lambda t: structure.apply(t, x), (tensors,), (change,))
+    gradient = torch.func.vjp(lambda t: structure.apply(t, x), tensors)[1](cotangent)[0]
+    linear = structure.linearize(tensors, x)
+    found = linear.derivative(change)
     torch.testing.assert_close(found, tangent, rtol=1e-12, atol=1e-12)
+    for _ in range(2):
+        torch.testing.assert_close(linear.pullback(cotangent), gradient, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(linear.value(), value, rtol=1e-12, atol=1e-12)
     there, back = (structure.apply({n: t + h * change[n] for n, t in tensors.items()}, x) for h in (1e-5, -1e-5))
     torch.testing.assert_close(found, (there - back) / 2e-5, rtol=1e-6, atol=1e-6 * (1 + float(found.norm())))
+
+
+@pytest.mark.parametrize(("structure", "of_short", "of_long"), [(Kronecker(), 4, 3), (EigenKronecker(), 9, 8)])
+def test_derivatives_share_products(structure: Structure, of_short: int, of_long: int) -> None:
+    """So many matrix products along the shorter side and the longer for U x, a pullback and a derivative together."""
+    for short, (m, n) in enumerate(((5, 7), (7, 5))):
+        tensors = random_block(structure, (m, n), 1, 0)
+        x = torch.randn(1, m, n).double()
+        with (
+            mock.patch.object(kronecker, "multiply", wraps=kronecker.multiply) as products,
+            mock.patch.object(kronecker, "pull", wraps=kronecker.pull) as pulls,
+        ):
+            linear = structure.linearize(tensors, x)
+            linear.derivative(linear.pullback(linear.value()))
+        sides = [call.args[2] for call in products.mock_calls] + [call.args[3] for call in pulls.mock_calls]
+        assert (sides.count(short), sides.count(1 - short)) == (of_short, of_long)
 
 
 @given(CASES)

@@ -21,8 +21,8 @@ DRAWS = 4000
 def check_structure(structure: Structure, shapes: Sequence[Sequence[int]] = SHAPES) -> None:
     """Raise an error that says what is wrong with a structure of your own, for parameters of these shapes.
 
-    `identity` makes stacks and leaves x as it is; each block of a stack acts as it does alone; `derivative`, `scaled` and
-    `degree` are right; and a `closed_form`, where there is one, is positive.
+    `identity` makes stacks and leaves x as it is; each block of a stack acts as it does alone; what `linearize` gives,
+    `scaled` and `degree` are right; and a `closed_form`, where there is one, is positive.
     """
     for shape in map(tuple, shapes):
         _check_structure(structure, shape)
@@ -67,8 +67,15 @@ def _check_structure(structure: Structure, shape: tuple[int, ...]) -> None:
     expect(torch.cat(alone), y, "a block of a stack doesn't act as it does alone")
     change, h = {name: _numbers(*tensor.shape) for name, tensor in tensors.items()}, 1e-5
     there, back = (structure.apply({n: t + h * sign * change[n] for n, t in moved.items()}, x) for sign in (1, -1))
-    slope = structure.derivative(moved, change, x)
-    expect(slope, (there - back) / (2 * h), "derivative() isn't how apply() changes with the tensors")
+    at, cotangent, slope = structure.linearize(moved, x), x.cos(), (there - back) / (2 * h)
+    expect(at.value(), y, "the value() of linearize() isn't apply()")
+    expect(at.derivative(change), slope, "derivative() isn't how apply() changes with the tensors")
+    pulled: Any = at.pullback(cotangent)
+    if not isinstance(pulled, dict) or pulled.keys() != moved.keys():
+        raise LLQRError(f"pullback() of {structure!r} returns a dict with a gradient for each of {list(moved)}")
+    gradient = torch.func.vjp(lambda t: structure.apply(t, x), moved)[1](cotangent)[0]
+    for name, part in gradient.items():
+        expect(pulled[name], part, f"pullback() isn't the gradient of ⟨P, apply(tensors, x)⟩ by {name!r}")
     expect(structure.apply(structure.scaled(moved, 2.5), x), 2.5 * y, "scaled(tensors, 2.5) doesn't act as 2.5 · U")
     degree = structure.degree(shape)
     along = [structure.apply({n: s * t for n, t in moved.items()}, x) for s in range(degree + 2)]

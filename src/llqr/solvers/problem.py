@@ -15,7 +15,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from llqr.checks import ShownWithOptions, checked_number
 from llqr.preconditioner import Preconditioner, Stacks
@@ -135,31 +134,22 @@ class Point:
     """δ = U·(-g) at one U, with its derivatives."""
 
     def __init__(self, problem: Problem, u: Preconditioner) -> None:
-        self.u, self._descent = u, problem.descent
-        self._leaves = [stack.detach().requires_grad_() for stack in u.tensors]
-        self._ends: list[GradientEdge] = []  # of autograd's graph, which doesn't hold δ itself
+        self.u = u
+        self._linear = [g.structure.linearize(g.tensors, x) for g, x in zip(u.groups, problem.descent, strict=True)]
 
     @cached_property
     def step(self) -> Stacks:
-        return [stack.detach() for stack in self._act()]
-
-    def _act(self) -> Stacks:
-        with torch.enable_grad():
-            acting = zip(self.u.with_tensors(self._leaves).groups, self._descent, strict=True)
-            step = [group.structure.apply(group.tensors, x) for group, x in acting]
-        self._ends = [get_gradient_edge(stack) for stack in step]
-        return step
+        return [linear.value() for linear in self._linear]
 
     def derivative(self, change: Stacks) -> Stacks:
         """dδ along a change of U."""
-        moving = zip(self.u.groups, self.u.with_tensors(change).groups, self._descent, strict=True)
-        return [group.structure.derivative(group.tensors, moved.tensors, x) for group, moved, x in moving]
+        moved = self.u.with_tensors(change).groups
+        return [linear.derivative(group.tensors) for linear, group in zip(self._linear, moved, strict=True)]
 
     def pullback(self, slope: Stacks) -> Stacks:
         """∇_U J, given P."""
-        if not self._ends:
-            self._act()
-        return [*torch.autograd.grad(self._ends, self._leaves, slope, retain_graph=True, materialize_grads=True)]
+        pulled = [linear.pullback(part) for linear, part in zip(self._linear, slope, strict=True)]
+        return [part[name] for part, group in zip(pulled, self.u.groups, strict=True) for name in group.tensors]
 
 
 class Solver(ShownWithOptions, ABC):

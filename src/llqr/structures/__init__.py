@@ -1,6 +1,6 @@
 """Block structures of U, each with its identity, its action and its closed form."""
 
-from llqr.structures.base import Dense, Diagonal, LinearStructure, Scalar, Structure
+from llqr.structures.base import Dense, Diagonal, Linearization, LinearStructure, Scalar, Structure
 from llqr.structures.kronecker import EigenKronecker, Kronecker
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "EigenKronecker",
     "Kronecker",
     "LinearStructure",
+    "Linearization",
     "Scalar",
     "Structure",
 ]

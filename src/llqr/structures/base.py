@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from llqr.checks import ShownWithOptions
 from llqr.curvature.precision import at_least_single
@@ -24,11 +26,22 @@ Damping = float | Tensor
 """λ as a share of the mean curvature: one for all of a stack, or one for each, (k,)."""
 
 
+class Linearization(NamedTuple):
+    """U x at one value of the tensors, with its derivatives by them."""
+
+    value: Callable[[], Tensor]
+    """U x."""
+    derivative: Callable[[Tensors], Tensor]
+    """d(U x) along a change of the tensors."""
+    pullback: Callable[[Tensor], dict[str, Tensor]]
+    """The gradient of ⟨P, U x⟩ by the tensors, given P."""
+
+
 class Structure(ShownWithOptions, ABC):
     """How the blocks of U are stored and how they act.
 
     One of your own says how it begins (`identity`), how it acts (`apply`), and two things about that (`degree`, `scaled`); the
-    rest follows. Derivatives by the tensors are autograd's.
+    rest follows.
     """
 
     def sizes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
@@ -44,10 +57,29 @@ class Structure(ShownWithOptions, ABC):
     def apply(self, tensors: Tensors, x: Tensor) -> Tensor:
         """U x."""
 
-    def derivative(self, tensors: Tensors, change: Tensors, x: Tensor) -> Tensor:
-        """d(U x) along a change of the tensors."""
-        moved: Tensor = torch.func.jvp(lambda at: self.apply(at, x), (dict(tensors),), (dict(change),))[1]
-        return moved
+    def linearize(self, tensors: Tensors, x: Tensor) -> Linearization:
+        """U x and its derivatives, which are autograd's where a structure doesn't write them out."""
+        leaves = {name: tensor.detach().requires_grad_() for name, tensor in tensors.items()}
+        ends: list[GradientEdge] = []  # of autograd's graph, which doesn't hold U x itself
+
+        def value() -> Tensor:
+            with torch.enable_grad():
+                y = self.apply(leaves, x)
+            ends[:] = [get_gradient_edge(y)]
+            return y.detach()
+
+        def derivative(change: Tensors) -> Tensor:
+            moved: Tensor = torch.func.jvp(lambda at: self.apply(at, x), (dict(tensors),), (dict(change),))[1]
+            return moved
+
+        def pullback(cotangent: Tensor) -> dict[str, Tensor]:
+            if not ends:
+                value()
+            inputs = list(leaves.values())
+            found = torch.autograd.grad(ends, inputs, cotangent, retain_graph=True, materialize_grads=True)
+            return dict(zip(leaves, found, strict=True))
+
+        return Linearization(value, derivative, pullback)
 
     @abstractmethod
     def degree(self, shape: Sequence[int]) -> int:
@@ -100,9 +132,9 @@ class Structure(ShownWithOptions, ABC):
 class LinearStructure(Structure):
     """A structure that is linear in its tensors."""
 
-    def derivative(self, tensors: Tensors, change: Tensors, x: Tensor) -> Tensor:
-        """The action of the change."""
-        return self.apply(change, x)
+    def linearize(self, tensors: Tensors, x: Tensor) -> Linearization:
+        """The derivative is the action of the change."""
+        return super().linearize(tensors, x)._replace(derivative=lambda change: self.apply(change, x))
 
     def degree(self, shape: Sequence[int]) -> int:
         return 1
@@ -216,6 +248,11 @@ class Diagonal(LinearStructure):
 
     def apply(self, tensors: Tensors, x: Tensor) -> Tensor:
         return tensors["d"] * x
+
+    def linearize(self, tensors: Tensors, x: Tensor) -> Linearization:
+        """Without autograd: for small blocks its graph costs more than the products."""
+        d = tensors["d"]
+        return Linearization(lambda: d * x, lambda change: change["d"] * x, lambda cotangent: {"d": cotangent * x})
 
     def second_moments(self, rows: Tensor, columns: Tensor) -> dict[str, Tensor]:
         return {"squares": rows.square().mT @ columns.square()}

@@ -10,6 +10,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from llqr.structures.base import (
     LONG_SIDE,
     Damping,
     Diagonal,
+    Linearization,
     Structure,
     Tensors,
     damped_inverse,
@@ -50,8 +52,25 @@ def multiply(x: Tensor, factor: Tensor | Thin, side: int) -> Tensor:
     return torch.bmm(factor, x) if side == 0 else torch.bmm(x, factor.mT)
 
 
+def pull(cotangent: Tensor, x: Tensor, factor: Tensor, side: int, onto: Tensor | None = None) -> Tensor:
+    """The gradient of ⟨P, multiply(x, F, side)⟩ by F: P Xᵀ for side 0, Pᵀ X for side 1; of a vector F its diagonal.
+
+    It is added to `onto` in place, if that is given.
+    """
+    if factor.dim() == 2:
+        gradient = (cotangent * x).sum(2 - side)
+        return gradient if onto is None else onto.add_(gradient)
+    left, right = (cotangent, x.mT) if side == 0 else (cotangent.mT, x)
+    return torch.bmm(left, right) if onto is None else onto.baddbmm_(left, right)
+
+
 def transpose(factor: Tensor) -> Tensor:
     return factor.mT if factor.dim() == 3 else factor
+
+
+def by_length(x: Tensor) -> tuple[int, int]:
+    """The shorter side of a stack of matrices, and the longer: products with its factor cost more."""
+    return (0, 1) if x.shape[1] <= x.shape[2] else (1, 0)
 
 
 @dataclass(frozen=True)
@@ -70,8 +89,8 @@ class SideStructure(Structure):
         """U x, of matrices x."""
 
     @abstractmethod
-    def act_along(self, tensors: Tensors, change: Tensors, x: Tensor) -> Tensor:
-        """d(U x) along a change of the tensors, of matrices x: by hand, since forward mode costs more."""
+    def linearize_sides(self, tensors: Tensors, x: Tensor) -> Linearization:
+        """U x with its derivatives, of matrices x: by hand, since they share products."""
 
     @abstractmethod
     def scale_side(self, tensors: Tensors, side: int, scale: Tensor) -> dict[str, Tensor]:
@@ -92,10 +111,15 @@ class SideStructure(Structure):
     def apply(self, tensors: Tensors, x: Tensor) -> Tensor:
         return VECTOR.apply(tensors, x) if x.dim() < 3 else self.act(tensors, x.flatten(2)).reshape(x.shape)
 
-    def derivative(self, tensors: Tensors, change: Tensors, x: Tensor) -> Tensor:
+    def linearize(self, tensors: Tensors, x: Tensor) -> Linearization:
         if x.dim() < 3:
-            return VECTOR.derivative(tensors, change, x)
-        return self.act_along(tensors, change, x.flatten(2)).reshape(x.shape)
+            return VECTOR.linearize(tensors, x)
+        value, derivative, pullback = self.linearize_sides(tensors, x.flatten(2))
+        return Linearization(
+            lambda: value().reshape(x.shape),
+            lambda change: derivative(change).reshape(x.shape),
+            lambda cotangent: pullback(cotangent.flatten(2)),
+        )
 
     def second_moments(self, rows: Tensor, columns: Tensor) -> dict[str, Tensor]:
         """Along each side: matrices, or diagonals where the side is longer than max_dim."""
@@ -123,10 +147,23 @@ class Kronecker(SideStructure):
             x = multiply(x, tensors[name] if w is None else Thin(w, tensors[name]), side)
         return x
 
-    def act_along(self, tensors: Tensors, change: Tensors, x: Tensor) -> Tensor:
-        """dC X Dᵀ + C X dDᵀ."""
-        left, right = (self.act({**tensors, name: change[name]}, x) for name in self.factors)
-        return left + right
+    def linearize_sides(self, tensors: Tensors, x: Tensor) -> Linearization:
+        """d(C X Dᵀ) = dC (X Dᵀ) + (C X) dDᵀ; the pullback of P is P (X Dᵀ)ᵀ for C and Pᵀ (C X) for D.
+
+        Both share C X and X Dᵀ; the value is one product more, with the factor of the shorter side.
+        """
+        left, right = (tensors[name] for name in self.factors)
+        products = cache(lambda: multiply(x, right, 1)), cache(lambda: multiply(x, left, 0))
+        short, _ = by_length(x)
+
+        def derivative(change: Tensors) -> Tensor:
+            along_left, along_right = (multiply(products[i](), change[name], i) for i, name in enumerate(self.factors))
+            return along_left + along_right
+
+        def pullback(cotangent: Tensor) -> dict[str, Tensor]:
+            return {n: pull(cotangent, products[i](), tensors[n], i) for i, n in enumerate(self.factors)}
+
+        return Linearization(lambda: multiply(products[short](), (left, right)[short], short), derivative, pullback)
 
     def closed_form(self, moments: Tensors, damping: Damping) -> dict[str, Tensor]:
         """C = (G + √λ ḡ)⁻¹ and D = (A + √λ ā)⁻¹, with ḡ and ā the means of their diagonals: the damping is split, so that each
@@ -183,18 +220,45 @@ class EigenKronecker(SideStructure):
         hat = multiply(multiply(x, transpose(left), 0), transpose(right), 1)
         return multiply(multiply(tensors[SCALE] * hat, left, 0), right, 1)
 
-    def act_along(self, tensors: Tensors, change: Tensors, x: Tensor) -> Tensor:
-        """With X̂ = Q_Lᵀ X Q_R and Z = s ∘ X̂: dX̂ = dQ_Lᵀ X Q_R + Q_Lᵀ X dQ_R, dZ = ds ∘ X̂ + s ∘ dX̂, and
+    def linearize_sides(self, tensors: Tensors, x: Tensor) -> Linearization:
+        """With X̂ = Q_Lᵀ X Q_R, Z = s ∘ X̂ and Y = Q_L Z Q_Rᵀ,
 
-        d(Q_L Z Q_Rᵀ) = (dQ_L Z + Q_L dZ) Q_Rᵀ + Q_L Z dQ_Rᵀ.
+            dX̂ = dQ_Lᵀ (X Q_R) + (Q_Lᵀ X) dQ_R and dZ = ds ∘ X̂ + s ∘ dX̂
+            dY = (dQ_L Z + Q_L dZ) Q_Rᵀ + (Q_L Z) dQ_Rᵀ
+
+        and with P̂ = Q_Lᵀ P Q_R the pullback of P is P̂ ∘ X̂ for s, (P Q_R) Zᵀ + (X Q_R) (s ∘ P̂)ᵀ for Q_L, and
+        Pᵀ (Q_L Z) + (Q_Lᵀ X)ᵀ (s ∘ P̂) for Q_R. Here L is the shorter side, whichever that is: of the eleven products of Y and
+        the pullback five are with the longer one.
         """
-        (left, right, s), (d_left, d_right, d_s) = ([t[n] for n in (*self.factors, SCALE)] for t in (tensors, change))
-        half = multiply(x, transpose(left), 0)
-        hat = multiply(half, transpose(right), 1)
-        d_hat = multiply(multiply(x, transpose(d_left), 0), transpose(right), 1) + multiply(half, transpose(d_right), 1)
-        inside, d_inside = s * hat, d_s * hat + s * d_hat
-        moved = multiply(multiply(inside, d_left, 0) + multiply(d_inside, left, 0), right, 1)
-        return moved + multiply(multiply(inside, left, 0), d_right, 1)
+        s, (short, long) = tensors[SCALE], by_length(x)
+        name, long_name = self.factors[short], self.factors[long]
+        basis, long_basis = tensors[name], tensors[long_name]
+        without_short = multiply(x, transpose(long_basis), long)
+        without_long = cache(lambda: multiply(x, transpose(basis), short))
+        hat = multiply(without_short, transpose(basis), short)
+        inside = s * hat
+        half = multiply(inside, basis, short)
+
+        def derivative(change: Tensors) -> Tensor:
+            d_basis, d_long = change[name], change[long_name]
+            d_hat = multiply(without_short, transpose(d_basis), short)
+            d_hat += multiply(without_long(), transpose(d_long), long)
+            d_inside = change[SCALE] * hat + s * d_hat
+            d_half = multiply(inside, d_basis, short) + multiply(d_inside, basis, short)
+            return multiply(d_half, long_basis, long) + multiply(half, d_long, long)
+
+        def pullback(cotangent: Tensor) -> dict[str, Tensor]:
+            pulled = multiply(cotangent, transpose(long_basis), long)
+            hat_pulled = multiply(pulled, transpose(basis), short)
+            weighed = s * hat_pulled
+            by_basis, by_long = pull(pulled, inside, basis, short), pull(cotangent, half, long_basis, long)
+            return {
+                name: pull(without_short, weighed, basis, short, onto=by_basis),
+                long_name: pull(without_long(), weighed, long_basis, long, onto=by_long),
+                SCALE: hat_pulled * hat,
+            }
+
+        return Linearization(lambda: multiply(half, long_basis, long), derivative, pullback)
 
     def closed_form(self, moments: Tensors, damping: Damping) -> dict[str, Tensor]:
         """(A ⊗ G + λ)⁻¹, exactly: in the eigenbases of A and G it divides by their eigenvalues' products plus λ."""
