@@ -174,6 +174,7 @@ def boxes(results: list[Result], path: Path) -> None:
                         _beside(axes, at, f"{len(rows) - len(reached)} not", colour)
                 axes.bar([0], [0], color=colour, alpha=0.6, label=method)
             axes.set_xticks(range(len(presets)), [preset.removeprefix("grokking-") for preset in presets])
+            axes.set_xlim(-0.5, len(presets) - 0.5)
             axes.set_ylabel(f"{label} to 95% test accuracy")
             axes.set_ylim(bottom=0)
         left.legend(loc="best")
