@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -104,6 +105,87 @@ def test_what_cant_be_loaded(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     with pytest.raises(LLQRError, match="there already"):
         checkpoint.save(tmp_path / "there", optimizer)
+
+
+class Told(nn.Linear):
+    """A layer that has more than tensors to save."""
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"calls": [1, 2]}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.told = state
+
+
+class Counting(torch.optim.SGD):
+    """A base that keeps a number of its own, in its state and beside it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "seen": 3}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.seen = state_dict.pop("seen")
+        super().load_state_dict(state_dict)
+
+
+def test_what_modules_and_bases_add_comes_back(tmp_path: Path) -> None:
+    model = nn.Sequential(Told(4, 3))
+    optimizer = LLQR(Counting(model.parameters(), 0.1, momentum=0.9), model)
+    optimizer.base.state["mine"] = 1  # type: ignore[index]
+    checkpoint.save(tmp_path / "there", optimizer)
+    other = nn.Sequential(Told(4, 3))
+    loaded = LLQR(Counting(other.parameters(), 0.1, momentum=0.9), other)
+    checkpoint.load(tmp_path / "there", loaded)
+    assert other[0].told == {"calls": [1, 2]}
+    assert (loaded.base.seen, loaded.base.state["mine"]) == (3, 1)  # type: ignore[attr-defined,index]
+
+
+def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
+    """Nothing but tensors and builtins is read, so a number of numpy's is refused while there still is a training."""
+    model = network()
+    optimizer = LLQR(sgd(model), model)
+    optimizer.param_groups[0]["lr"] = np.float64(0.1)
+    with pytest.raises(LLQRError, match="no numbers of numpy's"):
+        checkpoint.save(tmp_path / "there", optimizer)
+    assert not (tmp_path / "there").exists()
+
+
+def fail_on_one_rank(folder: str) -> tuple[bool, bool]:
+    """Whether a rank of two fails, and has another model than before, where the second can't read the checkpoint."""
+    case = CASES["replicated"]
+    model, called, optimizer = build(case, dist.get_rank(), 2)
+    step(case, 0, called, optimizer, dist.get_rank(), 2)
+    checkpoint.save(folder, optimizer)
+    step(case, 1, called, optimizer, dist.get_rank(), 2)
+    before = parameters_of(model)
+    if dist.get_rank() == 1:
+        checkpoint._read_file = lambda path: (_ for _ in ()).throw(LLQRError("a disk that fails"))  # type: ignore[assignment]
+    try:
+        checkpoint.load(folder, optimizer)
+    except LLQRError:
+        return True, all(torch.equal(tensor, before[name]) for name, tensor in parameters_of(model).items())
+    return False, False
+
+
+def test_a_rank_that_fails_leaves_none_loaded(tmp_path: Path) -> None:
+    assert on_ranks(2, tmp_path, fail_on_one_rank, str(tmp_path / "there")) == [(True, True)] * 2
+
+
+def sizes_after_load(folder: str) -> list[tuple[int, int]]:
+    """Of the base's momenta in shards: the numbers that a rank has, and those that it keeps in memory."""
+    case = CASES["fsdp"]
+    _, called, optimizer = build(case, dist.get_rank(), 2)
+    step(case, 0, called, optimizer, dist.get_rank(), 2)
+    checkpoint.save(folder, optimizer)
+    checkpoint.load(folder, optimizer)
+    held = [v.to_local() for entry in optimizer.base.state.values() for v in entry.values() if hasattr(v, "to_local")]
+    return [(each.numel(), each.untyped_storage().nbytes() // each.element_size()) for each in held]
+
+
+def test_a_rank_keeps_its_shards_alone(tmp_path: Path) -> None:
+    for found in on_ranks(2, tmp_path, sizes_after_load, str(tmp_path / "there")):
+        assert found
+        assert all(numbers == kept for numbers, kept in found)
 
 
 class Evil:

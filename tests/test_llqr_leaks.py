@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from llqr import LLQR, QuadraticModel
+from llqr import LLQR, Exact, QuadraticModel
 from llqr.errors import LLQRError
 from llqr.paper import PaperLLQR
 from loops import backward, batch, closure_of, network, sgd, train
@@ -83,6 +83,25 @@ def test_a_quadratic_model_in_segments_leaves_no_graph(divergence: str) -> None:
     del q
     gc.collect()
     assert [tensor.shape for tensor in tensors() if tensor.grad_fn is not None] == []
+
+
+@pytest.mark.parametrize(("divergence", "method"), [("newton", "auto"), ("gauss-newton", "cg"), ("ngd", "primal")])
+def test_a_step_of_exact_leaves_no_graph(divergence: str, method: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    inputs, targets = torch.randn(SIZE, 4), torch.randint(3, (SIZE,))
+    optimizer = Exact(model, functional.cross_entropy, divergence, method)
+    optimizer.step(lambda: (model(inputs), targets))
+    assert [tensor.shape for tensor in tensors() if tensor.grad_fn is not None] == []
+
+
+def test_blocks_of_before_are_gone_after_a_refit() -> None:
+    model = network()
+    optimizer = LLQR(sgd(model), model, every=1)
+    train(model, optimizer, range(2))
+    before = [weakref.ref(moment) for block in optimizer.blocks.values() for moment in block.moments.values()]
+    assert before
+    train(model, optimizer, range(2, 4))
+    assert [ref for ref in before if ref() is not None] == []
 
 
 def test_inputs_are_held_only_until_the_step_that_refits() -> None:

@@ -159,6 +159,8 @@ class LLQR(Wrapping):
         except NonFiniteError as error:
             self._reject(str(error))
         else:
+            for key in blocks.keys() & self.blocks.keys():
+                self.blocks[key].stack = None  # a stack and its blocks hold each other
             self.blocks |= blocks
             self.stats.refits += 1
             self.stats.memory = self._memory()

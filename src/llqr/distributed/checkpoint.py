@@ -49,6 +49,7 @@ def save(folder: str | Path, optimizer: Wrapping) -> None:
             files = processes.size if processes.sharded else 1
             content = {"files": files, "dims": dims, "state": tree_unflatten(held, tree), "blocks": blocks}
             torch.save(content, unfinished / f"{processes.rank}.pt")
+            _read_file(unfinished / f"{processes.rank}.pt")
     with processes.together():
         if first:
             unfinished.rename(folder)
@@ -65,31 +66,34 @@ def load(folder: str | Path, optimizer: Wrapping) -> None:
         if not folder.is_dir():
             raise LLQRError(f"there is no complete checkpoint in {str(folder)!r}")
         try:
-            _load(_read(folder), optimizer, parameters)
+            take_over = _checked(_read(folder), optimizer, parameters)
         except LLQRError:
             raise
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise LLQRError(f"what is in {str(folder)!r} isn't as it was written: {error!r}") from error
+    with optimizer.processes.together():  # all ranks have read theirs
+        take_over()
 
 
 def _read(folder: Path) -> list[dict[str, Any]]:
-    """What each rank has written; tensors stay on the disk until they are used."""
-
-    def read(rank: int) -> dict[str, Any]:
-        path = folder / f"{rank}.pt"
-        try:
-            found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except Exception as error:  # a file that isn't torch's can end in anything
-            raise LLQRError(
-                f"{str(path)!r} can't be loaded, as llqr.distributed.checkpoint.save writes it: {error}"
-            ) from error
-        return found
-
-    first = read(0)
-    return [first, *map(read, range(1, first["files"]))]
+    """What each rank has written."""
+    first = _read_file(folder / "0.pt")
+    return [first, *(_read_file(folder / f"{rank}.pt") for rank in range(1, first["files"]))]
 
 
-def _load(files: Sequence[dict[str, Any]], optimizer: Wrapping, parameters: dict[str, Tensor]) -> None:
+def _read_file(path: Path) -> dict[str, Any]:
+    """What one rank has written; tensors stay on the disk until they are used."""
+    try:
+        found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # a file that isn't torch's can end in anything
+        raise LLQRError(
+            f"{str(path)!r} can't be loaded (a checkpoint has tensors and builtins alone, no numbers of numpy's): {error}"
+        ) from error
+    return found
+
+
+def _checked(files: Sequence[dict[str, Any]], optimizer: Wrapping, parameters: dict[str, Tensor]) -> Callable[[], None]:
+    """What goes on from these files; an error where they don't fit."""
     state = _joined([file["state"] for file in files], files[0]["dims"])
     blocks = files[0]["blocks"]
     for file in files:  # the owner of a block has its moments
@@ -108,12 +112,18 @@ def _load(files: Sequence[dict[str, Any]], optimizer: Wrapping, parameters: dict
         return value
 
     here = optimizer.model.state_dict()
-    model = {name: placed(here.get(name), make) for name, make in state["model"].items()}
+    model = {name: tree_map(partial(placed, here.get(name)), held) for name, held in state["model"].items()}
     stepped = [parameter for group in optimizer.base.param_groups for parameter in group["params"]]
-    base = {n: tree_map(partial(placed, stepped[n]), held) for n, held in state["base"]["state"].items()}
-    optimizer.model.load_state_dict(model)
-    optimizer.base.load_state_dict({"state": base, "param_groups": _made(state["base"]["param_groups"])})
-    resume()
+    likes = dict(enumerate(stepped))  # a base may keep more than what belongs to parameters
+    base = {n: tree_map(partial(placed, likes.get(n)), held) for n, held in state["base"].pop("state").items()}
+    others = _made(state["base"])
+
+    def take_over() -> None:
+        optimizer.model.load_state_dict(model)
+        optimizer.base.load_state_dict({**others, "state": base})
+        resume()
+
+    return take_over
 
 
 def _joined(states: Sequence[Any], dims: Sequence[int | None]) -> Any:

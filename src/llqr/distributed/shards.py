@@ -217,7 +217,7 @@ class Shards(Replicas):
 
     def part(self, tensor: Tensor, parameter: Tensor) -> Tensor:
         like = _sharded(parameter)
-        local = shard(tensor, like, self.rank).contiguous()
+        local = shard(tensor, like, self.rank).clone(memory_format=torch.contiguous_format)  # not a view of the whole
         return DTensor.from_local(
             local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )

@@ -182,10 +182,11 @@ class Conjugate(System):
 
     def _factorise(self, damping: float) -> Callable[[Tensor], Tensor]:
         sides = {index: _inverses(pair, damping) for index, pair in self._moments.items()}
+        point, squares = self.point, self._squares  # what is kept doesn't lead back here
 
         def apply(vector: Tensor) -> Tensor:
             parts = []
-            for index, (part, square) in enumerate(zip(self.point.named(vector).values(), self._squares, strict=True)):
+            for index, (part, square) in enumerate(zip(point.named(vector).values(), squares, strict=True)):
                 if index in sides:
                     first, second = sides[index]
                     parts.append((first @ part.reshape(len(first), -1) @ second).reshape(-1))
@@ -277,7 +278,7 @@ def prepared(
                 )
             return make[name](room - squares[name]), name
         except (ChainError, IndefiniteProblemError, MethodError) as error:
-            first = first or error
+            first = first or error.with_traceback(None)  # whose frame holds the point
     assert first is not None
     raise first
 
