@@ -123,7 +123,7 @@ def draw(found: dict[str, list[Row]], path: Path) -> None:
         right.axhline(1.0, color=GREY, linestyle="--")
         _logarithmic(right, sorted({row["size"] for name in ("width", "layers") for row in found[name]}), "size")
         right.set_ylim(bottom=0)
-        right.set_ylabel("LLQR's share of AdamW's, to AdamW's last loss")
+        right.set_ylabel("LLQR / AdamW, to AdamW's last loss")
         right.legend()
 
 
