@@ -212,7 +212,7 @@ def turn(blocks: Iterable[Block], momenta: Tensors, steps: Tensors) -> TurnedSte
     own = [part.maps[place].part(part.names[place], steps) for part, place in members]
     for (part, place), row in zip(members, _measured(parts, own), strict=True):
         map_, name = part.maps[place], part.names[place]
-        along, size, momentum, length = row[0], row[1] ** 0.5, row[2] ** 0.5, row[3]
+        along, size, momentum, length = row
         if not all(map(math.isfinite, row)) or size <= 0 or momentum <= 0:
             if length != 0:
                 result.left.append(map_.key)
@@ -224,14 +224,14 @@ def turn(blocks: Iterable[Block], momenta: Tensors, steps: Tensors) -> TurnedSte
         if name == map_.weight and map_.places is not None:
             if name not in result.steps:
                 result.steps[name] = steps[name].clone(memory_format=torch.contiguous_format)
-            map_.put(direction, result.steps[name])
+            map_.put(direction.view(map_.shape), result.steps[name])
         else:
-            result.steps[name] = direction.reshape(steps[name].shape)
+            result.steps[name] = direction.view(steps[name].shape)
     return result
 
 
 class _Part(NamedTuple):
-    """The weights or the biases of a stack of maps."""
+    """The weights or the biases of a stack of maps, each as one row."""
 
     maps: list[LinearMap]
     names: list[str]
@@ -244,17 +244,19 @@ class _Part(NamedTuple):
 def _parts(stack: Stack, momenta: Tensors) -> Iterator[_Part]:
     m, maps = stack.read(momenta), [block.map for block in stack.blocks]
     split = zip(*(maps[0].split(x) for x in (stack.apply(m), m)), strict=True)
-    for names, (direction, momentum) in zip(zip(*(map_.members for map_ in maps), strict=True), split, strict=True):
-        shape = (len(maps), -1, *direction.shape[1:])
-        yield _Part(maps, list(names), direction.reshape(shape), momentum.reshape(shape))
+    for names, each in zip(zip(*(map_.members for map_ in maps), strict=True), split, strict=True):
+        # rows without gaps: their norms are many times faster
+        direction, momentum = (x.contiguous().view(len(maps), -1) for x in each)
+        yield _Part(maps, list(names), direction, momentum)
 
 
 def _measured(parts: Sequence[_Part], steps: Sequence[Tensor]) -> list[list[float]]:
-    """U m · m, ‖U m‖², ‖m‖² and ‖Δθ‖ of each member of each part, in one transfer."""
+    """U m · m, ‖U m‖, ‖m‖ and ‖Δθ‖ of each member of each part, in one transfer."""
     rows = []
     for part in parts:
-        pairs = ((part.direction, part.momentum), (part.direction, part.direction), (part.momentum, part.momentum))
-        rows.append(torch.stack([(x * y).flatten(1).sum(1) for x, y in pairs], 1))
+        along = torch.bmm(part.direction[:, None], part.momentum[..., None]).flatten()
+        norms = (torch.linalg.vector_norm(x, dim=1) for x in (part.direction, part.momentum))
+        rows.append(torch.stack((along, *norms), 1))
     sizes = torch.cat([row.to(rows[0].dtype) for row in rows])
     lengths = torch.stack([length.to(sizes) for length in torch._foreach_norm(list(steps))])
     found: list[list[float]] = torch.cat((sizes, lengths[:, None]), 1).tolist()
