@@ -20,7 +20,7 @@ from llqr.curvature.uses import find_uses
 from llqr.divergences import KL
 from llqr.errors import LLQRError
 from llqr.structures import Dense, Diagonal, EigenKronecker, Kronecker, Scalar
-from llqr.structures.base import LONG_SIDE, Structure, damped_inverse, gram, leading_rank, thin_inverse
+from llqr.structures.base import LEADING, LONG_SIDE, Structure, damped_inverse, gram, thin_inverse
 from llqr.wrapper import often_at_first
 from loops import STRUCTURES, backward, batch, network, sgd, train
 from networks import relative
@@ -316,7 +316,7 @@ def test_a_long_side_is_inverted_by_its_leading_eigenvectors() -> None:
     side = LONG_SIDE + 8
     moment = gram(few_directions(side, 20))
     thin, diagonal = thin_inverse(moment, 0.3)
-    assert thin.shape == (2, side, leading_rank(side))
+    assert thin.shape == (2, side, LEADING)
     found = torch.diag_embed(diagonal) - thin @ thin.mT
     torch.testing.assert_close(found, damped_inverse(moment, 0.3), rtol=1e-9, atol=1e-9 * float(found.abs().max()))
     assert torch.equal(thin, thin_inverse(moment, 0.3)[0])  # it depends on M alone
@@ -332,7 +332,7 @@ def test_kronecker_with_a_long_side(on_rows: bool) -> None:
     rows, columns = (long, other) if on_rows else (other, long)
     moments = Kronecker().second_moments(rows, columns)
     u = Kronecker().closed_form(moments, DAMPING)
-    assert u["C" if on_rows else "D"].shape == (2, side, leading_rank(side))
+    assert u["C" if on_rows else "D"].shape == (2, side, LEADING)
     x = torch.randn(2, rows.shape[2], columns.shape[2]).double()
     c, d = (damped_inverse(moments[name], DAMPING**0.5) for name in ("rows", "columns"))
     expected = c @ x @ d

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -196,6 +197,40 @@ def test_lengths(structure: str) -> None:
             assert float(step.norm()) == pytest.approx(0.1 * float(p.grad.norm()), rel=1e-9)
             cosine = float(-(step * p.grad).sum() / (step.norm() * p.grad.norm()))
             assert (cosine > 1 - 1e-9) == (structure == "scalar")
+
+
+def test_no_step_is_suddenly_long() -> None:
+    """ℓ = ‖Δ‖/lr is at most 2 √(Σ β^i ℓ_i² / Σ β^i) over the steps before, β = 0.95, once Σ β^i > 10; those below
+    a tenth of the root don't count."""
+    model = network()
+    optimizer = LLQR(SGD(model.parameters(), lr=0.1), model, every=10)
+    seen: dict[str, list[float]] = {name: [] for name, _ in model.named_parameters()}
+    shortened, idle = set(), set()
+    for number, times in enumerate([*[1.0] * 5, 7.0, *[1.0] * 14, 40.0, 1.0, 1e-3, 1.0, 300.0, 300.0, 1.0]):
+        optimizer.param_groups[0]["lr"] = lr = 0.1 if number < 22 else 1e-3
+        backward(model, batch(number % 3))
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad *= times
+        before = parameters_of(model)
+        optimizer.step()
+        for name, p in model.named_parameters():
+            assert p.grad is not None
+            length = float(p.grad.norm())
+            weights = [0.95**i for i in range(len(seen[name]))][::-1]
+            squares = sum(w * one**2 for w, one in zip(weights, seen[name], strict=True))
+            usual = math.sqrt(squares / sum(weights)) if weights else length
+            if sum(weights) > 10 and length > 2 * usual:
+                shortened.add(number)
+                length = 2 * usual
+            if length > 0.1 * usual:
+                seen[name].append(length)
+            else:
+                idle.add(number)
+            assert float((p.detach() - before[name]).norm()) == pytest.approx(lr * length, rel=1e-9), (number, name)
+    assert {20, 24, 25} <= shortened
+    assert 5 not in shortened
+    assert 22 in idle
 
 
 class Mixed(nn.Module):

@@ -2,6 +2,7 @@
 
 The base steps with the raw gradients, as it would alone. Then -‖Δθ‖ U m / ‖U m‖ takes the place of its step Δθ, tensor by
 tensor; m is the base's momentum (where U m is almost level, a little of m is added: `turn`). Decoupled weight decay stays.
+A step that is suddenly long is made shorter (`Lengths`).
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ Tensors = Mapping[str, Tensor]
 class BaseStep:
     """The step of LLQR: the base takes its own, and what is stepped along U m is turned there."""
 
-    def __init__(self, base: Optimizer, averages: dict[str, Tensor]) -> None:
-        self._base, self.momentum = base, Momentum(base, averages)
+    def __init__(self, base: Optimizer, averages: dict[str, Tensor], lengths: dict[str, list[float]]) -> None:
+        self._base, self.momentum, self.lengths = base, Momentum(base, averages), Lengths(lengths)
         self._taken_back = TakenBack(base)
         self._before: dict[str, Tensor] = {}
 
@@ -62,7 +63,8 @@ class BaseStep:
             for factor in {*factors.values()} - {1.0}:
                 torch._foreach_mul_([before[name] for name in names if factors[name] == factor], factor)
             own = dict(zip(names, torch._foreach_sub(list(local.values()), list(before.values())), strict=True))
-            turned = processes.turn(blocks, momenta, own, parameters)
+            bounded = self.lengths.bounded(own, groups, processes.lengths(own.values()))
+            turned = processes.turn(blocks, momenta, bounded, parameters)
             self._taken_back.look(own, turned.steps)
             for name, step in turned.steps.items():
                 torch.add(before[name], step.to(before[name].dtype), out=local[name])
@@ -142,6 +144,40 @@ def groups_of(base: Optimizer, parameters: Tensors) -> dict[str, Group]:
     """The group of each parameter, by its name."""
     by_id = {id(p): group for group in base.param_groups for p in group["params"]}
     return {name: by_id[id(p)] for name, p in parameters.items()}
+
+
+class Lengths:
+    """How long the base's steps are of late, tensor by tensor: no step along U m is longer than `LEAP` times that.
+
+    A gradient that is suddenly large makes the base's step long, and points back. U m of it doesn't: U is of the batches
+    before, so such a step goes on to where gradients are larger still.
+
+    Lengths are divided by the learning rate, which may change at once; their root mean square counts the last twenty or so.
+    The first steps, as many as `KNOWN` asks for, are as long as the base's. Steps that are shorter than a tenth of the root
+    don't count: they are of a layer that isn't used for a while.
+    """
+
+    MEMORY, LEAP, IDLE, KNOWN = 0.95, 2.0, 0.1, 10.0
+
+    def __init__(self, known: dict[str, list[float]]) -> None:
+        self.known = known
+        """Σ β^i ℓ_i² and Σ β^i, by name."""
+
+    def bounded(self, steps: Tensors, groups: Mapping[str, Group], lengths: Iterable[float]) -> dict[str, Tensor]:
+        """The steps, those that are too long made shorter; of these lengths."""
+        result = dict(steps)
+        for name, length in zip(steps, lengths, strict=True):
+            length /= float(groups[name].get("lr", 1.0)) or 1.0
+            if not 0 < length < math.inf:
+                continue
+            squares, weight = self.known.get(name, (0.0, 0.0))
+            usual = math.sqrt(squares / weight) if weight else length
+            if weight > self.KNOWN and length > self.LEAP * usual:
+                result[name] = steps[name] * (self.LEAP * usual / length)
+                length = self.LEAP * usual
+            if length > self.IDLE * usual:
+                self.known[name] = [self.MEMORY * squares + length * length, self.MEMORY * weight + 1]
+        return result
 
 
 class TakenBack:

@@ -3,7 +3,7 @@
     A, G  second moments of a layer's inputs a, and of the gradients b at its outputs: the curvature is about A ⊗ G
     U X = (G + √λ ḡ)⁻¹ X (A + √λ ā)⁻¹,   ḡ and ā the means of the diagonals
     Δ, m  the base's step by the raw gradients, and its momentum
-    θ   ← θ - ‖Δ‖ U m / ‖U m‖,   tensor by tensor
+    θ   ← θ - ‖Δ‖ U m / ‖U m‖,   tensor by tensor; no step more than twice as long as of late
 
 `MinimalLLQR` is that, for `nn.Linear` and `nn.Conv2d` whose weights nothing else uses; the base steps all other parameters.
 There is no safety, no speed and no checkpoint, and `maximize`, Muon's momentum and data of mostly zeros aren't known: train
@@ -26,9 +26,10 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 Tensors = dict[str, Tensor]
 
 MEMORY = 0.8  # how much a refit counts beside the next one
-PLACES = 1024  # of a batch, at which a layer is looked at
-LONG_SIDE = 192  # longer sides of a matrix are inverted by their leading eigenvectors
+PLACES = 512  # of a batch, at which a layer is looked at
+LONG_SIDE, LEADING = 192, 64  # longer sides of a matrix are inverted by so many leading eigenvectors
 LONGEST_GAP = 40  # steps between refits
+RECENT, KNOWN, LEAP, IDLE = 0.95, 10.0, 2.0, 0.1  # of the lengths of steps: how they are averaged, and their bounds
 STEEPNESS = 0.15  # the least cosine between a step and -m
 OWN_MOMENTUM = 0.9  # around bases that don't show theirs
 AVERAGING = (Adam, AdamW, NAdam, RAdam, Adamax)  # bases whose momentum is `exp_avg`
@@ -44,6 +45,7 @@ class MinimalLLQR:
         self.base, self.draw, self.drawing = base, draw, False
         self.steps, self.next_refit = 0, 0
         self.averages: dict[Tensor, Tensor] = {}
+        self.lengths: dict[Tensor, tuple[float, float]] = {}
         self.layers = [Layer(module) for module in model.modules() if isinstance(module, (nn.Linear, nn.Conv2d))]
         for layer in self.layers:
             layer.module.register_forward_hook(partial(self._listen, layer))
@@ -89,7 +91,17 @@ class MinimalLLQR:
             momenta = [self._momentum(p, slopes[p], groups[p]) for p in tensors]
             for p, m, d in zip(tensors, momenta, layer.precondition(momenta), strict=True):
                 start = before[p] * (1 - groups[p]["lr"] * self._decays(groups[p])[1])
-                p.copy_(start - (p - start).norm() * steep_direction(d, m))
+                p.copy_(start - self._bounded(p, float((p - start).norm()), groups[p]) * steep_direction(d, m))
+
+    def _bounded(self, p: Tensor, length: float, group: dict[str, Any]) -> float:
+        """At most twice the root mean square of the lengths before, each divided by its learning rate."""
+        squares, weight = self.lengths.get(p, (0.0, 0.0))
+        length = length / group["lr"]
+        usual = (squares / weight) ** 0.5 if weight else length
+        length = min(length, LEAP * usual) if weight > KNOWN else length
+        if length > IDLE * usual:  # else the layer isn't used for a while
+            self.lengths[p] = RECENT * squares + length**2, RECENT * weight + 1
+        return float(length * group["lr"])
 
     def _momentum(self, p: Tensor, slope: Tensor, group: dict[str, Any]) -> Tensor:
         state: Tensors = self.base.state[p]
@@ -171,13 +183,12 @@ def damped_inverse(M: Tensor, share: float) -> Tensor:
     shift = share * trace / n
     if n <= LONG_SIDE:
         return torch.linalg.inv(M + shift * eye)  # type: ignore[no-any-return]
-    rank = max(64, n // 8)
-    Q = torch.randn(n, rank, generator=torch.Generator().manual_seed(n), dtype=torch.float64).to(M)
+    Q = torch.randn(n, LEADING, generator=torch.Generator().manual_seed(n), dtype=torch.float64).to(M)
     for _ in range(2):
         Q = torch.linalg.qr(M @ Q).Q
     values, turn = torch.linalg.eigh(Q.mT @ M @ Q)
     Q, values = Q @ turn, values[:, None]
-    rest = (trace - values.sum(2, keepdim=True)) / (n - rank)  # τ
+    rest = (trace - values.sum(2, keepdim=True)) / (n - LEADING)  # τ
     inverse: Tensor = (eye - Q @ Q.mT) / (rest + shift) + (Q / (values.maximum(rest) + shift)) @ Q.mT
     return inverse
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from llqr.base_step import BaseStep
-from llqr.checks import check_callable
+from llqr.checks import check_amount, check_callable
 from llqr.closures import Closure, checked_loss, evaluated
 from llqr.curvature.collector import Call, Collector
 from llqr.curvature.linear_maps import Block
@@ -28,7 +28,7 @@ from llqr.curvature.recorder import Selector
 from llqr.curvature.second_run import SecondRun
 from llqr.curvature.statistics import UNLIKE_USES, Sums
 from llqr.divergences import Divergence, resolve
-from llqr.errors import LLQRError, NonFiniteError
+from llqr.errors import LLQRError, NonFiniteError, unknown
 from llqr.paper import PaperLLQR
 from llqr.reporting import assignments
 from llqr.structures.stacks import StructureSpec, assign
@@ -67,7 +67,7 @@ class LLQR(Wrapping):
     """
 
     kind = "LLQR"
-    saved: ClassVar[dict[str, Any]] = {"blocks": {}, "averages": {}, "by_parts": False}
+    saved: ClassVar[dict[str, Any]] = {"blocks": {}, "averages": {}, "lengths": {}, "by_parts": False}
     made_again = frozenset({"_base_step", "_collector", "_second_run"})
 
     def __init__(
@@ -90,6 +90,8 @@ class LLQR(Wrapping):
         """The linear maps by name, each with its curvature (`moments`) and its block of U (`inverse`, whole by `dense()`)."""
         self._averages: dict[str, Tensor] = {}
         """Momenta, around a base that doesn't show its own."""
+        self._lengths: dict[str, list[float]] = {}
+        """Of the steps so far, as `Lengths` has them."""
         self._by_parts = type(self.model).forward is nn.Module.forward
         """The loop doesn't call the model as a whole, but modules inside, as those of an nn.ModuleList."""
         self._check(stepped_parameters(base, self.model))
@@ -103,7 +105,7 @@ class LLQR(Wrapping):
     def _begin(self) -> None:
         super()._begin()
         self._second_run = SecondRun(self.model, self._called, self.divergence, self._output)
-        self._base_step = BaseStep(self.base, self._averages)
+        self._base_step = BaseStep(self.base, self._averages, self._lengths)
         self._collector = Collector(self._schedule, self.divergence is not None or self.processes.sharded)
         self._meet()
         self._hook()
@@ -242,12 +244,13 @@ class LLQR(Wrapping):
         return {
             "blocks": {key: block.state() for key, block in blocks.items()},
             "averages": {name: average.clone() for name, average in averages.items()},
+            "lengths": {name: list(sums) for name, sums in self._lengths.items()},
             "by_parts": self._by_parts,
         }
 
     def _checked(self, own: Mapping[str, Any], parameters: dict[str, Tensor]) -> Callable[[], None]:
-        if not isinstance(own["blocks"], Mapping) or not isinstance(own["averages"], Mapping):
-            raise LLQRError(f"'blocks' and 'averages' in the state, under {KEY!r}, are mappings")
+        if not all(isinstance(own[part], Mapping) for part in ("blocks", "averages", "lengths")):
+            raise LLQRError(f"'blocks', 'averages' and 'lengths' in the state, under {KEY!r}, are mappings")
         if not isinstance(own["by_parts"], bool):
             raise LLQRError(f"'by_parts' in the state, under {KEY!r}, is True or False")
         averages = {}
@@ -259,6 +262,15 @@ class LLQR(Wrapping):
                 )
             like = parameters[name]
             averages[name] = self.processes.part(average.to(like.device, like.dtype, copy=True), like)
+        lengths = {}
+        for name, sums in own["lengths"].items():
+            if name not in parameters:
+                raise unknown("parameter in the state's 'lengths'", name, parameters)
+            if not isinstance(sums, (list, tuple)) or len(sums) != 2:
+                raise LLQRError(f"'lengths' in the state, under {KEY!r}, has two numbers for {name!r}")
+            for number in sums:
+                check_amount(f"a length of {name!r} in the state", number)
+            lengths[name] = [float(number) for number in sums]
         structures = assign(self.structure, parameters)
         blocks = {key: Block.from_state(key, one, parameters, structures) for key, one in own["blocks"].items()}
         self.processes.hold(blocks)
@@ -266,8 +278,8 @@ class LLQR(Wrapping):
         def take_over() -> None:
             if own["by_parts"] and not self._by_parts:
                 self._listen_to_parts()
-            self.blocks, self._averages = blocks, averages
-            self._base_step.momentum.averages = averages
+            self.blocks, self._averages, self._lengths = blocks, averages, lengths
+            self._base_step.momentum.averages, self._base_step.lengths.known = averages, lengths
 
         return take_over
 

@@ -15,7 +15,7 @@ from llqr.curvature.linear_maps import COLUMNS, ROWS, LinearMap, Moments, grown
 from llqr.curvature.precision import raised
 from llqr.structures.base import Structure
 
-PLACES = 1024
+PLACES = 512
 """At how many places a use is looked at, at the most; the average over refits sees others."""
 
 

@@ -7,7 +7,7 @@ the same U. Steps send nothing. Sharded parameters (FSDP2) are in `llqr.distribu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from heapq import heapify, heapreplace
@@ -86,6 +86,10 @@ class Process:
     def local(self, tensor: Tensor) -> Tensor:
         """What is here of a tensor."""
         return tensor
+
+    def lengths(self, steps: Collection[Tensor]) -> list[float]:
+        """Of what is `local` of some tensors, the norms of the tensors as a whole."""
+        return torch.stack([norm.double() for norm in torch._foreach_norm(list(steps))]).tolist()
 
     def turn(self, blocks: Iterable[Block], momenta: Tensors, steps: Tensors, parameters: Tensors) -> TurnedSteps:
         """As `llqr.base_step.turn`, of and by what is `local`."""

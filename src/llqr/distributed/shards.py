@@ -7,7 +7,7 @@ all of U on every rank, and its gradients are gathered.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import reduce
@@ -166,6 +166,10 @@ class Shards(Replicas):
 
     def local(self, tensor: Tensor) -> Tensor:
         return _sharded(tensor).to_local()
+
+    def lengths(self, steps: Collection[Tensor]) -> list[float]:
+        own = torch.tensor(super().lengths(steps), dtype=torch.float64, device=self.device)
+        return self.total([own.square()])[0].sqrt().tolist()
 
     def turn(self, blocks: Iterable[Block], momenta: Tensors, steps: Tensors, parameters: Tensors) -> TurnedSteps:
         """By the owners of the blocks: shards of m and of the base's steps go there, and shards of the new steps come back."""

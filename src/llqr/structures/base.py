@@ -176,13 +176,8 @@ def damped_inverse(moment: Tensor, damping: Damping) -> Tensor:
 
 LONG_SIDE = 192
 """Sides longer than this are inverted by their leading eigenvectors: their matrix would cost more than a training step."""
-POWERS = 2
-"""Products with M before the one that gives its leading eigenvalues."""
-
-
-def leading_rank(side: int) -> int:
-    """How many: an eighth of a long side, where U was as good as with all of them (docs/findings.md)."""
-    return max(64, side // 8)
+LEADING = 64
+"""How many: U was as good as with an eighth of the side (docs/findings.md)."""
 
 
 def thin_inverse(moment: Tensor, damping: Damping) -> tuple[Tensor, Tensor]:
@@ -193,24 +188,33 @@ def thin_inverse(moment: Tensor, damping: Damping) -> tuple[Tensor, Tensor]:
     what U is depends on M alone.
     """
     side = moment.shape[2]
-    rank = leading_rank(side)
     trace = moment.diagonal(dim1=1, dim2=2).sum(1)
     shift = damping * trace / side + torch.finfo(moment.dtype).tiny
-    basis = _start(side, rank, moment.dtype, moment.device).expand(len(moment), -1, -1)
-    for _ in range(POWERS):
-        basis = torch.linalg.qr(moment @ basis).Q
+    start = _start(side, moment.dtype, moment.device).expand(len(moment), -1, -1)
+    basis = torch.linalg.qr(moment @ _made_even(moment @ start)).Q
     values, turn = torch.linalg.eigh(basis.mT @ (moment @ basis))
-    rest = ((trace - values.sum(1)) / (side - rank)).clamp_min(0) + shift
+    rest = ((trace - values.sum(1)) / (side - LEADING)).clamp_min(0) + shift
     size = rest.reciprocal()[:, None]
     kept = (size - (values + shift[:, None]).reciprocal()).clamp_min(0).sqrt()
     return basis @ (turn * kept[:, None]), size.expand(-1, side).contiguous()
 
 
+def _made_even(columns: Tensor) -> Tensor:
+    """Columns Y of the same span, almost orthonormal: Y L⁻ᵀ with YᵀY + ε = L Lᵀ. Between two products with M that is as good as
+    a QR factorisation, in a tenth of its time."""
+    products = gram(columns)
+    diagonal = products.diagonal(dim1=1, dim2=2)
+    diagonal.add_(8 * torch.finfo(columns.dtype).eps * diagonal.sum(1, keepdim=True) + torch.finfo(columns.dtype).tiny)
+    factor = torch.linalg.cholesky_ex(products).L
+    even: Tensor = torch.linalg.solve_triangular(factor.mT, columns, upper=True, left=False)
+    return even
+
+
 @lru_cache(maxsize=16)
-def _start(side: int, rank: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _start(side: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Random columns, always the same."""
     generator = torch.Generator("cpu").manual_seed(side)
-    return torch.randn(side, rank, generator=generator, dtype=torch.float64, device="cpu").to(device, dtype)
+    return torch.randn(side, LEADING, generator=generator, dtype=torch.float64, device="cpu").to(device, dtype)
 
 
 @dataclass(frozen=True)
