@@ -106,6 +106,7 @@ def outcome(trained: Trained) -> Outcome:
     if isinstance(optimizer, LLQR):
         blocks = {key: {**block["moments"], "times": block["refits"]} for key, block in own["blocks"].items()}
         found |= {f"average {name}": average for name, average in own["averages"].items()}
+        found |= {f"lengths {n}": torch.tensor(sums, dtype=torch.float64) for n, sums in own["lengths"].items()}
         for key, block in optimizer.blocks.items():
             found |= {f"held {key} {name}": tensor.clone() for name, tensor in block.inverse.items()}
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from llqr import LLQR
+from llqr.base_step import Lengths
 from loops import CLASSES, Batch, batch, network
 
 ROWS = 12
@@ -70,6 +72,8 @@ class Case:
     uneven: bool = False
     micro: int = 1
     """Batches whose gradients a step adds up."""
+    spike: bool = False
+    """One batch has a large loss, so that a step is made shorter."""
     late: bool = False
     """LLQR is made before the model is wrapped or sharded."""
 
@@ -109,7 +113,8 @@ def backward(case: Case, number: int, called: nn.Module, rank: int, size: int) -
     for micro in range(case.micro):
         x, y = part(batch(10 * number + micro, ROWS), rank, size, case.uneven)
         correction = size * len(x) / ROWS  # DDP takes the mean over ranks, whatever they have
-        (functional.cross_entropy(called(x), y) * correction / case.micro).backward()
+        times = 40 if case.spike and number == STEPS - 2 else 1
+        (times * functional.cross_entropy(called(x), y) * correction / case.micro).backward()
 
 
 def whole(tensor: Any) -> Any:
@@ -126,6 +131,7 @@ def outcome(model: nn.Module, optimizer: LLQR) -> dict[str, Any]:
         "curvature": {f"{k} {n}": t for k, block in state["blocks"].items() for n, t in block["moments"].items()},
         "u": {f"{k} {n}": t for k, block in optimizer.blocks.items() for n, t in block.inverse.items()},
         "averages": state["averages"],
+        "lengths": {name: torch.tensor(sums, dtype=torch.float64) for name, sums in state["lengths"].items()},
         "counts": [stats.refits, stats.rejected, stats.nonfinite],
         "bytes": optimizer.memory_usage()["preconditioner"],
         "told": optimizer.assignments(),
@@ -135,9 +141,10 @@ def outcome(model: nn.Module, optimizer: LLQR) -> dict[str, Any]:
 def trained(case: Case, rank: int = 0, size: int = 1) -> dict[str, Any]:
     """What the training came to."""
     model, called, optimizer = build(case, size)
-    for number in range(STEPS):
-        backward(case, number, called, rank, size)
-        optimizer.step()
+    with mock.patch.object(Lengths, "KNOWN", 1.5 if case.spike else Lengths.KNOWN):
+        for number in range(STEPS):
+            backward(case, number, called, rank, size)
+            optimizer.step()
     return outcome(model, optimizer)
 
 

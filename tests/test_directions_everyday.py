@@ -279,7 +279,7 @@ def test_every_entry_of_a_state_is_looked_at(paper: bool) -> None:
         for other in wrong:
             assert refused(optimizer, edited(state, ("llqr", *path), other)), (path, type(other))
         # counts of another version, maps that no refit has met
-        may_lack = (("stats",), ("blocks",), ("averages",), ("preconditioner", "blocks"))
+        may_lack = (("stats",), ("blocks",), ("averages",), ("lengths",), ("preconditioner", "blocks"))
         if path[:-1] not in may_lack:
             assert refused(optimizer, edited(state, ("llqr", *path), gone=True)), (path, "left out")
     for key, values in {"state": ([], "text"), "param_groups": ({}, "text", [1], [{}])}.items():

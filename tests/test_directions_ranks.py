@@ -46,6 +46,8 @@ CASES: dict[str, Case] = {
     "own average": Case(base="own"),
     "own average fsdp": Case(base="own", fsdp=True),
     "dense": Case({"structure": "dense", "every": 1}),
+    "spike": Case({"structure": "kfac"}, spike=True),
+    "spike fsdp": Case({"structure": "kfac"}, spike=True, fsdp=True),
     "late": Case({"every": None}, late=True),
     "late fsdp": Case({"every": None}, late=True, fsdp=True),
 }
@@ -66,7 +68,7 @@ def test_ranks_step_as_one_process_does(size: int, tmp_path: Path, alone: dict[s
         assert expected["counts"][0] >= 3, name
         assert all(rank[name]["counts"] == expected["counts"] for rank in found), name
         assert all(rank[name]["told"] == expected["told"] for rank in found), name
-        for kind in ("parameters", "curvature", "averages"):
+        for kind in ("parameters", "curvature", "averages", "lengths"):
             assert first[kind].keys() == expected[kind].keys()
             for key, tensor in expected[kind].items():
                 torch.testing.assert_close(first[kind][key], tensor, rtol=1e-9, atol=1e-9, msg=f"{name} {kind} {key}")
@@ -423,7 +425,7 @@ def test_ranks_send_curvature_and_u_and_nothing_else(tmp_path: Path) -> None:
             assert 0 < numbers <= 16 * PULSE
             if fsdp:
                 assert refit["gathered"] == item * products, "the parameters, whole"
-                assert step["pulse"] == 3 * PULSE
+                assert (step["pulse"], step["all_reduce"]) == (4 * PULSE, item * 4), "the lengths of four tensors"
             else:
                 assert refit["broadcast"] == item * inverse[structure]
                 assert step == {}

@@ -83,16 +83,17 @@ def test_operations_and_memory_are_those_of_a_training(name: str) -> None:
 
 
 def test_operations_by_hand() -> None:
-    """docs/cost.md, in additions and multiplications: 2mn(m + n) of U m for short sides, 4mn·r for a long one."""
+    """docs/cost.md, in additions and multiplications: 2mn(m + n) of U m for short sides, 4mn·r for a long one, and 2mn of its cosine."""
     inputs = torch.empty(50, 20, device="meta")
     (block,) = census(nn.Linear(20, 30, device="meta"), inputs).blocks
-    assert block.apply == 2 * 30 * 21 * (30 + 21)
+    assert block.apply == 2 * 30 * 21 * (30 + 21 + 1)
     assert block.invert == pytest.approx(30**3 + 21**3, abs=4)
     found = census(nn.Linear(20, 600, bias=False, device="meta"), inputs)
     turned = census(nn.Linear(600, 20, bias=False, device="meta"), torch.empty(50, 600, device="meta"))
-    assert found.blocks[0].apply == turned.blocks[0].apply == 4 * 600 * 20 * 75 + 2 * 600 * 20 * 20
-    r, n = 75, 600
-    thin = 3 * 2 * n * n * r + 2 * (4 * n * r * r - 4 * r**3 // 3) + 2 * n * r * r + 9 * r**3 + 2 * n * r * r
+    assert found.blocks[0].apply == turned.blocks[0].apply == 4 * 600 * 20 * 64 + 2 * 600 * 20 * (20 + 1)
+    r, n = 64, 600
+    even = 2 * n * r * r + r**3 / 3  # YᵀY and its factor
+    thin = 3 * 2 * n * n * r + even + 4 * n * r * r - 4 * r**3 // 3 + 2 * n * r * r + 9 * r**3 + 2 * n * r * r
     assert found.blocks[0].invert == pytest.approx(thin + 20**3, abs=4)
     assert found.statistics == 2 * 50 * (600**2 + 20**2)
     assert found.training == 2 * 2 * 50 * 600 * 20, "data ask for no gradient"
@@ -155,12 +156,8 @@ def test_messages_and_memory_are_those_of_processes(size: int, tmp_path: Path) -
         assert max(rank["step"].get("all_to_all_single", 0) for rank in each) == cost.step_bytes
         for rank in each:
             step, refit = rank["step"], rank["refit"]
-            sent = (
-                refit["all_reduce"]
-                + refit["pulse"]
-                - step.get("pulse", 0)
-                + refit["gathered" if sharded else "broadcast"]
-            )
+            sent = sum(refit[kind] - step.get(kind, 0) for kind in ("all_reduce", "pulse"))
+            sent += refit["gathered" if sharded else "broadcast"]
             assert sent - cost.refit_bytes == NUMBERS[way]
 
 

@@ -71,7 +71,7 @@ class CountedBlock:
     members: tuple[torch.Size, ...]
     """Its weight's, and its bias's."""
     apply: int
-    """Operations of U m."""
+    """Operations of U m, and of its product with m."""
     invert: int
 
     @property
@@ -130,7 +130,8 @@ def _counted(sums: Sums, parameters: Mapping[str, Tensor]) -> CountedBlock:
     _, invert = operations(block.invert)
     m = torch.empty(block.map.joined, device="meta")
     _, apply = operations(lambda: Stack([block]).apply(m))
-    return CountedBlock(block, tuple(parameters[name].shape for name in block.map.members), apply, invert)
+    members = tuple(parameters[name].shape for name in block.map.members)
+    return CountedBlock(block, members, apply + 2 * m.numel(), invert)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
@@ -252,7 +253,7 @@ class Network:
     batch: int
     """Examples of a training step, on all devices."""
     counted: int = 1
-    """Of which so many are looked at together; a sequence of 1,024 tokens is as many places as a refit looks at."""
+    """Of which so many are looked at together; a sequence of 512 tokens is as many places as a refit looks at."""
     places: tuple[tuple[int, bool], ...] = ()
     """Numbers of devices in the table, and whether sharded."""
 

@@ -270,6 +270,8 @@ class LLQR(Wrapping):
                 raise LLQRError(f"'lengths' in the state, under {KEY!r}, has two numbers for {name!r}")
             for number in sums:
                 check_amount(f"a length of {name!r} in the state", number)
+            if not all(sums):
+                raise LLQRError(f"'lengths' in the state, under {KEY!r}, has a zero for {name!r}")
             lengths[name] = [float(number) for number in sums]
         structures = assign(self.structure, parameters)
         blocks = {key: Block.from_state(key, one, parameters, structures) for key, one in own["blocks"].items()}
