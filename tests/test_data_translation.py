@@ -15,7 +15,6 @@ from llqr_lab.data.translation import (
     PAD,
     START,
     STOP,
-    Pairs,
     Part,
     Translation,
     TranslationBatches,
@@ -74,7 +73,7 @@ def prepared(corpus: Path) -> Translation:
 
 
 def test_numbers_and_text_again(prepared: Translation) -> None:
-    assert (len(prepared.train.source), prepared.cleaned, prepared.empty) == (200, 1, 0)
+    assert (len(prepared.train.source), prepared.examples) == (200, 201)
     assert len(prepared.source) > 4
     assert prepared.target.decode(prepared.train.target[0]) == " ".join(sentences(200, 0)[1][0].lower().split())
     for part in (prepared.valid, prepared.test):
@@ -88,12 +87,12 @@ def test_numbers_and_text_again(prepared: Translation) -> None:
 
 
 def test_cleaning(monkeypatch: pytest.MonkeyPatch) -> None:
-    pairs = Pairs(["a b", "a b", "a", "a b c d"], ["a b c", "a b c d", "", "a b c d"])
-    assert cleaned(pairs) == Pairs(["a b", "a b c d"], ["a b c", "a b c d"], 2)
+    pairs = [("a b", "a b c"), ("a b", "a b c d"), ("a", ""), ("a b c d", "a b c d")]
+    assert cleaned(pairs) == [pairs[0], pairs[3]]
     monkeypatch.setattr("llqr_lab.data.translation.LONGEST", 3)
-    assert cleaned(pairs) == Pairs(["a b"], ["a b c"], 3)
+    assert cleaned(pairs) == pairs[:1]
     with pytest.raises(ValueError, match="no training pair"):
-        cleaned(Pairs(["a"], [""]))
+        cleaned([("a", "")])
 
 
 def test_batches_are_padded_pairs(prepared: Translation) -> None:

@@ -137,8 +137,7 @@ class Translating(Task):
         self.beam, self.score = beam, "bleu" if beam else "valid_loss"
         self.data = corpus(name, folder, bpe)
         self.model = {**model, "source_words": len(self.data.source), "target_words": len(self.data.target)}
-        self.examples = len(self.data.train.source) + self.data.empty + self.data.cleaned
-        self.whole = WHOLE.get(name)
+        self.examples, self.whole = self.data.examples, WHOLE.get(name)
         self.train = TranslationBatches(self.data.train, batch, seed)
         self.test = self.data.test.first(sentences)
         self.tests = all_batches(self.data.valid.first(sentences), batch)
@@ -316,7 +315,7 @@ class Language(Task):
 
     def __init__(self, model: dict[str, Any], batch: int, seed: int, folder: Path | None, name: str) -> None:
         check_names([name], ["shakespeare", "tiny-text"], "text")
-        made = "\n".join(made_up(200, 3).target)
+        made = "\n".join(target for _, target in made_up(200, 3))
         text = shakespeare(folder) if name == "shakespeare" else characters_of(made, "generated text")
         self.model = {"words": len(text.vocabulary), **model}
         context = int(self.model.get("length", 256))
