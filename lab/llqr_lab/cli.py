@@ -5,6 +5,7 @@ Commands import what they run with when they run, so that help, versions and mis
 
 import os
 import shlex
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -84,7 +85,6 @@ def rosenbrock(
 
 @command(app)
 def train(
-    context: typer.Context,
     target: Annotated[
         str, typer.Argument(metavar="TASK", help="A preset (llqr train --list), or a configuration in TOML.")
     ] = "",
@@ -120,23 +120,10 @@ def train(
     try:
         result = command.run(config, runs, data, resume, device, workers, threads, checkpoint_seconds)
     except StoppedError as stopped:
-        typer.echo(f"The run was {stopped}. To go on:\n  {_again(context)}", err=True)
+        words = ["llqr", *(word for word in sys.argv[1:] if word != "--resume"), "--resume"]
+        typer.echo(f"The run was {stopped}. To go on:\n  {shlex.join(words)}", err=True)
         raise typer.Exit(128 + stopped.number) from None
     typer.echo(command.describe(result))
-
-
-def _again(context: typer.Context) -> str:
-    """The command that was given, with --resume."""
-    words = ["llqr", str(context.info_name)]
-    for parameter in context.command.params:
-        name = str(parameter.name)
-        source = context.get_parameter_source(name)
-        if source is None or source.name != "COMMANDLINE" or name == "resume":
-            continue
-        value = context.params[name]
-        for each in value if isinstance(value, list | tuple) else [value]:
-            words += [str(each)] if parameter.param_type_name == "argument" else [parameter.opts[0], str(each)]
-    return shlex.join([*words, "--resume"])
 
 
 @command(app)

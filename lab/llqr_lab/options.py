@@ -23,14 +23,10 @@ def writable_file(path: Path | None) -> Path | None:
     if folder == RESULTS:
         with suppress(OSError):
             folder.mkdir(exist_ok=True)
-    if not folder.exists():
-        raise typer.BadParameter(f"the folder '{folder}' doesn't exist; make it first, or name another")
     if not folder.is_dir():
-        raise typer.BadParameter(f"'{folder}' is a file, not a folder")
-    if path.is_dir():
-        raise typer.BadParameter(f"'{path}' is a folder; give the name of a file in it")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise typer.BadParameter(f"'{path}' can't be written: no permission")
+        raise typer.BadParameter(f"the folder '{folder}' doesn't exist; make it first, or name another")
+    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise typer.BadParameter(f"'{path}' can't be written: it is a folder, or there is no permission")
     return path
 
 

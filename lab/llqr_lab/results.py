@@ -60,16 +60,14 @@ def write_text(path: Path, text: str) -> None:
 
 
 @contextmanager
-def replacing(path: Path, keep: Path | None = None) -> Iterator[IO[bytes]]:
-    """A file that is there whole or not at all; the one that it replaces is kept if wanted."""
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A file that is there whole or not at all."""
     unfinished = path.with_name(path.name + ".part")
     try:
         with unfinished.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        if keep is not None and path.exists():
-            path.replace(keep)
         unfinished.replace(path)
     finally:
         with suppress(OSError):

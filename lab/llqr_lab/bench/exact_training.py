@@ -4,7 +4,6 @@ Every optimizer has the same processor time on one thread, and is shown with the
 the end). A second part times one exact step as the network gets wider and deeper and the residuals more.
 """
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -136,23 +135,14 @@ def cost(options: dict[str, int], method: str, seed: int) -> dict[str, Any]:
 
 
 def main(output: Path, figure: Path, pages: Path | None, seed: int, share: float) -> None:
-    """Run what isn't in the file yet, write it and the figure, and print the tables."""
     command = f"llqr bench exact-training --seed {seed} --share {share:g}"
     result: dict[str, Any] = {**provenance(command, seed), "runs": {}, "costs": {}}
-    if output.exists():
-        found = json.loads(output.read_text(encoding="utf-8"))
-        if found.get("command") == command:
-            result |= {"runs": found["runs"], "costs": found["costs"]}
     with one_thread(), bar(len(PROBLEMS) + len(SIZES), "training") as done:
         for name in PROBLEMS:
-            if not any(key.startswith(f"{name}/") for key in result["runs"]):
-                result["runs"] |= trained(name, share * SECONDS[name], seed)
-                write_json(output, result)
+            result["runs"] |= trained(name, share * SECONDS[name], seed)
             done()
         for sweep, sizes in SIZES.items():
-            if sweep not in result["costs"]:
-                result["costs"][sweep] = costs(sizes[: max(1, round(share * len(sizes)))], seed, share * MOST_SECONDS)
-                write_json(output, result)
+            result["costs"][sweep] = costs(sizes[: max(1, round(share * len(sizes)))], seed, share * MOST_SECONDS)
             done()
     result["summary"] = {name: summary(result["runs"], name) for name in PROBLEMS}
     write_json(output, result)
@@ -160,14 +150,13 @@ def main(output: Path, figure: Path, pages: Path | None, seed: int, share: float
     if pages is not None:
         with one_thread():
             draw_pages(result, pages, seed)
-    console = Console()
-    report(result, console)
-    say(console, f"Wrote {output} and {figure}")
+    report(result)
+    say(Console(), f"Wrote {output} and {figure}")
 
 
 def costs(sizes: list[dict[str, int]], seed: int, most: float) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    for method in ("auto", "dual", "primal", "cg"):
+    for method in METHODS:
         for options in sizes:
             try:
                 rows.append(cost(options, method, seed))
@@ -189,7 +178,8 @@ def summary(runs: dict[str, Any], problem: str) -> dict[str, Any]:
     return found
 
 
-def report(result: dict[str, Any], console: Console) -> None:
+def report(result: dict[str, Any]) -> None:
+    console = Console()
     headers = ("problem", "optimizer", "setting", "steps", "loss", "error", f"s to {ROUGH:g}", f"s to {FINE:g}")
     title = "Best of each grid, the same processor time for all"
     table = simple_table(title, *headers, left=("optimizer", "setting"))

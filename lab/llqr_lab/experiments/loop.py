@@ -7,7 +7,6 @@ step's number (the batch), so that the metrics of a run that was killed are thos
 import math
 import shlex
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -63,9 +62,6 @@ def listening() -> Iterator[Callable[[], int]]:
             raise KeyboardInterrupt
         came = number
 
-    if threading.current_thread() is not threading.main_thread():  # only that one may listen
-        yield lambda: 0
-        return
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield lambda: came
@@ -92,8 +88,7 @@ def train(
     run = Run(config, task, device)
     with folder.locked(), listening() as asked_to_stop:  # only now: what can't be trained leaves nothing behind
         folder.begin(config)
-        for trouble in folder.load(run.load_state_dict):
-            warn(f"{trouble}; going on from the one before")
+        folder.load(run.load_state_dict)
         if run.threads_changed:
             warn("the run began with another number of threads: its numbers may differ in their last digits")
         report(run.step, run.steps, run.shown())

@@ -17,7 +17,7 @@ from llqr_lab.experiments.collect import Result, collected, summary, value
 from llqr_lab.experiments.config import toml
 from llqr_lab.experiments.presets import SCALES, known_preset
 from llqr_lab.experiments.sweep import ABLATED, ABLATIONS, ablation_grid, configurations, points
-from llqr_lab.experiments.table import NAMES, UNITS, methods_of, scores
+from llqr_lab.experiments.table import NAMES, UNITS, by_method, scores
 from llqr_lab.figures.style import BLUE, GREEN, GREY, ORANGE, PINK, drawing, shared_legend
 
 COLOURS = (BLUE, ORANGE, GREEN, PINK)
@@ -72,15 +72,14 @@ def curves(groups: list[list[Result]], path: Path) -> None:
     if alone:
         panels = [(groups[0], name, by) for name in ("train_loss", panels[0][1]) for by in ("step", "seconds")]
     lines = math.ceil(len(panels) / 2)
-    names = dict.fromkeys(method for group in groups for method in methods_of(group))
+    names = dict.fromkeys(method for group in groups for method in by_method(group))
     styles = dict(zip(names, itertools.cycle(LINES), strict=False))
     with drawing(path, 11, 4.25 * lines) as figure:
         grid = figure.subplots(
             lines, 2, sharey="row" if alone else False, sharex="col" if alone else False, squeeze=False
         )
         for axes, (results, name, along) in zip(grid.flat, panels, strict=False):
-            for method in methods_of(results):
-                rows = [each for each in results if each["method"] == method]
+            for method, rows in by_method(results).items():
                 diverged = sum(each["diverged"] for each in rows)
                 label = f"{method} ({diverged} of {len(rows)} diverged)" if diverged else method
                 _band(axes, rows, along, name, label, *styles[method])
@@ -145,7 +144,7 @@ def _point(row: Result, step: float, along: str, name: str) -> tuple[float, floa
 
 
 def _title(results: list[Result]) -> str:
-    counts = {sum(1 for each in results if each["method"] == method) for method in methods_of(results)}
+    counts = set(map(len, by_method(results).values()))
     many = f"{min(counts)}" if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
     bands = "" if max(counts) == 1 else ", bands: standard error"
     return f"{results[0]['preset']} at --scale {results[0]['scale']}\nseeds: {many}{bands}"
@@ -154,13 +153,15 @@ def _title(results: list[Result]) -> str:
 def boxes(results: list[Result], path: Path) -> None:
     """Steps and seconds to grokking, one box an operation and method; runs that never got there are counted beside it."""
     presets = list(dict.fromkeys(each["preset"] for each in results))
-    methods = methods_of(results)
+    methods = by_method(results)
     with drawing(path, 11, 4.5) as figure:
         left, right = figure.subplots(1, 2)
         for axes, name, label in ((left, "steps_to_target", "steps"), (right, "seconds_to_target", "seconds")):
-            for number, (method, (colour, _)) in enumerate(zip(methods, itertools.cycle(LINES), strict=False)):
+            for number, ((method, own), (colour, _)) in enumerate(
+                zip(methods.items(), itertools.cycle(LINES), strict=False)
+            ):
                 for place, preset in enumerate(presets):
-                    rows = [each for each in results if each["preset"] == preset and each["method"] == method]
+                    rows = [each for each in own if each["preset"] == preset]
                     reached = [each[name] for each in rows if value(each) is not None]
                     at = place + (number - (len(methods) - 1) / 2) * 0.8 / len(methods)
                     if reached:
@@ -187,12 +188,10 @@ def ablation(results: list[Result], method: str, grid: dict[str, list[Any]], pat
     unit = UNITS.get(score, 1.0)
     preset, scale = results[0]["preset"], results[0]["scale"]
     # settings that were changed beside the ablation's make another run
-    labels = {
-        configurations(preset, scale, [method], [0], {name: [value] for name, value in point.items()})[0][
-            0
-        ].label: point
-        for point in points(grid)
-    }
+    labels = {}
+    for point in points(grid):
+        ((config, _),) = configurations(preset, scale, [method], [0], {name: [each] for name, each in point.items()})
+        labels[config.label] = point
     swept = [each for each in results if each["method"] in labels]
     if not swept:
         raise RunError("no finished runs of this ablation: make them with `llqr sweep --ablation`")
@@ -210,12 +209,9 @@ def ablation(results: list[Result], method: str, grid: dict[str, list[Any]], pat
                     _beside(axes, place, f"{len(rows) - len(found)} not", BLUE)
             axes.set_xticks(range(len(values)), [toml(each).strip('"') for each in values])
             axes.set_xlabel(setting)
-            for name, colour, line, label in (
-                ("base", GREY, "--", "base"),
-                (method, BLUE, ":", f"{method} as the paper has it"),
-            ):
-                if level := summary(scores([each for each in results if each["method"] == name])):
-                    axes.axhline(unit * level.mean, color=colour, linestyle=line, label=label)
+            for name, colour, line, more in (("base", GREY, "--", ""), (method, BLUE, ":", " as the paper has it")):
+                if level := summary(scores(by_method(results).get(name, []))):
+                    axes.axhline(unit * level.mean, color=colour, linestyle=line, label=name + more)
         panels[0].set_ylabel(NAMES.get(score, score))
         shared_legend(figure, panels[:1])
         figure.suptitle(f"{preset} at --scale {scale}", fontsize="medium")

@@ -22,7 +22,7 @@ from llqr_lab.experiments.collect import Result
 from llqr_lab.experiments.loop import SPENT
 from llqr_lab.experiments.paper import RESULTS
 from llqr_lab.experiments.presets import PRESETS
-from llqr_lab.experiments.table import cells, heading, methods_of, verdict
+from llqr_lab.experiments.table import cells, heading, method_order, verdict
 from llqr_lab.report.runs import FINISHED, STATUSES, FoundRun, curve, found_runs
 from llqr_lab.results import write_text
 
@@ -154,7 +154,7 @@ def experiments(runs: Iterable[FoundRun]) -> list[Experiment]:
         groups.setdefault((run.preset, run.scale), []).append(run)
     found = []
     for (preset, scale), group in groups.items():
-        labels = methods_of([{"preset": preset, "method": run.method} for run in group])
+        labels = method_order(preset, (run.method for run in group))
         methods = {label: [run for run in group if run.method == label] for label in labels}
         found.append(Experiment(preset, scale, methods))
     return found

@@ -110,7 +110,7 @@ def _of_folder(folder: RunFolder) -> FoundRun:
         notes.append(f"config.toml can't be read ({error})")
         status = UNREADABLE
     result = _result(folder, notes)
-    if edited := folder.edited(result):
+    if result is not None and (edited := folder.edited(result)):
         notes.append(f"{' and '.join(edited)} isn't what the run wrote: edited, or damaged")
     looks = [row for row in diagnostics if row is not None and _is_step(row.get("step"))]
     troubles = [f"diagnostics at step {row['step']:,}: {row['trouble']}" for row in looks if row.get("trouble")]
