@@ -63,6 +63,7 @@ ENTRIES = (
     Entry("LLQR on AdamW", "adamw", STEPS_OF_ADAM, "default"),
     Entry("LLQR on Muon", "muon", STEPS_OF_ADAM, "default"),
 )
+"""LLQR comes after its base."""
 
 
 def course_of(steps: int, parts: int = 50) -> dict[str, Any]:
@@ -82,7 +83,6 @@ class Course:
     """Bases that can't run here: torch's Muon is for matrices, and a ResNet has none inside."""
     reached: str = "train_loss"
     """What is to be reached: the training loss of the plain bases, or the test accuracy at which a task says it is over."""
-
     target: float | None = None
     """A training loss at which the task is over: who is there in the fewest steps is best."""
 
@@ -145,12 +145,9 @@ class Race:
 
     def results(self, entry: Entry, rates: Sequence[float], seeds: Sequence[int]) -> list[Result]:
         """Of each rate with each seed, as far as they have been run."""
-        found = []
-        for config, _ in self._wanted(entry, rates, seeds):
-            folder = folder_of(self._runs, config)
-            if folder.done:
-                found.append({**folder.read_result(), "lr": config.base.lr, "curve": curve(folder.read_metrics())})
-        return found
+        configs = [config for config, _ in self._wanted(entry, rates, seeds)]
+        folders = [(config.base.lr, folder_of(self._runs, config)) for config in configs]
+        return [{**run.read_result(), "lr": lr, "curve": curve(run.read_metrics())} for lr, run in folders if run.done]
 
     def run(self, wanted: Mapping[Entry, Sequence[float]], seeds: Sequence[int]) -> None:
         """Make the runs that aren't there, all at once: no core waits for another's optimizer."""
@@ -188,12 +185,12 @@ class Race:
 
     def step_seconds(self, best: Mapping[Entry, Sequence[float]], seed: int, data: Path | None) -> Times:
         """Everybody's at their best rates, in turns; kept beside the runs, for as long as the same ones are timed."""
+        if not best:
+            return {}
         configs = {entry.name: self._configuration(entry, rates[0], seed)[0] for entry, rates in best.items()}
         labels = {name: config.label for name, config in configs.items()}
         which = blake2b(json.dumps(labels).encode(), digest_size=8).hexdigest()
         path = self._runs / self._course.preset / self._scale / f"seconds-{which}.json"
-        if not configs:
-            return {}
         if path.is_file():
             return dict(json.loads(path.read_text(encoding="utf-8"))["seconds"])
         steps = 2 if self._scale == "smoke" else TIMED
@@ -259,8 +256,7 @@ def main(
 ) -> None:
     """`untuned`: LLQR has no rates of its own, and runs at its base's only. `steps`: of each course, in place of its own."""
     perform = Performed(COMMAND, page, runs, data, jobs)
-    rows: list[Row] = []
-    at_base: list[Row] = []
+    rows, at_base = list[Row](), list[Row]()
     some = (f" --optimizers '{','.join(entries)}'" if entries else "") + " --untuned" * untuned
     some += f" --steps {steps}" if steps else ""
     command = f"llqr bench race {' '.join(names)} --scale {scale} --seeds {','.join(map(str, seeds))}{some}"
@@ -295,6 +291,8 @@ def summary(
     rows = []
     for name, tried in grids.items():
         results, seconds = finals.get(name, []), times.get(name)
+        losses = [last_loss(each) for each in results]
+        reached = {label: _reached(results, course, target, seeds, seconds) for label, target in targets.items()}
         rows.append(
             {
                 "task": task,
@@ -303,11 +301,9 @@ def summary(
                 "tried": {f"{each['lr']:g}": finite(end(each, course)) for each in tried},
                 "diverged": sorted({f"{each['lr']:g}" for each in (*tried, *results) if each["diverged"]}),
                 "seeds": seeds,
-                "targets": {
-                    label: _reached(results, course, target, seeds, seconds) for label, target in targets.items()
-                },
-                "train_loss": _middle([last_loss(each) for each in results]),
-                "train_losses": [last_loss(each) for each in results],
+                "targets": reached,
+                "train_loss": _middle(losses),
+                "train_losses": losses,
                 "score_name": results[0]["score"] if results else None,
                 "score": _middle([value(each) for each in results]),
                 "step_seconds": seconds and mean(seconds),
@@ -348,14 +344,8 @@ def untuned_rows(
         there = [place(other, course, target) for (_, other), target in zip(pairs, targets, strict=True)]
         alone = _side([own for own, _ in pairs], ends, times[base])
         around = _side([other for _, other in pairs], there, times[entry.name])
-        row = {
-            "task": task,
-            "base": base,
-            "lr": finals[base][0]["lr"],
-            "seeds": seeds,
-            "alone": alone,
-            "llqr": around,
-        }
+        own = {"task": task, "base": base, "lr": finals[base][0]["lr"], "seeds": seeds}
+        row: Row = {**own, "alone": alone, "llqr": around}
         for what in ("steps", "seconds"):
             ratios = [
                 math.inf if there is None else there / own

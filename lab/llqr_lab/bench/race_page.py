@@ -8,17 +8,12 @@ from typing import Any
 
 from matplotlib.ticker import LogLocator
 
+from llqr_lab.experiments.table import NAMES
 from llqr_lab.figures.style import GREEN, ORANGE, PINK, drawing, shared_legend
 from llqr_lab.results import markdown_table
 
 COMMAND = "llqr bench race --page"
 Row = dict[str, Any]
-SCORES = {
-    "test_accuracy": "test accuracy",
-    "test_loss": "test loss",
-    "valid_loss": "validation loss",
-    "steps_to_target": "steps to 95%",
-}
 THE_END = "the end"
 """The target of tasks that say themselves when they are over."""
 
@@ -68,7 +63,7 @@ def everybody(rows: Sequence[Row]) -> list[list[str]]:
     goals = [rows[0]["targets"][label]["loss"] for label in labels]
     score = next((row["score_name"] for row in rows if row["score_name"]), "")
     names = [label if goal is None else f"{label}'s {goal:.4g}" for label, goal in zip(labels, goals, strict=True)]
-    header = ["optimizer", "rate", "training loss (least, most)", SCORES.get(score, score)]
+    header = ["optimizer", "rate", "training loss (least, most)", NAMES.get(score, "").removesuffix(", %")]
     header += [*(f"to {name}: steps, seconds" for name in names), "ms a step", "MB"]
     lines = []
     for row in rows:

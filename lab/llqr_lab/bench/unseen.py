@@ -324,26 +324,30 @@ class Comparison:
             for schedule in SCHEDULES
             for factor in FACTORS
         ]
-        wanted = {
-            (place, llqr): [Trial(*place[:2], llqr, place[2], place[4], seed, self.steps) for seed in seeds]
-            for place in places
-            for llqr in (False, True)
-        }
-        found = self.results([run for each in wanted.values() for run in each])
+
+        def trials(place: tuple[str, str, str, float, float], llqr: bool) -> list[Trial]:
+            task, base, schedule, _, rate = place
+            return [Trial(task, base, llqr, schedule, rate, seed, self.steps) for seed in seeds]
+
+        found = self.results([run for place in places for llqr in (False, True) for run in trials(place, llqr)])
         without_inputs = {
             task: UNSEEN[task].without_inputs(UNSEEN[task].load(self.data, seeds[0])) for task, _ in rates
         }
         rows = []
         for place in places:
-            alone, wrapped = ([found[run] for run in wanted[place, llqr]] for llqr in (False, True))
             row: Row = dict(zip(("task", "base", "schedule", "factor", "rate"), place, strict=True))
-            row |= {"without_inputs": without_inputs[row["task"]], "alone": _mean(alone), "llqr": _mean(wrapped)}
-            row["trains"] = row["alone"] is not None and row["alone"] * HARM < without_inputs[row["task"]]
+            row["without_inputs"] = without_inputs[row["task"]]
+            seconds = {}
+            for side, llqr in (("alone", False), ("llqr", True)):
+                results = [found[run] for run in trials(place, llqr)]
+                ends = [each["last"] for each in results]
+                row[side] = None if None in ends else fmean(ends)
+                seconds[side] = fmean(each["seconds"] for each in results)
+            row["trains"] = row["alone"] is not None and row["alone"] * HARM < row["without_inputs"]
             both = row["alone"] is not None and row["llqr"] is not None
             row["ratio"] = row["llqr"] / row["alone"] if both else None
             row["harm"] = row["trains"] and (row["ratio"] is None or row["ratio"] > HARM)
-            seconds = [fmean(each["seconds"] for each in side) for side in (alone, wrapped)]
-            rows.append({**row, "seconds": dict(zip(("alone", "llqr"), seconds, strict=True))})
+            rows.append({**row, "seconds": seconds})
         return rows
 
     def results(self, wanted: Sequence[Trial]) -> dict[Trial, Row]:
@@ -419,8 +423,3 @@ def cell(row: Row) -> str:
         return f"the base doesn't train ({ends})"
     ratio = "–" if row["ratio"] is None else f"{row['ratio']:.3f}"
     return f"**{ratio}** ({ends})" if row["harm"] else f"{ratio} ({ends})"
-
-
-def _mean(results: Sequence[Row]) -> float | None:
-    ends = [each["last"] for each in results]
-    return None if None in ends else fmean(ends)
