@@ -169,7 +169,7 @@ def test_what_a_sweep_is_asked_for() -> None:
     assert parse_values("model.blocks=[1,1]") == ("model.blocks", [[1, 1]])
     assert parse_values("llqr.solver.name=sgdm,cg") == ("llqr.solver.name", ["sgdm", "cg"])
     found = configurations("grokking-add", "smoke", ("base", "kfac-ngd"), (0, 1), {"llqr.every": [1, 2]})
-    assert [(config.label, config.seed) for config, _ in found] == [
+    assert [(config.label, config.seed) for config in found] == [
         ("base", 0),
         ("kfac-ngd+llqr.every=1", 0),
         ("kfac-ngd", 0),  # smoke runs refit every 2 steps anyway

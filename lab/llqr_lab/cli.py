@@ -156,7 +156,7 @@ def sweep(
 
     chosen = planned_runs(presets, scale, name_list(methods), seed_list(seeds), ablation, changes or [])
     if dry:
-        for config, _ in chosen:
+        for config in chosen:
             typer.echo(f"{config.preset} {config.scale} {config.label} seed {config.seed}")
     elif not run_all(chosen, runs, data, jobs or CORES, device, Console(), known):
         raise typer.Exit(1)

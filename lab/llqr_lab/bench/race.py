@@ -122,7 +122,6 @@ COURSES = {
 
 Grids = dict[str, list[Result]]
 """Of each optimizer, the runs at the rates of its grid."""
-Wanted = list[tuple[Config, dict[str, Any]]]
 TARGETS = ("SGDM", "AdamW", "Muon", "SOAP")
 """What these come to with every seed, at their best rates, is what everybody is timed to."""
 TIE = 0.02
@@ -140,12 +139,12 @@ TIMED = 200
 class Race:
     """One task, and everybody's runs on it."""
 
-    def __init__(self, course: Course, scale: str, runs: Path, perform: Callable[[Wanted], None]) -> None:
+    def __init__(self, course: Course, scale: str, runs: Path, perform: Callable[[list[Config]], None]) -> None:
         self._course, self._scale, self._runs, self._perform = course, scale, runs, perform
 
     def results(self, entry: Entry, rates: Sequence[float], seeds: Sequence[int]) -> list[Result]:
         """Of each rate with each seed, as far as they have been run."""
-        configs = [config for config, _ in self._wanted(entry, rates, seeds)]
+        configs = self._wanted(entry, rates, seeds)
         folders = [(config.base.lr, folder_of(self._runs, config)) for config in configs]
         return [{**run.read_result(), "lr": lr, "curve": curve(run.read_metrics())} for lr, run in folders if run.done]
 
@@ -187,7 +186,7 @@ class Race:
         """Everybody's at their best rates, in turns; kept beside the runs, for as long as the same ones are timed."""
         if not best:
             return {}
-        configs = {entry.name: self._configuration(entry, rates[0], seed)[0] for entry, rates in best.items()}
+        configs = {entry.name: self._configuration(entry, rates[0], seed) for entry, rates in best.items()}
         labels = {name: config.label for name, config in configs.items()}
         which = blake2b(json.dumps(labels).encode(), digest_size=8).hexdigest()
         path = self._runs / self._course.preset / self._scale / f"seconds-{which}.json"
@@ -203,13 +202,13 @@ class Race:
         write_json(path, {"labels": labels, "seconds": found})
         return found
 
-    def _wanted(self, entry: Entry, rates: Sequence[float], seeds: Sequence[int]) -> Wanted:
+    def _wanted(self, entry: Entry, rates: Sequence[float], seeds: Sequence[int]) -> list[Config]:
         return [self._configuration(entry, rate, seed) for rate in rates for seed in seeds]
 
-    def _configuration(self, entry: Entry, rate: float, seed: int) -> tuple[Config, dict[str, Any]]:
+    def _configuration(self, entry: Entry, rate: float, seed: int) -> Config:
         shorter = self._course.cpu if self._scale == "cpu" else {}
         changes = {**self._course.changes, **shorter, **entry.changes(rate)}
-        return resolve(self._course.preset, self._scale, entry.method, seed, changes), changes
+        return resolve(self._course.preset, self._scale, entry.method, seed, changes)
 
 
 def end(result: Result, course: Course) -> float:
@@ -227,7 +226,7 @@ class Performed:
         self.console, self.failed, self._page, self._command = Console(), False, page, command
         self._how = runs, data, jobs, "auto", self.console
 
-    def __call__(self, wanted: Wanted) -> None:
+    def __call__(self, wanted: list[Config]) -> None:
         self.failed |= sweep(wanted, *self._how) is False
 
     def report(self, body: str, *written: Path) -> None:

@@ -18,7 +18,7 @@ from rich.console import Console
 from llqr_lab.errors import check_names
 from llqr_lab.experiments.collect import collected, which
 from llqr_lab.experiments.command import describe, folder_of, parse_values
-from llqr_lab.experiments.config import Config, flat, toml
+from llqr_lab.experiments.config import Config, flat
 from llqr_lab.experiments.folder import RunFolder
 from llqr_lab.experiments.presets import BARE, PRESETS, known_preset, resolve
 from llqr_lab.results import say
@@ -54,7 +54,7 @@ def planned_runs(
     seeds: Sequence[int],
     ablation: str,
     changes: Sequence[str],
-) -> list[tuple[Config, dict[str, Any]]]:
+) -> list[Config]:
     """The runs of a sweep; presets may be ["all"], and methods are those of the preset's table where none are named."""
     check_names(filter(None, [ablation]), ABLATIONS, "ablation")
     by_hand = dict(map(parse_values, changes))
@@ -75,15 +75,15 @@ def ablation_grid(ablation: str, preset: str, scale: str) -> dict[str, list[Any]
 
 def configurations(
     preset: str, scale: str, methods: Iterable[str], seeds: Iterable[int], grid: Mapping[str, list[Any]]
-) -> list[tuple[Config, dict[str, Any]]]:
-    """Each method with each seed and each point of the grid, and what was changed: what the preset has anyway isn't."""
-    found: dict[tuple[str, int], tuple[Config, dict[str, Any]]] = {}
+) -> list[Config]:
+    """Each method with each seed and each point of the grid; what the preset has anyway isn't changed."""
+    found: dict[tuple[str, int], Config] = {}
     for seed, method, point in itertools.product(seeds, methods, points(grid)):
         present = resolve(preset, scale, method, seed).settings
         own = {name: value for name, value in point.items() if method not in BARE or not name.startswith("llqr.")}
         own = {name: value for name, value in own.items() if name not in present or present[name] != value}
         config = resolve(preset, scale, method, seed, own)
-        found.setdefault((config.label, seed), (config, own))
+        found.setdefault((config.label, seed), config)
     return list(found.values())
 
 
@@ -92,7 +92,7 @@ def points(grid: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
 
 
 def sweep(
-    wanted: list[tuple[Config, dict[str, Any]]],
+    wanted: Sequence[Config],
     runs: Path,
     data: Path | None,
     jobs: int,
@@ -103,7 +103,7 @@ def sweep(
     """Run what isn't in the file of known results; whether all came to their end."""
     kept = {which(each): each for each in collected(known)} if known else {}
     waiting = []
-    for config, point in wanted:
+    for config in wanted:
         folder = folder_of(runs, config)
         folder.check(config, resume=True)
         before = kept.get((config.preset, config.scale, config.label, config.seed))
@@ -112,7 +112,7 @@ def sweep(
         elif before and flat(before.get("settings", {})) == config.settings:
             say(console, f"done before: {describe(before)}")
         else:
-            waiting.append(Job(config, folder, _arguments(config, point, runs, data, device)))
+            waiting.append(Job(config, folder, _arguments(config, runs, data, device)))
     running: dict[subprocess.Popen[bytes], Job] = {}
     failed = []
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that no run outlives the sweep
@@ -135,9 +135,7 @@ def sweep(
     return not failed
 
 
-def _arguments(config: Config, point: Mapping[str, Any], runs: Path, data: Path | None, device: str) -> list[str]:
-    settings = [f"--set={name}={toml(value)}" for name, value in point.items()]
-    where = [f"--data={data}"] if data else []
+def _arguments(config: Config, runs: Path, data: Path | None, device: str) -> list[str]:
     return [
         "train",
         config.preset,
@@ -147,8 +145,8 @@ def _arguments(config: Config, point: Mapping[str, Any], runs: Path, data: Path 
         f"--runs={runs}",
         f"--device={device}",
         "--resume",
-        *where,
-        *settings,
+        *([f"--data={data}"] if data else []),
+        *(f"--set={change}" for change in config.changes),
     ]
 
 

@@ -318,9 +318,7 @@ def _ablations(results: list[Result]) -> str:
     methods = by_method(swept) if swept else {}
     for name in ABLATIONS:
         grid = ablation_grid(name, ABLATED_PRESET, "mini")
-        labels = dict.fromkeys(
-            config.label for config, _ in configurations(ABLATED_PRESET, "mini", [ABLATED], [0], grid)
-        )
+        labels = [config.label for config in configurations(ABLATED_PRESET, "mini", [ABLATED], [0], grid)]
         own = {label: methods.get(label, []) for label in ("base", ABLATED, *labels)}
         figure = f"figures/ablation-{name}.png"
         lines += [f"### {name.capitalize().replace('-', ' ')}", "", "```sh"]

@@ -190,7 +190,7 @@ def ablation(results: list[Result], method: str, grid: dict[str, list[Any]], pat
     # settings that were changed beside the ablation's make another run
     labels = {}
     for point in points(grid):
-        ((config, _),) = configurations(preset, scale, [method], [0], {name: [each] for name, each in point.items()})
+        (config,) = configurations(preset, scale, [method], [0], {name: [each] for name, each in point.items()})
         labels[config.label] = point
     swept = [each for each in results if each["method"] in labels]
     if not swept:
