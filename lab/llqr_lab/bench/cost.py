@@ -132,7 +132,7 @@ def training(subject: Subject, wrapped: bool, seed: int) -> Callable[[int], floa
     """A network under the base alone, or inside LLQR: what makes a step, and gives its seconds."""
     torch.manual_seed(seed)
     model, (inputs, targets) = subject.network(), subject.draw(subject.batch)
-    base = base_of(Base(subject.base.lower(), lr=1e-3), model)
+    base = base_of(Base(subject.base.lower(), lr=1e-3), model)  # type: ignore[arg-type]
     optimizer = LLQR(base, model) if wrapped else base
 
     def step(number: int) -> float:

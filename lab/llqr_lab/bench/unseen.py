@@ -375,7 +375,7 @@ def train(run: Trial, data: Path | None) -> Row:
     """The loss at the start, its mean over the last tenth of the steps (None if it diverged)."""
     task = UNSEEN[run.task]
     model, draw = task.start(run.seed), task.load(data, run.seed)
-    base = base_of(Base(run.base.lower(), lr=run.rate), model)
+    base = base_of(Base(run.base.lower(), lr=run.rate), model)  # type: ignore[arg-type]
     optimizer = LLQR(base, model) if run.llqr else base
     torch.manual_seed(run.seed)
     losses: list[float] = []

@@ -5,7 +5,6 @@ Random changes are by kornia, a batch at a time. All random numbers are torch's 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from io import BytesIO
 from typing import cast
 
@@ -50,24 +49,19 @@ NOTHING = Augmentation()
 
 def crop_and_flip(pictures: Tensor, augmentation: Augmentation) -> Tensor:
     """Cropped and flipped: for pictures as they are, in 0 … 1, so that zeros that come in at the sides are black."""
-    height, width = pictures.shape[-2:]
-    for step in _moves(augmentation, (augmentation.size or height, augmentation.size or width)):
-        pictures = step(pictures)
-    return pictures
-
-
-@lru_cache(maxsize=16)
-def _moves(augmentation: Augmentation, size: tuple[int, int]) -> tuple[nn.Module, ...]:
-    # Importing kornia takes seconds that runs without augmentation shouldn't pay for.
-    from kornia.augmentation import RandomCrop, RandomHorizontalFlip
-
-    steps: list[nn.Module] = []
+    # importing kornia takes seconds that runs without augmentation shouldn't pay for
     if augmentation.padding or augmentation.size:
-        sides = "reflect" if augmentation.reflect else "constant"
-        steps.append(RandomCrop(size, augmentation.padding or None, padding_mode=sides, cropping_mode="slice"))
+        from kornia.augmentation import RandomCrop
+
+        height, width = pictures.shape[-2:]
+        size, sides = augmentation.size, "reflect" if augmentation.reflect else "constant"
+        padding, out = augmentation.padding or None, (size or height, size or width)
+        pictures = RandomCrop(out, padding, padding_mode=sides, cropping_mode="slice")(pictures)
     if augmentation.flip:
-        steps.append(RandomHorizontalFlip(p=0.5))
-    return tuple(steps)
+        from kornia.augmentation import RandomHorizontalFlip
+
+        pictures = RandomHorizontalFlip(p=0.5)(pictures)
+    return pictures
 
 
 def cut_out(pictures: Tensor, side: int, share: float = 1.0) -> Tensor:
@@ -79,20 +73,14 @@ def cut_out(pictures: Tensor, side: int, share: float = 1.0) -> Tensor:
     """
     if side == 0:
         return pictures
+    from kornia.augmentation import RandomErasing
+
     height, width = pictures.shape[-2:]
     before, behind = side // 2, side // 2 - 1
     wide = nn.functional.pad(pictures, (before, behind, before, behind))
-    erased: Tensor = _eraser(side, share, wide.shape[-2], wide.shape[-1])(wide)
+    part = side**2 / wide[0, 0].numel()
+    erased: Tensor = RandomErasing(scale=(part, part), ratio=(1.0, 1.0), value=0.0, p=share)(wide)
     return erased[..., before : before + height, before : before + width]
-
-
-@lru_cache(maxsize=16)
-def _eraser(side: int, pictures: float, height: int, width: int) -> nn.Module:
-    from kornia.augmentation import RandomErasing
-
-    share = side**2 / (height * width)
-    eraser: nn.Module = RandomErasing(scale=(share, share), ratio=(1.0, 1.0), value=0.0, p=pictures)
-    return eraser
 
 
 def centre_crop(pictures: Tensor, size: int | None) -> Tensor:

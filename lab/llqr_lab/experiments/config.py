@@ -7,7 +7,7 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tomli_w
 
@@ -21,8 +21,7 @@ Options = dict[str, Any]
 class Base:
     """The optimizer that LLQR wraps, or that is alone."""
 
-    name: str
-    """sgdm, adam, adamw, or one of the peers: muon, soap, shampoo, singd, kfac, adafisher."""
+    name: Literal["sgdm", "adam", "adamw", "muon", "soap", "shampoo", "singd", "kfac", "adafisher"]
     lr: float
     weight_decay: float = 0.0
     momentum: float = 0.9
@@ -33,8 +32,7 @@ class Base:
 class Schedule:
     """The learning rate over the steps, in units of the base's."""
 
-    name: str = "constant"
-    """constant, cosine, inverse-sqrt or piecewise."""
+    name: Literal["constant", "cosine", "inverse-sqrt", "piecewise"] = "constant"
     warmup: int = 0
     """Steps in which the rate rises linearly to the base's."""
     milestones: tuple[float, ...] = ()
@@ -45,23 +43,22 @@ class Schedule:
 class Inner:
     """The solver of LLQR's refits."""
 
-    name: str = "sgdm"
-    """sgdm, adam, cg or scale-free."""
+    name: Literal["sgdm", "adam", "cg", "scale-free"] = "sgdm"
     lr: float = 0.005
     momentum: float = 0.9
     clip: float = 0.0
     """The largest norm of a tensor's inner gradient; 0 is none."""
-    schedule: str = "constant"
-    """Of the inner learning rate over the training: constant, or cosine, down to 0 at its end."""
+    schedule: Literal["constant", "cosine"] = "constant"
+    """Of the inner learning rate over the training; cosine: down to 0 at its end."""
 
 
 @dataclass(frozen=True)
 class Wrapper:
     """The paper's LLQR around the base."""
 
-    structure: str
-    divergence: str = "ngd"
-    reduction: str = "sum"
+    structure: Literal["scalar", "diagonal", "kfac", "ekfac", "dense"]
+    divergence: Literal["ngd", "reverse-kl", "renyi", "newton", "gauss-newton"] = "ngd"
+    reduction: Literal["sum", "mean"] = "sum"
     """Of KL, reverse KL and Rényi over the batch: sum, as the paper's, or mean, as the loss."""
     order: float = 0.5
     """Of the Rényi divergence."""
@@ -214,7 +211,7 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _made(kind: type, table: Any, where: str) -> Any:
-    """A dataclass from a table, each value checked against the field's type."""
+    """A dataclass from a table, each value checked with the field's type."""
     if not isinstance(table, Mapping):
         raise ConfigError(f"{where or 'the configuration'} should be a group of settings, not {table!r}")
     hints = typing.get_type_hints(kind)
@@ -241,6 +238,11 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         if not isinstance(value, list | tuple):
             raise ConfigError(f"'{where}' should be a list, not {value!r}")
         return tuple(_value(typing.get_args(hint)[0], each, where) for each in value)
+    if typing.get_origin(hint) is Literal:
+        known = typing.get_args(hint)
+        if value not in known:
+            raise ConfigError(f"'{where}' can't be '{value}'{suggestion(value, known)}")
+        return value
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if type(value) is not hint:
@@ -251,15 +253,6 @@ def _value(hint: Any, value: Any, where: str) -> Any:
 FIRST_ORDER = ("sgdm", "adam", "adamw")
 DISTRIBUTIONAL = ("ngd", "reverse-kl", "renyi")
 """Divergences between output distributions."""
-CHOICES = {
-    "base.name": (*FIRST_ORDER, "muon", "soap", "shampoo", "singd", "kfac", "adafisher"),
-    "schedule.name": ("constant", "cosine", "inverse-sqrt", "piecewise"),
-    "llqr.solver.name": ("sgdm", "adam", "cg", "scale-free"),
-    "llqr.solver.schedule": ("constant", "cosine"),
-    "llqr.reduction": ("sum", "mean"),
-    "llqr.divergence": (*DISTRIBUTIONAL, "newton", "gauss-newton"),
-    "llqr.structure": ("scalar", "diagonal", "kfac", "ekfac", "dense"),
-}
 POSITIVE = (
     "batch",
     "base.lr",
@@ -294,9 +287,6 @@ FRACTIONS = ("label_smoothing", "base.momentum", "base.beta2", "llqr.ema", "llqr
 def _check(config: Config) -> None:
     """What types don't say."""
     settings = flat(_plain(config))
-    for name, known in CHOICES.items():
-        if name in settings and settings[name] not in known:
-            raise ConfigError(f"'{name}' can't be '{settings[name]}'{suggestion(settings[name], known)}")
     for name, value in settings.items():
         if isinstance(value, int | float) and not abs(value) < LARGEST:
             raise ConfigError(f"'{name}' should be a number below {LARGEST:g}, not {value}")

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, cast
 
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -88,10 +87,9 @@ def base_of(base: Base, model: nn.Module) -> Optimizer:
 
 
 def _divergence(wrapper: Wrapper, model: nn.Module) -> Divergence:
-    reduction = cast(Literal["mean", "sum"], wrapper.reduction)
-    found = resolve(wrapper.divergence, reduction)
-    if isinstance(found, Renyi):
-        found = Renyi(wrapper.order, reduction=reduction)
+    reduction = wrapper.reduction
+    renyi = wrapper.divergence == "renyi"
+    found = Renyi(wrapper.order, reduction=reduction) if renyi else resolve(wrapper.divergence, reduction)
     modules = dict(model.named_modules())
     for name in wrapper.intermediate:
         if name not in modules:
@@ -104,9 +102,7 @@ def _divergence(wrapper: Wrapper, model: nn.Module) -> Divergence:
 
 def _structure(wrapper: Wrapper) -> str | Structure:
     kind = {"kfac": Kronecker, "ekfac": EigenKronecker}.get(wrapper.structure)
-    if kind is None or kind() == kind(max_dim=wrapper.max_dim):
-        return wrapper.structure
-    return kind(max_dim=wrapper.max_dim)
+    return kind(max_dim=wrapper.max_dim) if kind else wrapper.structure
 
 
 def _solver(inner: Inner, share: Callable[[], float]) -> Solver:

@@ -167,10 +167,7 @@ def number(value: object) -> float:
     """What isn't a finite number is infinite; what is no number at all, or isn't there, is NaN."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
-    try:
-        return float(value) if math.isfinite(value) else math.inf
-    except OverflowError:
-        return math.inf
+    return float(value) if math.isfinite(value) else math.inf
 
 
 def columns(rows: Sequence[Mapping[str, Any]]) -> Columns:
