@@ -84,7 +84,7 @@ class Wrapper:
 
 @dataclass(frozen=True)
 class Diagnostics:
-    """How good the steps are, held against the exact one (docs/diagnostics.md); nothing of the training depends on it."""
+    """How good the steps are, compared with the exact one (docs/diagnostics.md); nothing of the training depends on it."""
 
     every: int = 0
     """Steps between looks; 0 is none."""
@@ -173,7 +173,7 @@ def read(path: Path) -> Config:
 
 def parsed(table: Mapping[str, Any]) -> Config:
     """The configuration that a table of TOML is, checked."""
-    config = typing.cast(Config, _made(Config, table, ""))
+    config: Config = _made(Config, table, "")
     _check(config)
     return config
 

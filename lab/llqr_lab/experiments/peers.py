@@ -163,8 +163,7 @@ Slopes = dict[Tensor, Tensor]
 
 
 class OnLayers(Optimizer):
-    """θ ← θ - lr · direction, from gradient + weight_decay · θ and what is known of each layer: at every so-many-th step its
-    inputs and gradients are looked at.
+    """θ ← θ - lr · direction, from gradient + weight_decay · θ and what is known of each layer from every so-many-th step.
 
     Looked at is every linear layer and convolution: at its inputs a, with a 1 for the bias, and at the gradients g of each
     example's loss at its outputs. A convolution's are those of all T places, where a is the patch that it sees. With a mean
@@ -176,22 +175,14 @@ class OnLayers(Optimizer):
     those of the training labels. Other parameters are stepped by momentum alone, at the same rate.
     """
 
-    usual: int
-    """Steps between looks, where nothing else is said."""
+    every: int
+    """Steps between looks."""
     watched: tuple[type, ...]
+    damping = 1e-3
 
-    def __init__(
-        self,
-        model: nn.Module,
-        lr: float,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
-        damping: float = 1e-3,
-        every: int | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, lr: float, momentum: float = 0.9, weight_decay: float = 0.0) -> None:
         settings = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "steps": 0}
         super().__init__(model.parameters(), settings)
-        self.damping, self.every = damping, every or self.usual
         affine = (each for each in model.modules() if isinstance(getattr(each, "weight", None), nn.Parameter))
         whole = (each for each in affine if isinstance(each, self.watched) and getattr(each, "groups", 1) == 1)
         self.layers: list[Any] = list(whole)
@@ -251,7 +242,7 @@ class KFAC(OnLayers):
     """[W b] ← (G + √λ/π)⁻¹ [W b] (A + π√λ)⁻¹ of gradients, π² = mean(diag A) / mean(diag G): the damping λ of A ⊗ G in two
     factors. All of them together are then shortened to a norm of `clip`, and go into the momentum."""
 
-    usual, watched, clip = 10, LAYERS, 1.0
+    every, watched, clip = 10, LAYERS, 1.0
 
     def look(self, layer: Any, inputs: Tensor, gradients: Tensor) -> None:
         a, g = sides(layer, inputs, gradients)
@@ -286,7 +277,7 @@ class AdaFisher(OnLayers):
     in no such layer.
     """
 
-    usual, watched, memory = 100, (*LAYERS, *NORMS), 0.8
+    every, watched, memory = 100, (*LAYERS, *NORMS), 0.8
 
     def look(self, layer: Any, inputs: Tensor, gradients: Tensor) -> None:
         if isinstance(layer, NORMS):

@@ -154,11 +154,9 @@ def _started(job: Job, jobs: int) -> subprocess.Popen[bytes]:
     """A process of its own, with its share of the cores, so that seeds and methods don't disturb each other; with
     OMP_NUM_THREADS, if that is set."""
     job.folder.path.mkdir(parents=True, exist_ok=True)
-    command, environment = [sys.executable, "-m", "llqr_lab", *job.arguments], dict(os.environ)
-    if "OMP_NUM_THREADS" not in environment:
-        environment["OMP_NUM_THREADS"] = threads = str(max(1, (os.cpu_count() or 1) // jobs))
-        command.append(f"--threads={threads}")
+    environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs)), **os.environ}
     with job.folder.log.open("ab") as log:
+        command = [sys.executable, "-m", "llqr_lab", *job.arguments]
         return subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 
 

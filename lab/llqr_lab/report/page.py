@@ -54,27 +54,8 @@ class Experiment:
         return [run.result for run in self.runs if run.result is not None]
 
     @property
-    def summary(self) -> list[str]:
-        """What the preset is, and what was trained, once something is finished."""
-        known = [PRESETS[self.preset].summary] if self.preset in PRESETS else []
-        return known + ([heading(self.preset, self.results)[1]] if self.results else [])
-
-    @property
     def statuses(self) -> list[tuple[str, int]]:
         return Counter(run.status for run in self.runs).most_common()
-
-    @property
-    def table(self) -> list[list[str]]:
-        """Beside the paper's; the first row is the header."""
-        return cells(self.preset, self.results) if self.results else []
-
-    @property
-    def reported(self) -> bool:
-        return self.preset in RESULTS
-
-    @property
-    def verdict(self) -> str:
-        return verdict(self.results) if self.results else ""
 
     @cached_property
     def metrics(self) -> list[str]:
@@ -208,6 +189,13 @@ def page(experiments: list[Experiment], made: datetime) -> str:
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"shown": shown, "title": lambda name: name.replace("_", " ")}
+    environment.globals |= {
+        "cells": cells,
+        "heading": heading,
+        "verdict": verdict,
+        "PRESETS": PRESETS,
+        "RESULTS": RESULTS,
+    }
     count = sum(len(each.runs) for each in experiments)
     limit = min(max(POINTS // max(1, count), FEWEST), MOST)
     payload = json.dumps([each.drawn(limit) for each in experiments], allow_nan=False, separators=(",", ":"))

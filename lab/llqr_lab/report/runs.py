@@ -4,6 +4,7 @@ import math
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -144,19 +145,19 @@ def _of_result(result: Result) -> FoundRun:
 
 def _rows(path: Path, notes: list[str]) -> list[dict[str, Any] | None]:
     """The lines of a file; None for one that isn't a JSON object. A last line without an end isn't there yet."""
-    found: list[dict[str, Any] | None] = []
     try:
         lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     except OSError as error:
         notes.append(f"{path.name} can't be read ({error.strerror})")
         return []
-    for line in lines:
-        try:
-            row = read_json(line)
-        except (ValueError, RecursionError):
-            row = None
-        found.append(row if isinstance(row, dict) else None)
-    return found
+
+    def row(line: bytes) -> dict[str, Any] | None:
+        with suppress(ValueError, RecursionError):
+            if isinstance(found := read_json(line), dict):
+                return found
+        return None
+
+    return list(map(row, lines))
 
 
 def _is_step(value: object) -> bool:
