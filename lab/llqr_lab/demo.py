@@ -51,7 +51,6 @@ class Curve:
     seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     accuracy: float = math.nan
-    """On the test set, at the end."""
 
     @property
     def reached(self) -> tuple[str, str]:
@@ -70,7 +69,6 @@ def network(seed: int) -> nn.Module:
 
 
 def batches(data: Split, seed: int) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Random batches, the same ones for the same seed."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw_batch() -> tuple[Tensor, Tensor]:
@@ -105,7 +103,6 @@ def train(data: Split, seed: int, make: Make, steps: int, done: Callable[[], Non
 
 
 def show(output: Path, seed: int, steps: int) -> None:
-    """Train, print the table, draw the picture."""
     data = digits()
     with one_thread(), bar(len(OPTIMIZERS) * steps, "training") as done:
         for make in OPTIMIZERS.values():
@@ -134,7 +131,6 @@ LINES = ((ORANGE, "--", "s"), (ORANGE, "-", "o"), (GREEN, "--", "^"), (GREEN, "-
 
 
 def draw(curves: Mapping[str, Curve], path: Path) -> None:
-    """Training losses by steps and by seconds, one curve for each optimizer."""
     with drawing(path, 10, 4.5) as figure:
         by_steps, by_seconds = figure.subplots(1, 2, sharey=True)
         for (name, curve), (colour, style, marker) in zip(curves.items(), LINES, strict=True):

@@ -31,7 +31,6 @@ def writable_file(path: Path | None) -> Path | None:
 
 
 def writable_picture(path: Path | None) -> Path | None:
-    """A writable file with the ending of a picture format."""
     if path is not None and path.suffix.lower() not in PICTURES:
         raise typer.BadParameter(f"'{path}' doesn't end in {', '.join(PICTURES[:-1])} or {PICTURES[-1]}")
     return writable_file(path)
@@ -75,12 +74,10 @@ def without_traceback() -> Iterator[None]:
 
 
 def command(app: typer.Typer, name: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a command whose errors are told."""
     return lambda function: app.command(name)(without_traceback()(function))
 
 
 def name_list(text: str) -> list[str]:
-    """Of a list with commas between."""
     return [each.strip() for each in text.split(",") if each.strip()]
 
 

@@ -29,7 +29,6 @@ A, B = 1.0, 100.0
 INPUTS = torch.zeros(1, 1, dtype=torch.float64)
 Direction = Callable[[Tensor], Tensor]
 Build = Callable[[Tensor], nn.Module]
-"""From a point to a network that holds it as its parameters."""
 CONVERGED = ScaleFree(reach=1e6)
 """A solver that finds the minimum of J here. Its default bound on U is too tight in the valley, where the Hessian's eigenvalues
 are a factor of 2,500 apart."""
@@ -114,7 +113,6 @@ def named(network: nn.Module, vector: Tensor) -> dict[str, Tensor]:
 
 
 def joined(parts: dict[str, Tensor]) -> Tensor:
-    """The inverse of `named`."""
     return torch.cat(list(parts.values()))
 
 

@@ -71,7 +71,6 @@ class CountedBlock:
     members: tuple[torch.Size, ...]
     """Its weight's, and its bias's."""
     apply: int
-    """Operations of U m."""
     invert: int
 
     @property
@@ -80,7 +79,6 @@ class CountedBlock:
 
     @property
     def inputs(self) -> int:
-        """The part of the curvature that is of inputs."""
         return _bytes([self.block.moments[ROWS if self.block.map.inputs_on_rows else COLUMNS]])
 
     @property
@@ -102,7 +100,6 @@ class Census:
 
 
 def census(model: nn.Module, inputs: Tensor) -> Census:
-    """Of a model and inputs on the meta device."""
     parameters = dict(model.named_parameters())
     with WithoutNumbers():  # type: ignore[no-untyped-call]
         output, forward = operations(lambda: model(inputs))
@@ -156,7 +153,6 @@ class Cost:
     """Beside that in a refit: its own sums, the joined ones, the inputs' means, the new average, the new U; under FSDP2 its own
     sums, these in messages, the joined ones, and all parameters, whole."""
     step_bytes: int = 0
-    """Sent and received."""
     refit_bytes: int = 0
 
     @property
@@ -201,7 +197,6 @@ def count(found: Census, devices: int = 1, sharded: bool = False, times: int = 1
 
 
 def _owned(blocks: Sequence[CountedBlock], devices: int, sharded: bool) -> list[list[CountedBlock]]:
-    """The blocks of each rank that has some."""
     names = [b.block.map.weight if sharded else b.block.map.key for b in blocks]
     work = dict.fromkeys(names, 0)
     for name, b in zip(names, blocks, strict=True):

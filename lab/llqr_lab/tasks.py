@@ -40,7 +40,6 @@ class Task:
     """`train` is what it learns from; everything random comes from its seed."""
 
     model: dict[str, Any]
-    """The network's name and options."""
     train: Batches
     tests: Iterable[Batch]
     score: str
@@ -56,7 +55,6 @@ class Task:
     """From the inputs of a refit to one weight a variable, for models with padding."""
 
     def network(self) -> nn.Module:
-        """The untrained model."""
         return build(**self.model)
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
@@ -69,7 +67,6 @@ class Task:
         return scores(model, self.tests, device, self.ignored)
 
     def learned(self, metrics: Mapping[str, Any]) -> bool:
-        """Whether the training set is known by heart."""
         return False
 
     def over(self, metrics: Mapping[str, Any], learned: bool) -> bool:
@@ -90,7 +87,6 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def right_answers(output: Tensor, targets: Tensor, ignored: int) -> tuple[int, int]:
-    """How many, of how many."""
     asked = targets != ignored
     return int(((output.argmax(-1) == targets) & asked).sum()), int(asked.sum())
 
@@ -148,7 +144,6 @@ class Translating(Task):
         return {"valid_loss": scores(model, self.tests, device, PAD)["test_loss"]}
 
     def finals(self, model: nn.Module, device: torch.device) -> dict[str, Any]:
-        """BLEU on the test set."""
         if not self.beam:
             return {}
         numbers = translate(model, self.test.source, self.beam, device=device)

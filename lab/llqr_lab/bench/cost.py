@@ -41,7 +41,6 @@ from llqr_lab.results import bar, provenance, say, show_table, simple_table, wri
 Row = dict[str, Any]
 Job = Callable[[], object]
 Draw = Callable[[int], tuple[Tensor, Tensor]]
-"""A batch of so many."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,6 @@ class Subject:
     summary: str = ""
     base: str = "SGDM"
     steps: int = 60
-    """That are timed."""
 
 
 def _pictures(*shape: int) -> Draw:
@@ -176,7 +174,6 @@ class Bench:
         self.train()  # the optimizer's state is there from now on
 
     def train(self) -> None:
-        """One training step: forward, backward, AdamW."""
         self._optimizer.zero_grad()
         functional.cross_entropy(self._trained(self.inputs), self.targets).backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()
@@ -192,7 +189,6 @@ class Bench:
         return q
 
     def product(self, divergence: str) -> Job:
-        """One product with a curvature that was recorded before."""
         q = self.first_product(divergence)
         return lambda: q.curvature(q.gradient)
 
@@ -255,9 +251,7 @@ CUT = {
 }
 """As the presets have them; the last to see that it works."""
 PARTS = 4
-"""Chunks of a batch."""
 SEGMENTS = ("stages.*.*",)
-"""The residual blocks of both networks."""
 
 
 def memory(names: Sequence[str], output: Path, seed: int) -> None:

@@ -42,7 +42,6 @@ MOST_SECONDS = 20.0
 
 
 def stepper(name: str, setting: float, problem: Problem) -> Step:
-    """One step of an optimizer."""
     parameters = list(problem.model.parameters())
     optimizer: torch.optim.Optimizer
     if name == "Exact":
@@ -91,7 +90,6 @@ def train(problem: Problem, step: Step, seconds: float, curve: Curve) -> Iterato
 
 
 def trained(name: str, seconds: float, seed: int) -> dict[str, Curve]:
-    """All optimizers on one problem, in turns."""
     curves: dict[str, Curve] = {}
     going: list[Iterator[None]] = []
     for optimizer, settings in GRIDS.items():
@@ -106,7 +104,6 @@ def trained(name: str, seconds: float, seed: int) -> dict[str, Curve]:
 
 
 def reached(curve: Curve, error: float) -> float | None:
-    """The seconds after which the error is this small."""
     return next((s for s, e in zip(curve["seconds"], curve["error"], strict=True) if e <= error), None)
 
 
@@ -199,7 +196,6 @@ def report(result: dict[str, Any]) -> None:
 
 LINES = {"Exact": (BLUE, "-"), "Adam": (ORANGE, "--"), "L-BFGS": (GREEN, "-."), "SOAP": (GREY, ":")}
 STEPS = 60
-"""Exact steps of the pages' figures."""
 METHODS = {"dual": (BLUE, "o"), "primal": (ORANGE, "s"), "cg": (GREEN, "^"), "auto": (PINK, "x")}
 
 

@@ -102,7 +102,6 @@ def peak_resident() -> int | None:
 WIDEN = 3.0
 """The factor between rates; where the best is the first or the last of a grid, one more is tried beyond it, and so on."""
 WIDEST = 3
-"""How often."""
 Key = TypeVar("Key")
 
 

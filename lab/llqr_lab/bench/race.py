@@ -63,7 +63,6 @@ ENTRIES = (
     Entry("LLQR on AdamW", "adamw", STEPS_OF_ADAM, "default"),
     Entry("LLQR on Muon", "muon", STEPS_OF_ADAM, "default"),
 )
-"""LLQR comes after its base."""
 
 
 def course_of(steps: int, parts: int = 50) -> dict[str, Any]:
@@ -127,11 +126,9 @@ TARGETS = ("SGDM", "AdamW", "Muon", "SOAP")
 TIE = 0.02
 """Rates whose ends with the first seed differ by less than this share are run with all seeds: seeds differ by more."""
 ROUNDS = 3
-"""Times that the first steps are taken anew when they are timed."""
 Times = dict[str, list[float]]
 """Seconds of the first steps of each optimizer."""
 TURN = 25
-"""Steps of a turn."""
 TIMED = 200
 """Steps that are timed; what comes after costs as much as the later half of them, on average."""
 

@@ -58,7 +58,6 @@ def ratio(row: Row, what: str) -> str:
 
 
 def everybody(rows: Sequence[Row]) -> list[list[str]]:
-    """Of one task, a line an optimizer."""
     labels = list(rows[0]["targets"])
     goals = [rows[0]["targets"][label]["loss"] for label in labels]
     score = next((row["score_name"] for row in rows if row["score_name"]), "")
@@ -82,7 +81,6 @@ def _spread(row: Row) -> str:
 
 
 def tried(rows: Sequence[Row]) -> list[list[str]]:
-    """How each run of the grids ended."""
     lines = []
     for row in rows:
         ends = [
@@ -111,7 +109,6 @@ COLUMNS = 3
 
 
 def draw(untuned: Sequence[Row], path: Path) -> None:
-    """Training loss by steps: the bases, and LLQR at their rates."""
     tasks = list(dict.fromkeys(row["task"] for row in untuned)) or [""]
     columns = min(COLUMNS, len(tasks))
     lines = math.ceil(len(tasks) / columns)

@@ -35,9 +35,7 @@ from llqr_lab.models.transformers import ViT
 from llqr_lab.results import bar, check_page, markdown_table, provenance, say, write_json, write_page
 
 Batch = tuple[tuple[Tensor, ...], Tensor]
-"""What the model is called with, and the targets."""
 Draw = Callable[[int], Batch]
-"""The batch of a step."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,6 @@ class Unseen:
     loss: Callable[[Tensor, Tensor], Tensor]
     sgdm: tuple[float, ...] = (0.03, 0.1, 0.3)
     adamw: tuple[float, ...] = (1e-3, 3e-3, 1e-2)
-    """Learning rates to begin with."""
 
     def start(self, seed: int) -> nn.Module:
         with own_randomness("weights", seed):
@@ -258,7 +255,6 @@ HARM = 1.02
 """The ratio of last losses above which LLQR is said to do harm."""
 Row = dict[str, Any]
 Place = tuple[str, str]
-"""A task and a base."""
 
 
 class Trial(NamedTuple):
@@ -351,7 +347,6 @@ class Comparison:
         return rows
 
     def results(self, wanted: Sequence[Trial]) -> dict[Trial, Row]:
-        """Of these runs; those that aren't there are made, so many at a time."""
         missing = [run for run in dict.fromkeys(wanted) if run not in self.known]
         make = partial(perform, data=self.data)
         with bar(len(missing), "training") as done, ExitStack() as stack:

@@ -20,7 +20,6 @@ from llqr.errors import LLQRError
 
 class Batch(NamedTuple):
     inputs: tuple[Tensor, ...]
-    """What the model is called with."""
     targets: Tensor
 
 
@@ -102,7 +101,6 @@ class TensorBatches:
 
 
 def tensor_batches_in_order(inputs: Tensor, targets: Tensor, size: int) -> list[Batch]:
-    """Every example once, in order."""
     return [Batch((inputs[rows],), targets[rows]) for rows in in_order(len(targets), size)]
 
 

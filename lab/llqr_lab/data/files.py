@@ -20,7 +20,6 @@ def data_folder(folder: Path | None) -> Path | None:
 
 
 def data_path(folder: Path | None, name: str, source: str) -> Path:
-    """The file or folder of this name in the data folder."""
     chosen = data_folder(folder)
     if chosen is None:
         where = f"say where the data is, by --data FOLDER or {VARIABLE}; wanted there"

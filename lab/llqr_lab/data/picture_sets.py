@@ -73,7 +73,6 @@ class Cifar:
     classes: int
     archive: str
     folder: str
-    """In the archive."""
     train: tuple[str, ...]
     test: str
     labels: int
@@ -129,7 +128,6 @@ KEYS = ("x_train", "y_train", "x_test", "y_test")
 
 
 def _pictures_of_npz(path: Path, classes: int, source: str) -> Pictures:
-    """Of an .npz with bytes NHWC."""
     with (
         reading(path, source, zipfile.BadZipFile, ValueError),
         path.open("rb") as content,
@@ -162,7 +160,6 @@ FITS = ("shorter", "stretch")
 
 
 def imagenet(folder: Path | None = None, side: int = 256, fit: str = "shorter") -> Pictures:
-    """ImageNet from `imagenet/` in the data folder."""
     root = data_path(folder, "imagenet", IMAGENET_SOURCE)
     names = glob("train/*/*", root_dir=root) + glob("val/*/*", root_dir=root)
     return pictures_in_files(f"'{root}'", names, partial(_content, root), side, fit)

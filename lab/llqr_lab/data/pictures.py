@@ -29,11 +29,9 @@ class Augmentation:
     reflect: bool = False
     """What comes in at the sides is the picture mirrored, not zeros."""
     flip: bool = False
-    """Left and right are swapped in half of the pictures."""
     cutout: int = 0
     """The side of a square of zeros, as DeVries & Taylor (2017) have it; see `cut_out`."""
     cutout_share: float = 1.0
-    """The share of pictures that have one."""
 
     def __post_init__(self) -> None:
         if self.cutout % 2 or self.cutout < 0:
@@ -99,7 +97,6 @@ class MemoryPictures:
     images: Tensor
     """uint8 NCHW."""
     labels: Tensor
-    """int64, one for each picture."""
 
     def take(self, rows: Tensor) -> Tensor:
         return self.images[rows]
@@ -189,7 +186,6 @@ class Pictures:
     normalisation: Normalisation
 
     def training(self, size: int, seed: int, augmentation: Augmentation = NOTHING) -> "TrainingPictures":
-        """Training batches by the step's number."""
         return TrainingPictures(self.train, self.normalisation, size, seed, augmentation)
 
     def testing(self, size: int, crop: int | None = None) -> "PicturesInOrder":

@@ -152,7 +152,6 @@ class Subwords:
 
 
 def join(pieces: Iterable[str]) -> str:
-    """The words again, with one space between them."""
     return " ".join("".join(pieces).split())
 
 
@@ -216,7 +215,6 @@ class Dictionary:
         return len(SPECIAL) + len(self.pieces)
 
     def encode(self, pieces: Iterable[str]) -> list[int]:
-        """The numbers, and </s>."""
         return [*(self._numbers.get(piece, UNKNOWN) for piece in pieces), STOP]
 
     def decode(self, numbers: Iterable[int]) -> str:
@@ -240,7 +238,6 @@ class Part(NamedTuple):
     """What translations are scored against: raw text, or detokenised where the corpus comes tokenised. None in training."""
 
     def first(self, sentences: int) -> "Part":
-        """So many of them; 0: all."""
         some = slice(sentences or None)
         return Part(self.source[some], self.target[some], self.references[some])
 
@@ -257,7 +254,6 @@ class Translation:
     source: Dictionary
     target: Dictionary
     words: Words
-    """Of the target language."""
     train: Part
     valid: Part
     test: Part
@@ -265,7 +261,6 @@ class Translation:
     """Training pairs, with those that were left out."""
 
     def text(self, numbers: Iterable[int]) -> str:
-        """A translation as one would write it, to be scored."""
         return self.words.join(self.target.decode(numbers))
 
 

@@ -14,7 +14,6 @@ from llqr_lab.experiments.presets import SCALES
 from llqr_lab.results import read_json, write_text
 
 POINTS = 200
-"""Of a curve that is kept."""
 
 Result = dict[str, Any]
 """What result.json has, with the run's curve."""

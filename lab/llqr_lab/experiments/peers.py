@@ -176,7 +176,6 @@ class OnLayers(Optimizer):
     """
 
     every: int
-    """Steps between looks."""
     watched: tuple[type, ...]
     damping = 1e-3
 
@@ -319,7 +318,6 @@ PEERS: Mapping[str, Callable[[Base, nn.Module], Optimizer]] = {
 
 
 def _rest(base: Base, model: nn.Module, taken: Iterable[nn.Parameter]) -> list[Optimizer]:
-    """AdamW for what is left."""
     others = {id(p) for p in taken}
     left = [p for p in model.parameters() if id(p) not in others]
     return [AdamW(left, lr=base.lr, betas=(0.9, base.beta2), weight_decay=base.weight_decay)] if left else []

@@ -24,7 +24,6 @@ from llqr_lab.experiments.paper import PUBLISHED, RESULTS
 
 SCALES = ("paper", "mini", "cpu", "smoke")
 STRUCTURES = ("diagonal", "kfac", "ekfac")
-"""Of the paper's experiments."""
 DIVERGENCES = ("newton", "ngd", "gauss-newton", "reverse-kl", "renyi")
 GEOMETRIES = ("default", *(f"ekfac-{each}" for each in ("ngd", "reverse-kl", "renyi", "newton")))
 PEERS = ("adam", "adafisher", "kfac", "shampoo", "soap")
@@ -58,14 +57,11 @@ class Preset:
     peers: dict[str, Changes] = field(default_factory=dict)
     """Other optimizers of the table, by what they change; of the length of the run at the scale of the paper only."""
     mini_methods: dict[str, Changes] = field(default_factory=dict)
-    """What some methods change at `mini`."""
     seeds: str = "0-4"
-    """Of the paper."""
     of_paper: bool = True
 
 
 def _cifar(classes: int, network: str, summary: str, base: dict[str, Any], batch: int = 128) -> tuple[str, Preset]:
-    """With its name."""
     # of the authors' code: Cutout's square, in half of the pictures, and mirrored sides
     data = {"name": f"cifar{classes}", "cutout": 16, "cutout_share": 0.5, "reflect": True}
     # a hundred classes of Tiny ImageNet stand in for CIFAR-100, of which there is no small part at hand
@@ -430,7 +426,6 @@ def resolve(name: str, scale: str, method: str, seed: int, changes: Mapping[str,
 
 
 def _wrapper(preset: Preset, scale: str, method: str) -> dict[str, Any]:
-    """The settings of the paper's LLQR."""
     structure, _, divergence = method.partition("-")
     if structure not in ("scalar", *STRUCTURES) or divergence not in DIVERGENCES:
         known = [f"{each}-{other}" for each in STRUCTURES for other in DIVERGENCES]

@@ -28,11 +28,7 @@ ABLATIONS: dict[str, dict[str, list[Any]]] = {
     "inner": {"llqr.steps": [10, 25, 50], "llqr.every": [1, 4], "llqr.solver.lr": [0.001, 0.005, 0.02]},
     "ema": {"llqr.ema": [0.0, 0.5, 0.85, 0.95]},
     # the paper's has no EMA, and an inner learning rate that falls; what each of them does by itself is seen too
-    "warm-start": {
-        "llqr.warm_start": [True],
-        "llqr.ema": [0.0, 0.95],
-        "llqr.solver.schedule": ["constant", "cosine"],
-    },
+    "warm-start": {"llqr.warm_start": [True], "llqr.ema": [0.0, 0.95], "llqr.solver.schedule": ["constant", "cosine"]},
     "solver": {"llqr.solver.name": ["sgdm", "adam", "cg"]},
 }
 """The grids of the paper's ablations; periods are multiples of the preset's own."""

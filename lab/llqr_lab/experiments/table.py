@@ -116,7 +116,6 @@ def scores(rows: list[Result]) -> list[float]:
 
 
 def seeds(rows: list[Result]) -> str:
-    """How many, and how many of them came to a score."""
     reached = len(scores(rows))
     return str(len(rows)) if reached == len(rows) else f"{reached} of {len(rows)}"
 
@@ -167,7 +166,6 @@ def gains(rows: list[Result], base: list[Result]) -> list[float]:
 
 
 def compared(gain: Summary | None) -> str:
-    """A gain over the base, in words."""
     if gain is None:
         return "no seed in common with the base"
     if gain.error is None:
@@ -360,7 +358,6 @@ def commands(group: list[Result]) -> list[str]:
 
 
 def _numbers(seeds: Sequence[int]) -> str:
-    """0-2 for 0, 1, 2."""
     if len(seeds) > 1 and list(seeds) == list(range(seeds[0], seeds[-1] + 1)):
         return f"{seeds[0]}-{seeds[-1]}"
     return ",".join(map(str, seeds))

@@ -218,7 +218,6 @@ def ablation(results: list[Result], method: str, grid: dict[str, list[Any]], pat
 
 
 def _beside(axes: Axes, at: float, text: str, colour: str) -> None:
-    """How many runs came to no score."""
     axes.annotate(
         text, (at, 1.0), xycoords=("data", "axes fraction"), ha="center", va="top", fontsize="x-small", color=colour
     )

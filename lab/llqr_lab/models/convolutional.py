@@ -198,13 +198,7 @@ class VGG16BN(nn.Module):
     is usual on CIFAR, two of them with a dropout of 0.5 are ImageNet's form.
     """
 
-    def __init__(
-        self,
-        classes: int = 10,
-        width: int = 64,
-        hidden: int = 0,
-        dropout: float = 0.0,
-    ) -> None:
+    def __init__(self, classes: int = 10, width: int = 64, hidden: int = 0, dropout: float = 0.0) -> None:
         super().__init__()
         layers: list[nn.Module] = []
         before = 3
@@ -303,12 +297,7 @@ class PyramidNet(nn.Module):
     """
 
     def __init__(
-        self,
-        classes: int = 10,
-        depth: int = 110,
-        alpha: float = 270,
-        width: int = 16,
-        bottleneck: bool = False,
+        self, classes: int = 10, depth: int = 110, alpha: float = 270, width: int = 16, bottleneck: bool = False
     ) -> None:
         super().__init__()
         each = 9 if bottleneck else 6

@@ -183,13 +183,7 @@ class ViT(nn.Module):
     """
 
     def __init__(
-        self,
-        classes: int = 10,
-        picture: int = 32,
-        patch: int = 4,
-        width: int = 192,
-        heads: int = 3,
-        layers: int = 12,
+        self, classes: int = 10, picture: int = 32, patch: int = 4, width: int = 192, heads: int = 3, layers: int = 12
     ) -> None:
         super().__init__()
         if picture % patch:

@@ -32,7 +32,6 @@ FIRST = ("train_loss", "valid_loss", "test_loss", "train_accuracy", "test_accura
 BESIDE = ("epoch", "lr", "refits", "rejected", "objective")
 """Metrics that are listed before others, and after them: of how it was trained, not of what came of it."""
 PARTS = ("steps", "refits", "evaluation", "batches", "checkpoints")
-"""Of the time of a run."""
 MARKS = dict(zip(STATUSES, "✓↗…‖✕?", strict=True))
 """Beside the words, so that colour isn't all that tells statuses apart."""
 
@@ -106,7 +105,6 @@ class Experiment:
 
     @cached_property
     def ends(self) -> list[str]:
-        """What the table of runs has of the end of each."""
         known = {name for run in self.runs for name, value in run.last.items() if isinstance(value, int | float)}
         return [name for name in _ordered(known) if name not in BESIDE]
 
@@ -226,7 +224,6 @@ def _hash(text: str) -> str:
 
 
 def write_report(sources: Sequence[Path], output: Path) -> str:
-    """Write the page; what to say of it."""
     found = experiments(found_runs(sources))
     # names may hold halves of characters, which no file can
     text = page(found, datetime.now()).encode("utf-8", "replace").decode("utf-8")

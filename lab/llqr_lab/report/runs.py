@@ -42,12 +42,10 @@ class FoundRun:
     result: Result | None
     metrics: Columns
     last: dict[str, Any]
-    """What was measured last."""
     diagnostics: Columns
 
     @property
     def progress(self) -> str:
-        """How far it came, of how far it should."""
         done = int(self.metrics["step"][-1]) if self.metrics else 0
         planned = self.settings.get("steps", "0")
         if self.result is None and planned.isdecimal() and int(planned) > done:
