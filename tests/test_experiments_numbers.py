@@ -17,7 +17,7 @@ from llqr_lab.experiments.folder import RunFolder
 from llqr_lab.experiments.optimizers import rate
 from llqr_lab.experiments.paper import PUBLISHED
 from llqr_lab.experiments.presets import resolve
-from llqr_lab.experiments.sweep import Job, _started, ablation_grid, configurations
+from llqr_lab.experiments.sweep import _started, ablation_grid, configurations
 from llqr_lab.experiments.table import cells, gains, shares, shown, times, verdict
 from llqr_lab.figures.experiments import _point
 from llqr_lab.options import seed_list
@@ -259,7 +259,6 @@ def test_chunks_and_solvers_reach_the_optimizer() -> None:
 
 def test_a_sweep_keeps_the_threads_that_are_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each run has its share of the cores, unless OMP_NUM_THREADS says how many threads."""
-    config = resolve("grokking-add", "smoke", "base", 0)
     told: list[str] = []
 
     def popen(command: list[str], env: dict[str, str], **_: Any) -> None:
@@ -271,7 +270,7 @@ def test_a_sweep_keeps_the_threads_that_are_set(tmp_path: Path, monkeypatch: pyt
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
         if threads is not None:
             monkeypatch.setenv("OMP_NUM_THREADS", threads)
-        _started(Job(config, RunFolder(tmp_path), ["train"]), jobs=2)
+        _started(RunFolder(tmp_path), ["train"], jobs=2)
     assert told == ["3", "4"]
 
 

@@ -139,7 +139,7 @@ def sweep(
         list[str] | None,
         typer.Option("--set", help="A setting with one value or several: --set llqr.every=50,100. Again for a grid."),
     ] = None,
-    jobs: options.Jobs = None,
+    jobs: options.Jobs = CORES,
     data: options.Data = None,
     runs: options.Runs = Path("runs"),
     device: options.Device = "auto",
@@ -158,7 +158,7 @@ def sweep(
     if dry:
         for config in chosen:
             typer.echo(f"{config.preset} {config.scale} {config.label} seed {config.seed}")
-    elif not run_all(chosen, runs, data, jobs or CORES, device, Console(), known):
+    elif not run_all(chosen, runs, data, jobs, device, Console(), known):
         raise typer.Exit(1)
 
 
@@ -284,7 +284,7 @@ def race(
     seeds: options.Seeds = "0-2",
     runs: options.Runs = Path("runs"),
     data: options.Data = None,
-    jobs: options.Jobs = None,
+    jobs: options.Jobs = CORES,
     output: options.Output = Path("results/race.json"),
     figure: options.Picture = Path("results/race.png"),
     page: options.Page = None,
@@ -302,8 +302,8 @@ def race(
     for name in chosen if untuned else []:
         if name.removeprefix("LLQR on ") not in chosen:
             raise ConfigError(f"with --untuned, '{name}' runs at its base's best rate: name the base too")
-    at_a_time, tasks = jobs or CORES, tasks or list(COURSES)
-    main(tasks, chosen, scale, seed_list(seeds), runs, data, at_a_time, output, figure, page, untuned, steps)
+    tasks = tasks or list(COURSES)
+    main(tasks, chosen, scale, seed_list(seeds), runs, data, jobs, output, figure, page, untuned, steps)
 
 
 @command(bench)
@@ -312,7 +312,7 @@ def sizes(
     seeds: options.Seeds = "0-2",
     runs: options.Runs = Path("runs"),
     data: options.Data = None,
-    jobs: options.Jobs = None,
+    jobs: options.Jobs = CORES,
     output: options.Output = Path("results/sizes.json"),
     figure: options.Picture = Path("results/sizes.png"),
     page: options.Page = None,
@@ -320,7 +320,7 @@ def sizes(
     """How LLQR's gain goes with the batch (32 to 2,048), and with the width and the depth of a network (an hour)."""
     from llqr_lab.bench.sizes import main
 
-    main(scale, seed_list(seeds), runs, data, jobs or CORES, output, figure, page)
+    main(scale, seed_list(seeds), runs, data, jobs, output, figure, page)
 
 
 @command(bench)
@@ -329,7 +329,7 @@ def unseen(
     seeds: options.Seeds = "0",
     steps: Annotated[int, typer.Option(min=10, help="Steps of a run.")] = 300,
     data: options.Data = None,
-    jobs: options.Jobs = None,
+    jobs: options.Jobs = CORES,
     output: options.Output = Path("results/unseen.json"),
     page: options.Page = None,
 ) -> None:
@@ -337,7 +337,7 @@ def unseen(
     from llqr_lab.bench.unseen import UNSEEN, main
 
     check_names(tasks or [], UNSEEN, "unseen task")
-    main(tasks or list(UNSEEN), seed_list(seeds), steps, data, jobs or CORES, output, page)
+    main(tasks or list(UNSEEN), seed_list(seeds), steps, data, jobs, output, page)
 
 
 @command(bench)

@@ -46,7 +46,7 @@ Sources = Annotated[
     list[Path] | None,
     typer.Argument(metavar="RUNS...", help="Folders of runs, or files of results that `llqr table --save` wrote."),
 ]
-Jobs = Annotated[int | None, typer.Option(min=1, help="Runs at a time; else one for each core.")]
+Jobs = Annotated[int, typer.Option(min=1, help="Runs at a time; else one for each core.", show_default=False)]
 Repeats = Annotated[int, typer.Option(min=1, help="Rounds; medians are reported.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads of torch; else its own choice.")]
 Output = Annotated[Path, typer.Option(callback=writable_file, help="The JSON file to write.")]

@@ -23,17 +23,13 @@ from llqr_lab.errors import RunError
 
 def provenance(command: str, seed: int) -> dict[str, Any]:
     """The command, the seed, the versions and the size of the machine; nothing that names the machine or a path on it."""
-    try:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        memory = None
     return {
         "command": command,
         "seed": seed,
         "versions": {"llqr": version("llqr"), "python": platform.python_version(), "torch": str(torch.__version__)},
         # in a container a process may use fewer cores than the machine has
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_bytes": memory,
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     }
 
 

@@ -2,7 +2,6 @@
 
 import ctypes
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -84,17 +83,10 @@ def _peak(prepare: Callable[..., Job], arguments: tuple[Any, ...]) -> tuple[int 
 
 
 def peak_resident() -> int | None:
-    """VmHWM rather than ru_maxrss where there is one: the latter is handed down from the process that spawned this one."""
+    """Linux's VmHWM. (ru_maxrss is handed down from the process that spawned this one.)"""
     status = Path("/proc/self/status")
-    for line in status.read_text().splitlines() if status.exists() else ():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    if os.name != "posix":
-        return None
-    import resource
-
-    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return largest if sys.platform == "darwin" else largest * 1024
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), None)
 
 
 # learning rates

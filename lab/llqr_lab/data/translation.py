@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import product, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -210,6 +210,7 @@ class Dictionary:
         counts = Counter(piece for pieces in text for piece in pieces)
         self.pieces = sorted(counts, key=lambda piece: (-counts[piece], piece))
         self._numbers = {piece: number for number, piece in enumerate(self.pieces, len(SPECIAL))}
+        self._written = ["", "", "", SPECIAL[UNKNOWN] + END, *self.pieces]
 
     def __len__(self) -> int:
         return len(SPECIAL) + len(self.pieces)
@@ -219,15 +220,7 @@ class Dictionary:
 
     def decode(self, numbers: Iterable[int]) -> str:
         """The words up to the first </s>. What isn't known is the word <unk>; <s> and <pad> are nothing."""
-        pieces = []
-        for number in numbers:
-            if number == STOP:
-                break
-            if number == UNKNOWN:
-                pieces.append(SPECIAL[UNKNOWN] + END)
-            elif number >= len(SPECIAL):
-                pieces.append(self.pieces[number - len(SPECIAL)])
-        return join(pieces)
+        return join(self._written[number] for number in takewhile(lambda number: number != STOP, numbers))
 
 
 class Part(NamedTuple):

@@ -35,6 +35,9 @@ CHECKPOINT_SECONDS = 60.0
 SPENT = ("refit_step_seconds", "evaluation_seconds", "batch_seconds", "checkpoint_seconds")
 """Where time goes, by the run's clock: the steps that refit (within `seconds`), and three things beside the steps."""
 
+NOTHING_YET: list[float] = [0.0, 0, 0, 0]
+"""Since the last record: the sum of the losses, the steps, the right answers, and how many were asked for."""
+
 Report = Callable[[int, int, Mapping[str, Any]], None]
 """Called at the beginning and after each step with the steps so far, how many there are, and what was measured last."""
 
@@ -149,7 +152,7 @@ class Run:
         self.threads_changed = False
         self.over = self.diverged = self.learned = False
         self.latest: dict[str, Any] = {}
-        self._begin_interval()
+        self._interval = NOTHING_YET
 
     def _fresh(self) -> Batch:
         """A batch that no step is trained on."""
@@ -170,9 +173,6 @@ class Run:
             if batch is None:
                 return
             yield batch
-
-    def _begin_interval(self) -> None:
-        self._losses, self._counted, self._right, self._seen = 0.0, 0, 0, 0
 
     def advance(self, batch: Batch) -> None:
         """One step."""
@@ -195,9 +195,8 @@ class Run:
         self.scheduler.step()
         self.step += 1
         self.diverged = not math.isfinite(loss)
-        right, seen = right_answers(outputs[0], batch.targets, self.task.ignored)
-        self._losses, self._counted = self._losses + loss, self._counted + 1
-        self._right, self._seen = self._right + right, self._seen + seen
+        new = (loss, 1, *right_answers(outputs[0], batch.targets, self.task.ignored))
+        self._interval = [before + more for before, more in zip(self._interval, new, strict=True)]
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
         seconds = self.clock() - start
@@ -234,12 +233,13 @@ class Run:
 
     def measure(self, evaluated: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
         """Metrics of the steps since the last time, of the model now if it is `evaluated`, and the seconds so far."""
+        losses, steps, right, seen = self._interval
         metrics: dict[str, Any] = {
             "step": self.step,
             "epoch": self.step / self.task.train.steps_per_epoch,
             "lr": self.lr,
-            "train_loss": finite(self._losses / self._counted),
-            "train_accuracy": self._right / max(1, self._seen),
+            "train_loss": finite(losses / steps),
+            "train_accuracy": right / max(1, seen),
         }
         if evaluated:
             self.model.eval()
@@ -251,19 +251,18 @@ class Run:
             known = vars(self.stats)
             metrics |= {name: known[name] for name in ("refits", "rejected") if name in known}
             if "objective_after" in known:
-                objective = known["objective_after"]
-                metrics["objective"] = None if objective is None else finite(objective)
+                metrics["objective"] = known["objective_after"] and finite(known["objective_after"])
             times["refit_wall_seconds"] = known.get("seconds", 0.0)
         times |= self.spent
         self.learned = self.learned or self.task.learned(metrics)
         self.over = self.diverged or self.task.over(metrics, self.learned)
-        self.latest = metrics
-        self._begin_interval()
+        self.latest, self._interval = metrics, NOTHING_YET
         return metrics, times
 
     def shown(self) -> dict[str, Any]:
         """For the progress bar."""
-        loss = self._losses / self._counted if self._counted else self.latest.get("train_loss")
+        losses, steps, *_ = self._interval
+        loss = losses / steps if steps else self.latest.get("train_loss")
         stats = {} if self.stats is None else {"refits": self.stats.refits}
         return {**self.latest, "train_loss": loss, **stats}
 
@@ -275,7 +274,7 @@ class Run:
             "clock": self.clock_name,
             "threads": torch.get_num_threads(),
             "lr": self.lr,
-            "interval": [self._losses, self._counted, self._right, self._seen],
+            "interval": self._interval,
             "latest": self.latest,
             "over": [self.over, self.diverged],
             "learned": self.learned,
@@ -296,7 +295,7 @@ class Run:
         self.threads_changed = state["threads"] != torch.get_num_threads()
         if state["clock"] != self.clock_name:
             self.clock_name = "mixed"
-        self._losses, self._counted, self._right, self._seen = state["interval"]
+        self._interval = state["interval"]
         torch.set_rng_state(state["random"])
         if self.device.type == "cuda" and state["random_cuda"]:
             torch.cuda.set_rng_state_all(state["random_cuda"])

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +33,6 @@ ABLATIONS: dict[str, dict[str, list[Any]]] = {
 """The grids of the paper's ablations; periods are multiples of the preset's own."""
 ABLATED = "ekfac-ngd"
 """The method that they are of."""
-
-
-@dataclass
-class Job:
-    config: Config
-    folder: RunFolder
-    arguments: list[str]
 
 
 def planned_runs(
@@ -108,27 +100,29 @@ def sweep(
         elif before and flat(before.get("settings", {})) == config.settings:
             say(console, f"done before: {describe(before)}")
         else:
-            waiting.append(Job(config, folder, _arguments(config, runs, data, device)))
-    running: dict[subprocess.Popen[bytes], Job] = {}
-    failed = []
+            waiting.append((config, folder))
+    running: dict[subprocess.Popen[bytes], tuple[Config, RunFolder]] = {}
+    whole = True
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that no run outlives the sweep
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
-                job = waiting.pop(0)
-                running[_started(job, jobs)] = job
+                config, folder = waiting.pop(0)
+                running[_started(folder, _arguments(config, runs, data, device), jobs)] = config, folder
             time.sleep(0.2)
             for process in [each for each in running if each.poll() is not None]:
-                job = running.pop(process)
-                if job.folder.done:
-                    say(console, describe(job.folder.read_result()))
+                config, folder = running.pop(process)
+                if folder.done:
+                    say(console, describe(folder.read_result()))
                 else:
-                    failed.append(job)
-                    say(console, f"failed: {_why(job)}", "red")
+                    whole = False
+                    why = folder.last_words() or "no word why"
+                    run = f"{config.preset} {config.label} seed {config.seed}"
+                    say(console, f"failed: {run}: {why} ({folder.log})", "red")
     finally:
         for process in running:
             process.terminate()
-    return not failed
+    return whole
 
 
 def _arguments(config: Config, runs: Path, data: Path | None, device: str) -> list[str]:
@@ -146,16 +140,11 @@ def _arguments(config: Config, runs: Path, data: Path | None, device: str) -> li
     ]
 
 
-def _started(job: Job, jobs: int) -> subprocess.Popen[bytes]:
+def _started(folder: RunFolder, arguments: list[str], jobs: int) -> subprocess.Popen[bytes]:
     """A process of its own, with its share of the cores, so that seeds and methods don't disturb each other; with
     OMP_NUM_THREADS, if that is set."""
-    job.folder.path.mkdir(parents=True, exist_ok=True)
+    folder.path.mkdir(parents=True, exist_ok=True)
     environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs)), **os.environ}
-    with job.folder.log.open("ab") as log:
-        command = [sys.executable, "-m", "llqr_lab", *job.arguments]
+    with folder.log.open("ab") as log:
+        command = [sys.executable, "-m", "llqr_lab", *arguments]
         return subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-
-
-def _why(job: Job) -> str:
-    words = job.folder.last_words() or "no word why"
-    return f"{job.config.preset} {job.config.label} seed {job.config.seed}: {words} ({job.folder.log})"
