@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from llqr.errors import LLQRError
 from llqr_lab.data.sequences import Characters, characters, shakespeare
 from llqr_lab.errors import DataError, MissingDataError
 
@@ -87,5 +86,5 @@ def test_what_cannot_be_had_is_told(tmp_path: Path) -> None:
         shakespeare(tmp_path).training(1, 16, 0)
     with pytest.raises(DataError, match="test part"):
         shakespeare(tmp_path).testing(1, 2)
-    with pytest.raises(LLQRError, match="context"):
+    with pytest.raises(DataError, match="context"):
         shakespeare(tmp_path).training(1, 0, 0)

@@ -110,12 +110,15 @@ BAD_ARRAYS: dict[str, tuple[Arrays, str]] = {
     "no labels": (changed(y_train=None), "has no y_train"),
     "floats": (changed(x_train=np.zeros((10, 32, 32, 3))), "float64"),
     "channels first": (changed(x_train=np.zeros((10, 3, 32, 32), np.uint8)), "not bytes of"),
-    "nothing": (changed(x_test=np.zeros((0, 32, 32, 3), np.uint8), y_test=np.zeros(0, int)), "no test pictures"),
-    "counts": (changed(y_test=np.arange(3)), "4 test pictures and 3 labels"),
+    "nothing": (
+        changed(x_test=np.zeros((0, 32, 32, 3), np.uint8), y_test=np.zeros(0, int)),
+        "four sides, not torch.uint8 of .0,",
+    ),
+    "counts": (changed(y_test=np.arange(3)), "4 test pictures must have a whole number each"),
     "label": (changed(y_test=np.array([0, 1, 2, 10])), "from 0 to 10"),
     "float labels": (changed(y_test=np.zeros(4)), "not integers"),
     "text labels": (changed(y_test=np.array(["a"] * 4)), "not integers"),
-    "column": (changed(y_test=np.zeros((4, 1), int)), "in one row"),
+    "column": (changed(y_test=np.zeros((4, 1), int)), "a whole number each"),
     "pickled": (changed(y_test=np.array([0, 1, 2, 3], dtype=object)), "allow_pickle=False"),
 }
 

@@ -230,9 +230,8 @@ def engine(output: Path, seed: int, repeats: int, quick: bool) -> None:
     title = "Curvature products in training steps of the same network; first: recorded anew, with the gradient"
     products = simple_table(title, "network", "training\nstep (ms)", "KL", "Newton", "first\nKL", "first\nNewton")
     for row in rows:
-        products.add_row(
-            row["model"], f"{1000 * row['train_seconds']:.1f}", *map("{:.2f}".format, row["ratios"].values())
-        )
+        ratios = map("{:.2f}".format, row["ratios"].values())
+        products.add_row(row["model"], f"{1000 * row['train_seconds']:.1f}", *ratios)
     fitted = simple_table("A refit of the transformer", "fit", "training steps", "objective J")
     for name, value in fits["ratios"].items():
         fitted.add_row(name, f"{value:.1f}", f"{objective[name]:.6g}")

@@ -186,7 +186,7 @@ class Pictures:
     normalisation: Normalisation
 
     def training(self, size: int, seed: int, augmentation: Augmentation = NOTHING) -> "TrainingPictures":
-        return TrainingPictures(self.train, self.normalisation, size, seed, augmentation)
+        return TrainingPictures(self, size, seed, augmentation)
 
     def testing(self, size: int, crop: int | None = None) -> "PicturesInOrder":
         """All test pictures in order, nothing random about them; with `crop`, the middle square of this side."""
@@ -197,14 +197,10 @@ def pictures_in_memory(where: str, train: tuple[Tensor, Tensor], test: tuple[Ten
     """Pictures (uint8 NCHW) with labels, checked before any training; `where` they are from is what errors name."""
     for part, (images, labels) in (("training", train), ("test", test)):
         wrong = ""
-        if images.dim() != 4 or images.dtype != torch.uint8:
+        if images.dim() != 4 or images.dtype != torch.uint8 or images.numel() == 0:
             wrong = f"{part} pictures must be bytes with four sides, not {images.dtype} of {tuple(images.shape)}"
-        elif images.numel() == 0:
-            wrong = f"there are no {part} pictures, or they are empty: {tuple(images.shape)}"
-        elif labels.dim() != 1 or labels.dtype.is_floating_point or labels.dtype in (torch.bool, torch.complex64):
-            wrong = f"{part} labels must be integers in one row, not {labels.dtype} of {tuple(labels.shape)}"
-        elif len(labels) != len(images):
-            wrong = f"there are {len(images)} {part} pictures and {len(labels)} labels"
+        elif labels.shape != images.shape[:1] or labels.dtype not in (torch.uint8, torch.int64):
+            wrong = f"{len(images)} {part} pictures must have a whole number each, not {labels.dtype} of {tuple(labels.shape)}"
         elif int(labels.min()) < 0 or int(labels.max()) >= classes:
             wanted = f"of {classes} classes they must be 0 to {classes - 1}"
             wrong = f"{part} labels run from {int(labels.min())} to {int(labels.max())}; {wanted}"
@@ -233,12 +229,9 @@ def reduced(pictures: Pictures, side: int) -> Pictures:
 class TrainingPictures:
     """Batches of augmented, normalised pictures; number k is made of (seed, k) alone."""
 
-    def __init__(
-        self, source: PictureSource, normalisation: Normalisation, size: int, seed: int, augmentation: Augmentation
-    ) -> None:
-        self.source, self.normalisation, self.augmentation = source, normalisation, augmentation
-        self.seed = seed
-        self.rows = Rows(len(source.labels), size, seed)
+    def __init__(self, data: Pictures, size: int, seed: int, augmentation: Augmentation) -> None:
+        self.source, self.normalisation, self.augmentation = data.train, data.normalisation, augmentation
+        self.seed, self.rows = seed, Rows(len(data.train.labels), size, seed)
         self.steps_per_epoch = self.rows.steps_per_epoch
 
     def __getitem__(self, step: int) -> Batch:
@@ -250,14 +243,16 @@ class TrainingPictures:
         return Batch((pictures,), self.source.labels[rows])
 
 
+@dataclass(frozen=True)
 class PicturesInOrder:
     """Batches of every picture once, in order and not augmented. The last one may be smaller."""
 
-    def __init__(self, source: PictureSource, normalisation: Normalisation, size: int, crop: int | None = None) -> None:
-        self.source, self.normalisation, self.crop = source, normalisation, crop
-        self.pieces = list(in_order(len(source.labels), size))
+    source: PictureSource
+    normalisation: Normalisation
+    size: int
+    crop: int | None = None
 
     def __iter__(self) -> Iterator[Batch]:
-        for piece in self.pieces:
+        for piece in in_order(len(self.source.labels), self.size):
             pictures = self.source.take(torch.arange(piece.start, piece.stop)).float() / 255
             yield Batch((self.normalisation(centre_crop(pictures, self.crop)),), self.source.labels[piece])

@@ -39,13 +39,9 @@ class Characters:
         return tensor_batches_in_order(inputs, targets, size)
 
     def _long_enough(self, tokens: Tensor, part: str, context: int) -> Tensor:
-        if context < 1:
-            raise LLQRError(f"a context has at least one character, not {context}")
-        if len(tokens) <= context:
-            raise DataError(
-                f"the {part} part of '{self.where}' has {len(tokens)} characters, too few for a context of {context} "
-                "and the one after it: take a longer text or a shorter context"
-            )
+        if not 1 <= context < len(tokens):
+            found = f"the {part} part of '{self.where}' has {len(tokens)} characters"
+            raise DataError(f"{found}: a context is at least one of them and leaves one after it, and is not {context}")
         return tokens
 
 

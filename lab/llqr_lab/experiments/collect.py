@@ -4,9 +4,8 @@ import json
 import math
 import tomllib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from llqr_lab.errors import RunError, check_names
 from llqr_lab.experiments.folder import RunFolder
@@ -14,6 +13,8 @@ from llqr_lab.experiments.presets import SCALES
 from llqr_lab.results import read_json, write_text
 
 POINTS = 200
+SMOOTH = 3
+"""Records that a training loss is the mean of."""
 
 Result = dict[str, Any]
 """What result.json has, with the run's curve."""
@@ -111,11 +112,8 @@ def curve(lines: list[dict[str, Any]]) -> dict[str, list[float | None]]:
     stride = max(1, math.ceil(len(lines) / POINTS))
     kept = [line for number, line in enumerate(lines, 1) if number % stride == 0 or number == len(lines)]
     names = ("step", "seconds", "train_loss", "train_accuracy", "valid_loss", "test_loss", "test_accuracy", "refits")
-    columns = {name: [line.get(name) for line in kept] for name in names if any(name in line for line in kept)}
-    return {
-        name: [float(f"{each:.6g}") if isinstance(each, float) else each for each in column]
-        for name, column in columns.items()
-    }
+    rows = [{name: float(f"{x:.6g}") if isinstance(x, float) else x for name, x in line.items()} for line in kept]
+    return {name: [row.get(name) for row in rows] for name in names if any(name in row for row in rows)}
 
 
 def value(result: Result) -> float | None:
@@ -125,7 +123,7 @@ def value(result: Result) -> float | None:
 
 
 def smoothed(result: Result) -> list[float | None]:
-    """The training loss at each record: the mean of the last three."""
+    """The training loss at each record: the mean of the last three, so that nobody is there by a lucky batch."""
     losses = result["curve"]["train_loss"]
     windows = (losses[max(0, last - SMOOTH + 1) : last + 1] for last in range(len(losses)))
     return [None if None in window else sum(window) / len(window) for window in windows]
@@ -141,14 +139,7 @@ def reached_at(result: Result, target: float, along: str = "step") -> float | No
     return next((place for place, loss in places if place is not None and loss is not None and loss <= target), None)
 
 
-SMOOTH = 3
-"""Records that a training loss is the mean of, so that nobody is there by a lucky batch."""
-
-
-@dataclass(frozen=True)
-class Summary:
-    """Of several seeds."""
-
+class Summary(NamedTuple):
     mean: float
     error: float | None
     """The standard error; None for a single seed."""

@@ -100,9 +100,10 @@ def run(
         say(console, f"The run in '{folder.path}' is done.")
         return folder.read_result()
     how = f"{config.base.name} alone, without LLQR (--method default is with it)"
-    if config.default_llqr or config.llqr is not None:
-        whose, rest = ("LLQR", ", nothing set") if config.default_llqr else ("the paper's LLQR", "")
-        how = f"{whose} around {config.base.name}{rest}"
+    if config.default_llqr:
+        how = f"LLQR around {config.base.name}, nothing set"
+    elif config.llqr is not None:
+        how = f"the paper's LLQR around {config.base.name}"
     say(console, f"{config.preset} at scale {config.scale}, method {config.label}: {how}. In '{folder.path}'.")
     with progress(console, f"{config.preset} {config.label}", resume) as report:
         warn = lambda message: say(console, message, "yellow")  # noqa: E731

@@ -28,17 +28,15 @@ def draw(kind: str, presets: list[str], methods: list[str], sources: Sequence[Pa
     """Of finished runs: with nothing changed by hand (curves, grokking), or an ablation's."""
     check_names([kind], ("curves", "grokking", *ABLATIONS), "figure")
     check_names([scale], SCALES, "scale")
-    if kind == "grokking" and presets:
-        raise ConfigError("the figure 'grokking' has all of its operations: leave out the preset")
-    if kind in ABLATIONS and len(presets) > 1:
-        raise ConfigError(f"the figure '{kind}' is of one preset")
+    if (kind == "grokking" and presets) or (kind in ABLATIONS and len(presets) > 1):
+        raise ConfigError(
+            "'grokking' has all of its operations, and an ablation is of one preset: leave out the others"
+        )
     for preset in presets or [""] * (kind != "grokking"):
         known_preset(preset)
-    results = [
-        each
-        for each in collected(*sources)
-        if each["scale"] == scale and (not methods or each["method"].partition("+")[0] in methods)
-    ]
+    results = [each for each in collected(*sources) if each["scale"] == scale]
+    if methods:
+        results = [each for each in results if each["method"].partition("+")[0] in methods]
     plain = [each for each in results if "+" not in each["method"]]
     if kind == "curves":
         groups = [[each for each in plain if each["preset"] == preset] for preset in presets]
@@ -60,24 +58,19 @@ def _some(results: list[Result], what: str, scale: str) -> list[Result]:
     return results
 
 
-Panel = tuple[list[Result], str, str]
-"""Results of one preset and scale, what is drawn of them, and along what."""
-
-
 def curves(groups: list[list[Result]], path: Path) -> None:
     """Mean and standard error over seeds. Of one preset: training loss and held-out error (or loss), by steps and by seconds.
     Of several, one panel each, two in a row: held-out error by steps."""
     alone = len(groups) == 1
-    panels: list[Panel] = [(group, _held_out(group), "step") for group in groups]
+    panels = [(group, _held_out(group), "step") for group in groups]
     if alone:
         panels = [(groups[0], name, by) for name in ("train_loss", panels[0][1]) for by in ("step", "seconds")]
     lines = math.ceil(len(panels) / 2)
     names = dict.fromkeys(method for group in groups for method in by_method(group))
     styles = dict(zip(names, itertools.cycle(LINES), strict=False))
     with drawing(path, 11, 4.25 * lines) as figure:
-        grid = figure.subplots(
-            lines, 2, sharey="row" if alone else False, sharex="col" if alone else False, squeeze=False
-        )
+        shared: Any = {"sharex": "col", "sharey": "row"} if alone else {}
+        grid = figure.subplots(lines, 2, squeeze=False, **shared)
         for axes, (results, name, along) in zip(grid.flat, panels, strict=False):
             for method, rows in by_method(results).items():
                 diverged = sum(each["diverged"] for each in rows)

@@ -69,13 +69,9 @@ class Experiment:
     def diagnostics(self) -> list[str]:
         """Of the step that the optimizer takes first, those by layer last."""
         names = {name for run in self.runs for name in run.diagnostics if name != "step"}
-        known = ("cosine.optimizer", "cosine", "fraction", "staleness")
-
-        def rank(name: str) -> tuple[bool, int, str]:
-            places = [known.index(each) for each in (name, name.partition(".")[0]) if each in known]
-            return name.startswith("layers."), min(places, default=len(known)), name
-
-        return sorted(names, key=rank)
+        known = ("cosine.optimizer", "cosine", "fraction", "staleness", "")
+        first = {name: next(place for place, each in enumerate(known) if name.startswith(each)) for name in names}
+        return sorted(names, key=lambda name: (name.startswith("layers."), first[name], name))
 
     @cached_property
     def times(self) -> list[list[str]]:

@@ -24,7 +24,6 @@ Columns = dict[str, Floats]
 ERROR = re.compile(r"^\s*(Error:|[\w.]*(Error|Exception|Interrupt)\b)")
 """The last line of a log that tells of a failure."""
 NAMES = ("preset", "scale", "method", "changes", "seed")
-"""What says which run it is, and isn't a setting."""
 STATUSES = ("finished", "diverged", "running", "stopped", "failed", "unreadable")
 FINISHED, DIVERGED, RUNNING, STOPPED, FAILED, UNREADABLE = STATUSES
 
@@ -124,21 +123,20 @@ def _of_folder(folder: RunFolder) -> FoundRun:
         notes.append(words.strip())
         status = FAILED
     last = {**(rows[-1] if rows else {}), **(result or {}).get("last", {})}
-    plain = {name: _told(value) for name, value in flat(settings).items() if name not in NAMES}
-    return FoundRun(
-        *_named(folder, settings), status, notes, plain, result, measured, last, columns(list(map(flattened, looks)))
-    )
+    plain = _plain(settings)
+    diagnosed = columns(list(map(flattened, looks)))
+    return FoundRun(*_named(folder, settings), status, notes, plain, result, measured, last, diagnosed)
 
 
 def _of_result(result: Result) -> FoundRun:
     """A run of which only the result was kept, with a thinned curve."""
     curve = result["curve"]
     rows = [dict(zip(curve, values, strict=True)) for values in zip(*curve.values(), strict=True)]
-    kept = flat(result.get("settings", {})) or {name: result[name] for name in ("model", "data", "batch")}
-    settings = {name: _told(value) for name, value in kept.items() if name not in NAMES}
+    kept = result.get("settings") or {name: result[name] for name in ("model", "data", "batch")}
+    settings = _plain(kept)
     status, notes = DIVERGED if result["diverged"] else FINISHED, ["its curve was thinned when the result was kept"]
-    known = columns([row for row in rows if _is_step(row.get("step"))])
-    return FoundRun(*which(result), status, notes, settings, result, known, result["last"], {})
+    metrics = columns([row for row in rows if _is_step(row.get("step"))])
+    return FoundRun(*which(result), status, notes, settings, result, metrics, result["last"], {})
 
 
 def _rows(path: Path, notes: list[str]) -> list[dict[str, Any] | None]:
@@ -213,9 +211,10 @@ def _named(folder: RunFolder, settings: dict[str, Any]) -> tuple[str, str, str, 
     return preset, scale, label or "run", seed if isinstance(seed, int) else 0
 
 
-def _told(value: Any) -> str:
-    """A setting as it is written, words without quotes."""
-    return value if isinstance(value, str) else toml(value)
+def _plain(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Settings by dotted names, as they are written, words without quotes; without those that say which run it is."""
+    known = {name: value for name, value in flat(settings).items() if name not in NAMES}
+    return {name: value if isinstance(value, str) else toml(value) for name, value in known.items()}
 
 
 def curve(runs: Sequence[Columns], name: str, limit: int) -> dict[str, list[float | None]] | None:
