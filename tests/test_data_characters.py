@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from llqr_lab.data.sequences import Characters, characters, shakespeare
-from llqr_lab.errors import DataError, MissingDataError
+from llqr_lab.errors import DataError
 
 TEXT = "".join(chr(ord("a") + number * number % 23) for number in range(990)) + "Ähre\r\n✓end"
 
@@ -71,7 +71,7 @@ def test_test_windows_are_all_there_are_in_order(text: Characters) -> None:
 
 
 def test_what_cannot_be_had_is_told(tmp_path: Path) -> None:
-    with pytest.raises(MissingDataError, match="karpathy"):
+    with pytest.raises(DataError, match="karpathy"):
         shakespeare(tmp_path)
     (tmp_path / "text").mkdir()
     place = tmp_path / "text" / "tinyshakespeare.txt"

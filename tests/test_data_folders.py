@@ -21,7 +21,7 @@ from llqr_lab.data.picture_sets import (
     read_idx,
 )
 from llqr_lab.data.pictures import Augmentation, FilePictures, Pictures, square_picture
-from llqr_lab.errors import ConfigError, DataError, MissingDataError
+from llqr_lab.errors import ConfigError, DataError
 
 
 def picture(seed: int, width: int = 40, height: int = 30, mode: str = "RGB") -> Image.Image:
@@ -84,7 +84,7 @@ def test_batches_are_functions_of_the_step_with_and_without_workers(tmp_path: Pa
 
 
 def test_imagenet_is_looked_for_in_its_folder(tmp_path: Path) -> None:
-    with pytest.raises(MissingDataError, match=r"image-net\.org"):
+    with pytest.raises(DataError, match=r"image-net\.org"):
         imagenet(tmp_path)
     write_folder(tmp_path / "imagenet")
     assert imagenet(tmp_path).training(1, 0, Augmentation(size=224, flip=True))[0].inputs[0].shape == (1, 3, 224, 224)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llqr_lab.data.translation import cleaned, parallel_text, prepared
-from llqr_lab.errors import DataError, MissingDataError
+from llqr_lab.errors import DataError
 
 
 def write(folder: Path, **files: list[str]) -> Path:
@@ -92,7 +92,7 @@ def test_a_side_that_is_missing(tmp_path: Path) -> None:
 
 def test_without_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LLQR_DATA", raising=False)
-    with pytest.raises(MissingDataError, match=r"LLQR_DATA; wanted there: iwslt14_de_en, from fairseq"):
+    with pytest.raises(DataError, match=r"LLQR_DATA; wanted there: iwslt14_de_en, from fairseq"):
         parallel_text("iwslt14")
-    with pytest.raises(MissingDataError, match=r"there is no multi30k_de_en in"):
+    with pytest.raises(DataError, match=r"there is no multi30k_de_en in"):
         parallel_text("multi30k", tmp_path)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -68,20 +68,10 @@ def network(seed: int) -> nn.Module:
         return picture_net(8, (1, 2))
 
 
-def batches(data: Split, seed: int) -> Callable[[], tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw_batch() -> tuple[Tensor, Tensor]:
-        rows = torch.randint(len(data.train_targets), (BATCH,), generator=generator)
-        return data.train_inputs[rows], data.train_targets[rows]
-
-    return draw_batch
-
-
 def train(data: Split, seed: int, make: Make, steps: int, done: Callable[[], None] = lambda: None) -> Curve:
     """Train by the optimizer that is made for the network. Seconds are the processor's: of one thread, what it takes alone."""
-    model = network(seed)
-    optimizer, draw_batch, curve, spent = make(model), batches(data, seed), Curve(), 0.0
+    model, generator = network(seed), torch.Generator().manual_seed(seed)
+    optimizer, curve, spent = make(model), Curve(), 0.0
     for step in range(steps + 1):
         if step % INTERVAL == 0 or step == steps:
             with torch.no_grad():
@@ -90,7 +80,8 @@ def train(data: Split, seed: int, make: Make, steps: int, done: Callable[[], Non
             curve.seconds.append(spent)
             if step == steps or not math.isfinite(curve.losses[-1]):
                 break
-        inputs, targets = draw_batch()
+        rows = torch.randint(len(data.train_targets), (BATCH,), generator=generator)
+        inputs, targets = data.train_inputs[rows], data.train_targets[rows]
         begun = time.process_time()
         optimizer.zero_grad()
         cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]

@@ -1,14 +1,11 @@
 """What LLQR and its curvature cost: `llqr bench overhead`, `llqr bench engine` and `llqr bench memory`.
 
-- overhead: the time of a training with LLQR, nothing set, over that of its base alone, on one thread. Copies of a network are
-  trained in turns of a few steps, from the start, several times; a step's time is its median over the times. A training's is
-  put together from the medians of its steps with a refit and of those without, by the default schedule.
+- overhead: the time of a training with LLQR, nothing set, over that of its base alone. Both are trained in turns from the
+  start; a training is put together from the medians of its steps with a refit and of those without, by the default schedule.
 - engine: curvature products and fits of `LLQR.paper` in training steps of the same network: forward, backward and AdamW. All
-  jobs of a network take turns; a ratio is the median over the rounds of the job's seconds over the mean of the training steps
-  before and after it.
-- memory: the peak of a curvature product, whole, in chunks of examples, and in segments of layers. Each way runs in a process
-  of its own, on one thread: the quadratic model is built, the gradient included, and a product is taken. What the process
-  holds before (network, batch, direction) isn't counted. Seconds are of the processor, for one more product.
+  jobs of a network take turns; a ratio is the median over the rounds.
+- memory: the peak of a curvature product with what builds it, whole, in chunks of examples, and in segments of layers. What the
+  process holds before (network, batch, direction) isn't counted. Seconds are of the processor, for one more product.
 """
 
 import copy

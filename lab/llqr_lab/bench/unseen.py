@@ -348,7 +348,7 @@ class Comparison:
 
     def results(self, wanted: Sequence[Trial]) -> dict[Trial, Row]:
         missing = [run for run in dict.fromkeys(wanted) if run not in self.known]
-        make = partial(perform, data=self.data)
+        make = partial(train, data=self.data)
         with bar(len(missing), "training") as done, ExitStack() as stack:
             made: Iterable[Row] = map(make, missing)
             if self.jobs > 1 and len(missing) > 1:
@@ -360,14 +360,10 @@ class Comparison:
         return {run: self.known[run] for run in wanted}
 
 
-def perform(run: Trial, data: Path | None) -> Row:
-    torch.set_flush_denormal(True)
-    with one_thread():
-        return train(run, data)
-
-
+@one_thread()
 def train(run: Trial, data: Path | None) -> Row:
     """The loss at the start, its mean over the last tenth of the steps (None if it diverged)."""
+    torch.set_flush_denormal(True)
     task = UNSEEN[run.task]
     model, draw = task.start(run.seed), task.load(data, run.seed)
     base = base_of(Base(run.base.lower(), lr=run.rate), model)  # type: ignore[arg-type]

@@ -82,11 +82,6 @@ class Rows:
         return shuffled(self.count, self.seed, epoch)[place * self.size : (place + 1) * self.size]
 
 
-def in_order(count: int, size: int) -> Iterator[slice]:
-    """All rows from the first to the last; the last piece may be smaller."""
-    return (slice(start, min(start + size, count)) for start in range(0, count, size))
-
-
 class TensorBatches:
     """Training batches of tensors that are in memory."""
 
@@ -101,7 +96,11 @@ class TensorBatches:
 
 
 def tensor_batches_in_order(inputs: Tensor, targets: Tensor, size: int) -> list[Batch]:
-    return [Batch((inputs[rows],), targets[rows]) for rows in in_order(len(targets), size)]
+    """Every example once, in order; the last batch may be smaller."""
+    return [
+        Batch((some,), labels)
+        for some, labels in zip(torch.split(inputs, size), torch.split(targets, size), strict=True)
+    ]
 
 
 def _ignore_signals(worker: int) -> None:

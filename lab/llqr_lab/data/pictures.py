@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from llqr.errors import LLQRError
-from llqr_lab.data.batches import Batch, Rows, in_order, own_randomness
+from llqr_lab.data.batches import Batch, Rows, own_randomness
 from llqr_lab.errors import DataError
 
 
@@ -253,6 +253,6 @@ class PicturesInOrder:
     crop: int | None = None
 
     def __iter__(self) -> Iterator[Batch]:
-        for piece in in_order(len(self.source.labels), self.size):
-            pictures = self.source.take(torch.arange(piece.start, piece.stop)).float() / 255
-            yield Batch((self.normalisation(centre_crop(pictures, self.crop)),), self.source.labels[piece])
+        for rows in torch.split(torch.arange(len(self.source.labels)), self.size):
+            pictures = self.source.take(rows).float() / 255
+            yield Batch((self.normalisation(centre_crop(pictures, self.crop)),), self.source.labels[rows])

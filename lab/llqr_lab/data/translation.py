@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from llqr_lab.data.batches import Batch, mixed, shuffled
 from llqr_lab.data.files import data_path, reading
-from llqr_lab.errors import DataError, MissingDataError, check_names
+from llqr_lab.errors import DataError, check_names
 
 LANGUAGES = ("de", "en")
 
@@ -72,7 +72,7 @@ def _pairs(folder: Path, corpus: Corpus, part: str) -> Pairs:
         path = _file(folder, names[0], language) if names else None
         if path is None:
             wanted = " or ".join(f"{n}.{language}{end}" for n, end in product(names[:1] or PARTS[part], ("", ".gz")))
-            raise MissingDataError(f"there is no {wanted} in '{folder}': put it there, from {corpus.source}")
+            raise DataError(f"there is no {wanted} in '{folder}': put it there, from {corpus.source}")
         paths.append(path)
     source, target = (read_lines(path, corpus.source) for path in paths)
     if len(source) != len(target):

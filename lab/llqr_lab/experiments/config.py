@@ -188,8 +188,8 @@ def toml(value: Any) -> str:
 def differences(one: Config, other: Config) -> list[str]:
     """The settings in which two configurations differ, with both values."""
     left, right = one.settings, other.settings
-    names = [name for name in {**left, **right} if left.get(name) != right.get(name)]
-    return [f"{name}: {left.get(name, 'not set')} and {right.get(name, 'not set')}" for name in names]
+    pairs = {name: (left.get(name, "not set"), right.get(name, "not set")) for name in {**left, **right}}
+    return [f"{name}: {one} and {other}" for name, (one, other) in pairs.items() if one != other]
 
 
 def _plain(value: Any) -> Any:
@@ -297,9 +297,7 @@ def _check(config: Config) -> None:
         if name in FRACTIONS and not 0 <= value < 1:
             raise ConfigError(f"'{name}' should be at least 0 and below 1, and is {value}")
     if config.llqr and not config.llqr.intermediate and config.llqr.intermediate_weight != 0.1:
-        raise ConfigError(
-            "'llqr.intermediate_weight' has no effect without 'llqr.intermediate': name the modules there"
-        )
+        raise ConfigError("'llqr.intermediate_weight' has no effect without 'llqr.intermediate': name modules there")
     if config.default_llqr and config.llqr is not None:
         raise ConfigError("'llqr' is the paper's, and 'default_llqr' takes no settings: leave out one of them")
     if (config.epochs > 0) == (config.steps > 0):

@@ -1,15 +1,8 @@
-"""Every setting of the paper by name, at four scales.
+"""Every setting of the paper by name, at four scales (docs/experiments.md has the scales and the methods).
 
-- `paper`: the paper's own hyperparameters (its appendix on experiment details), for a machine with a GPU.
-- `mini`: whole schedules with about as many refits as the paper has, of networks so small that a run takes a minute or a few
-  on one core, and many seeds can be had. Its base rates were tuned for the base, with a seed that isn't reported.
-- `cpu`: larger networks, hours on two cores, few epochs. Neither of the two is comparable with the paper.
-- `smoke`: seconds, on data of a test's size: shows that everything runs.
-
-A method is `base`; `default`, which is LLQR around it with nothing set; the paper's LLQR: a structure of U and a divergence,
-such as `ekfac-ngd`, with the paper's inner solver; or, where the paper's table has others beside it, their names.
-
-Where the paper is silent, `paper` has what the authors' configurations have; docs/reproduction.md lists these.
+`paper` has the paper's own hyperparameters (its appendix on experiment details); where the paper is silent, those of the
+authors' configurations, which docs/reproduction.md lists. The base rates of `mini` were tuned for the base, with a seed that
+isn't reported.
 """
 
 from __future__ import annotations
