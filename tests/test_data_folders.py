@@ -75,7 +75,7 @@ def test_batches_are_functions_of_the_step_with_and_without_workers(tmp_path: Pa
     data = made(write_folder(tmp_path))
     batches = data.training(2, 0, Augmentation(size=12, flip=True))
     assert batches.steps_per_epoch == 3
-    alone, helped = list(stream(batches, 1, 5)), list(stream(batches, 1, 5, workers=2))
+    alone, helped = list(stream(batches, range(1, 5))), list(stream(batches, range(1, 5), workers=2))
     for one, other in zip(alone, helped, strict=True):
         assert one.inputs[0].shape == (2, 3, 12, 12)
         assert torch.equal(one.inputs[0], other.inputs[0])

@@ -88,7 +88,7 @@ def test_the_same_picture_is_changed_differently_at_each_step() -> None:
 
 def test_workers_make_the_same_batches() -> None:
     batches = small(8).training(4, 0, Augmentation(padding=1, flip=True))
-    alone, helped = list(stream(batches, 2, 6)), list(stream(batches, 2, 6, workers=2))
+    alone, helped = list(stream(batches, range(2, 6))), list(stream(batches, range(2, 6), workers=2))
     for one, other in zip(alone, helped, strict=True):
         assert torch.equal(one.inputs[0], other.inputs[0])
         assert torch.equal(one.targets, other.targets)

@@ -110,9 +110,8 @@ def test_an_epoch_holds_every_pair_once(prepared: Translation) -> None:
     pairs = sorted(zip(prepared.train.source, prepared.train.target, strict=True))
     for epoch in (0, 1):
         found = []
-        for (source, target_in), target_out in stream(
-            batches, epoch * batches.steps_per_epoch, (epoch + 1) * batches.steps_per_epoch
-        ):
+        steps = range(epoch * batches.steps_per_epoch, (epoch + 1) * batches.steps_per_epoch)
+        for (source, target_in), target_out in stream(batches, steps):
             assert (
                 max(source.numel(), target_out.numel(), len(source) * max(source.shape[1], target_out.shape[1])) <= 120
             )
@@ -137,7 +136,7 @@ def test_batches_are_functions_of_seed_and_step(prepared: Translation) -> None:
     assert forwards[:count] != forwards[count:]
     assert sorted(forwards[:count]) == sorted(forwards[count:])  # the same groups, in another order
     assert forwards[:count] != [said(other, step) for step in range(count)]
-    ahead = list(islice(stream(batches, count - 1, count + 1, workers=1), 2))
+    ahead = list(islice(stream(batches, range(count - 1, count + 1), workers=1), 2))
     assert [[*(each.tolist() for each in batch.inputs), batch.targets.tolist()] for batch in ahead] == forwards[
         count - 1 : count + 1
     ]

@@ -109,9 +109,8 @@ def _ignore_signals(worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def stream(batches: Batches, start: int, stop: int, workers: int = 0) -> Iterator[Batch]:
-    """Batches number start to stop - 1, made ahead of time by so many processes."""
-    steps = range(start, stop)
+def stream(batches: Batches, steps: range, workers: int = 0) -> Iterator[Batch]:
+    """The batches of these steps, made ahead of time by so many processes."""
     if not workers:
         return (batches[step] for step in steps)
     # a generator of its own: the loader would draw a seed from the global one, which a resumed run would feel

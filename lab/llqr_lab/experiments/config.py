@@ -192,14 +192,13 @@ def differences(one: Config, other: Config) -> list[str]:
     return [f"{name}: {one} and {other}" for name, (one, other) in pairs.items() if one != other]
 
 
-def _plain(value: Any) -> Any:
-    """Dataclasses as tables; what is None is left out."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        pairs = ((each.name, getattr(value, each.name)) for each in dataclasses.fields(value))
-        return {name: _plain(content) for name, content in pairs if content is not None}
-    if isinstance(value, tuple):
-        return [_plain(each) for each in value]
-    return dict(value) if isinstance(value, Mapping) else value
+def _plain(config: Config) -> dict[str, Any]:
+    """As tables with lists; what is None is left out."""
+
+    def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in pairs if value is not None}
+
+    return dataclasses.asdict(config, dict_factory=table)
 
 
 def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -8,7 +8,7 @@ import math
 import shlex
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -25,7 +25,7 @@ from llqr_lab.data.batches import Batch, mixed, own_randomness, stream
 from llqr_lab.errors import ConfigError
 from llqr_lab.experiments.config import Config, Schedule
 from llqr_lab.experiments.folder import RunFolder
-from llqr_lab.experiments.optimizers import fits, optimizer, rate
+from llqr_lab.experiments.optimizers import optimizer, rate
 from llqr_lab.results import finite, provenance
 from llqr_lab.tasks import Task, right_answers, task_of, to_device
 
@@ -97,9 +97,11 @@ def train(
         report(run.step, run.steps, run.shown())
         saved = time.monotonic()
         monitor = run.monitor(folder.note)
-        last = run.step if run.over else run.steps
-        for batch in run.waiting(stream(task.train, run.step, last, workers)):
-            batch = to_device(batch, device)
+        steps = range(run.step, run.step if run.over else run.steps)
+        batches = stream(task.train, steps, workers)
+        for _ in steps:
+            with run.timed("batch_seconds"):
+                batch = to_device(next(batches), device)
             if monitor is not None:
                 run.model.train()
                 monitor(run.step, *batch)
@@ -164,19 +166,9 @@ class Run:
         yield
         self.spent[what] += self.clock() - start
 
-    def waiting(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """The batches, with the time that they take to come."""
-        coming = iter(batches)
-        while True:
-            with self.timed("batch_seconds"):
-                batch = next(coming, None)
-            if batch is None:
-                return
-            yield batch
-
     def advance(self, batch: Batch) -> None:
         """One step."""
-        start, before = self.clock(), fits(self.optimizer)
+        start, before = self.clock(), self.fits
         self.model.train()
         outputs: list[Tensor] = []
 
@@ -201,13 +193,18 @@ class Run:
             torch.accelerator.synchronize(self.device)
         seconds = self.clock() - start
         self.seconds += seconds
-        if fits(self.optimizer) > before:
+        if self.fits > before:
             self.spent["refit_step_seconds"] += seconds
 
     @property
-    def stats(self) -> Any:
-        """LLQR's own counts; None where there is none."""
-        return getattr(self.optimizer, "stats", None)
+    def stats(self) -> dict[str, Any]:
+        """LLQR's own counts; none of another optimizer."""
+        return vars(self.optimizer.stats) if hasattr(self.optimizer, "stats") else {}
+
+    @property
+    def fits(self) -> int:
+        """Refits so far, taken or not."""
+        return int(self.stats.get("refits", 0) + self.stats.get("rejected", 0))
 
     def monitor(self, record: Callable[[dict[str, Any]], None]) -> Monitor | None:
         """What looks at the coming steps; None where nobody asked."""
@@ -246,14 +243,11 @@ class Run:
             with torch.no_grad(), self.timed("evaluation_seconds"):
                 found = self.task.evaluate(self.model, self.device)
             metrics |= {name: finite(value) for name, value in found.items()}
-        times = {"seconds": self.seconds}
-        if self.stats is not None:
-            known = vars(self.stats)
-            metrics |= {name: known[name] for name in ("refits", "rejected") if name in known}
-            if "objective_after" in known:
-                metrics["objective"] = known["objective_after"] and finite(known["objective_after"])
-            times["refit_wall_seconds"] = known.get("seconds", 0.0)
-        times |= self.spent
+        known = self.stats
+        metrics |= {name: known[name] for name in ("refits", "rejected") if name in known}
+        if "objective_after" in known:
+            metrics["objective"] = known["objective_after"] and finite(known["objective_after"])
+        times = {"seconds": self.seconds, "refit_wall_seconds": known.get("seconds", 0.0), **self.spent}
         self.learned = self.learned or self.task.learned(metrics)
         self.over = self.diverged or self.task.over(metrics, self.learned)
         self.latest, self._interval = metrics, NOTHING_YET
@@ -263,8 +257,7 @@ class Run:
         """For the progress bar."""
         losses, steps, *_ = self._interval
         loss = losses / steps if steps else self.latest.get("train_loss")
-        stats = {} if self.stats is None else {"refits": self.stats.refits}
-        return {**self.latest, "train_loss": loss, **stats}
+        return {**self.latest, "train_loss": loss, "refits": self.stats.get("refits")}
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -313,7 +306,6 @@ def _result(config: Config, run: Run, folder: RunFolder, device: torch.device) -
     with torch.no_grad(), run.timed("evaluation_seconds"):
         finals = {} if run.diverged else run.task.finals(run.model, device)
     lines = folder.read_metrics()
-    stats = vars(run.stats) if run.stats is not None else {}
     where = f"llqr train {config.preset} --scale {config.scale} --method {config.method} --seed {config.seed}"
     command = " ".join([where, *(f"--set {shlex.quote(change)}" for change in config.changes)])
     with own_randomness("weights", config.seed):
@@ -337,11 +329,11 @@ def _result(config: Config, run: Run, folder: RunFolder, device: torch.device) -
         "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
         "steps": run.step,
         "seconds": run.seconds,
-        "refit_wall_seconds": stats.get("seconds", 0.0),
+        "refit_wall_seconds": run.stats.get("seconds", 0.0),
         "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident(),
         "unmoved": [name for name, parameter in trained if torch.equal(parameter, start[name])],
         **run.spent,
-        "preconditioner_bytes": stats.get("memory", 0),
+        "preconditioner_bytes": run.stats.get("memory", 0),
         "diverged": run.diverged,
         **run.task.summary(lines),
         "last": {**lines[-1], **finals},

@@ -71,12 +71,6 @@ def optimizer(
     )
 
 
-def fits(optimizer: Optimizer) -> int:
-    """Refits of LLQR so far, taken or not; 0 of any other."""
-    stats = getattr(optimizer, "stats", None)
-    return int(getattr(stats, "refits", 0)) + int(getattr(stats, "rejected", 0))
-
-
 def base_of(base: Base, model: nn.Module) -> Optimizer:
     if base.name in PEERS:
         return PEERS[base.name](base, model)
