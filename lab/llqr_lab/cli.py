@@ -1,7 +1,4 @@
-"""The command line of the lab.
-
-Commands import what they run with when they run, so that help, versions and mistakes are answered at once.
-"""
+"""The command line. Commands import what they run with when they run, so that help and mistakes are answered at once."""
 
 import os
 import shlex

@@ -239,10 +239,7 @@ def _next(model: Any, tokens: Tensor, memory: Tensor, source: Tensor) -> Tensor:
 def translate(
     model: Any, sources: Sequence[Sequence[int]], beam: int = BEAM, tokens: int = 1024, device: Any = "cpu"
 ) -> list[list[int]]:
-    """Translations of sentences given as numbers with </s>, in their order; searched in batches of at most so many tokens.
-
-    `decode` gives logits for all of a target's tokens, so that `beam` · 1.2 · tokens · (words) numbers are held at once.
-    """
+    """Translations of sentences given as numbers with </s>, in their order; searched in batches of at most so many tokens."""
     found: dict[int, list[int]] = {}
     order = sorted(range(len(sources)), key=lambda i: len(sources[i]), reverse=True)
     while order:

@@ -2,9 +2,8 @@
 
 Everybody tuned alike: each optimizer tries a grid of learning rates with the first seed, wider where the best is at its edge;
 the rate with the lowest training loss at the end is its own, and is run with the other seeds too (where two are close, both,
-and the seeds decide). Nothing of LLQR tuned: it runs at the best rate of its base, with all seeds.
-Every run is a folder as `llqr train` makes them, so a race that was stopped goes on, and one with more optimizers or seeds
-repeats nothing.
+and the seeds decide). Nothing of LLQR tuned: it runs at the best rate of its base, with all seeds. Every run is a folder as
+`llqr train` makes them: what has been run isn't repeated.
 """
 
 import json

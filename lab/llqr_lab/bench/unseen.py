@@ -1,8 +1,7 @@
 """`llqr bench unseen`: does LLQR, with nothing set, ever do harm? Tasks that nothing was chosen by, rates that aren't the best.
 
-SGDM and AdamW each get their best learning rate from a grid with the first seed, at a cosine schedule, wider where the best is
-at its edge. Then each, alone and with LLQR around it, runs at a third, one and three times that rate, at cosine and constant
-schedules.
+SGDM and AdamW, alone and with LLQR around them, run at a third, one and three times the rate that is best for the base alone with
+the first seed and a cosine schedule, at cosine and constant schedules.
 """
 
 import math

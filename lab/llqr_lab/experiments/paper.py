@@ -1,7 +1,4 @@
-"""The paper's results: accuracy in percent or BLEU, with the standard error, and training time as a multiple of the base's.
-
-From its tables on ResNet-18, on other CIFAR architectures, on ImageNet and IWSLT14, and on the comparison at batch size 256.
-"""
+"""The paper's results: accuracy in percent or BLEU, with the standard error, and training time as a multiple of the base's."""
 
 from typing import NamedTuple
 

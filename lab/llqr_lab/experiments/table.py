@@ -1,7 +1,4 @@
-"""`llqr table`: ours beside the paper's, one table for each preset and scale, never mixed; and docs/reproduction.md.
-
-That page has the paper's tables and figures, with commands and what came of them. `llqr table --page` writes it.
-"""
+"""`llqr table`: ours beside the paper's, one table for each preset and scale, never mixed; and docs/reproduction.md."""
 
 from __future__ import annotations
 

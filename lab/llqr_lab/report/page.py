@@ -143,10 +143,8 @@ def _ordered(names: Iterable[str]) -> list[str]:
 
 
 def _times(runs: Sequence[FoundRun]) -> dict[str, float]:
-    """Seconds of each part, means over the runs that came to their end, or over all.
-
-    A refit is what the steps with one take beyond the mean of the others.
-    """
+    """Seconds of each part, means over the runs that came to their end, or over all. A refit is what the steps with one take
+    beyond the mean of the others."""
     found: dict[str, list[float]] = {}
     for run in [run for run in runs if run.status == FINISHED] or runs:
         seconds, steps = run.number("seconds"), run.number("step", "steps")
