@@ -107,6 +107,8 @@ def train(
 
     The run's folder is RUNS/preset/scale/method/seed-N. Stopped in whatever way, it goes on with --resume as if it hadn't been.
     """
+    import torch
+
     from llqr_lab.experiments import command
     from llqr_lab.experiments.loop import StoppedError
 
@@ -114,8 +116,10 @@ def train(
         command.list_presets()
         return
     config = command.configuration(target, scale, method, seed, changes or [])
+    if threads:
+        torch.set_num_threads(threads)
     try:
-        result = command.run(config, runs, data, resume, device, workers, threads, checkpoint_seconds)
+        result = command.run(config, runs, data, resume, device, workers, checkpoint_seconds)
     except StoppedError as stopped:
         words = ["llqr", *(word for word in sys.argv[1:] if word != "--resume"), "--resume"]
         typer.echo(f"The run was {stopped}. To go on:\n  {shlex.join(words)}", err=True)
@@ -146,8 +150,6 @@ def sweep(
     dry: Annotated[bool, typer.Option("--dry-run", help="Print what would be run, and exit.")] = False,
 ) -> None:
     """Many runs: methods, seeds and settings, in parallel; what is done is skipped, what was stopped goes on."""
-    from rich.console import Console
-
     from llqr_lab.experiments.sweep import planned_runs
     from llqr_lab.experiments.sweep import sweep as run_all
 
@@ -155,7 +157,7 @@ def sweep(
     if dry:
         for config in chosen:
             typer.echo(f"{config.preset} {config.scale} {config.label} seed {config.seed}")
-    elif not run_all(chosen, runs, data, jobs, device, Console(), known):
+    elif not run_all(chosen, runs, data, jobs, device, known):
         raise typer.Exit(1)
 
 

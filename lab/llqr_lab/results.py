@@ -14,7 +14,6 @@ from typing import IO, Any
 import torch
 from rich import box
 from rich.console import Console
-from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -112,6 +111,9 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> str:
 
 # the terminal
 
+WIDE = 200
+"""Columns of any table."""
+
 
 def simple_table(title: str | None, *headers: str, left: Sequence[str] = ()) -> Table:
     """Numbers on the right; the first column, and those named in `left`, on the left."""
@@ -123,13 +125,8 @@ def simple_table(title: str | None, *headers: str, left: Sequence[str] = ()) -> 
 
 
 def show_table(console: Console, table: Table) -> None:
-    """In as many columns as it takes: numbers that are cut off are none. A narrow terminal breaks the lines."""
-    before, wide = console.width, console.options.update(max_width=1000)
-    for column in table.columns:
-        if column.no_wrap:
-            cells = (column.header, *column.cells)
-            column.min_width = max(Measurement.get(console, wide, each).maximum for each in cells)
-    console.width = max(before, Measurement.get(console, wide, table).minimum)
+    """As wide as it takes: numbers that are cut off are none. A narrow terminal breaks the lines."""
+    before, console.width = console.width, max(console.width, WIDE)
     console.print(table)
     console.width = before
 

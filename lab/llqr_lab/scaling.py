@@ -143,9 +143,8 @@ class Cost:
     """Of the device that has most of each."""
 
     training: int
-    """Operations, as the next two."""
     apply: int
-    """U m, in every step."""
+    """Operations of U m, in every step."""
     refit: int
     held: int
     """Bytes, as the next three: the curvature, U, and a copy of the parameters, from which a step goes."""

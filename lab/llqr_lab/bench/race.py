@@ -119,7 +119,6 @@ COURSES = {
 # the race
 
 Grids = dict[str, list[Result]]
-"""Of each optimizer, the runs at the rates of its grid."""
 TARGETS = ("SGDM", "AdamW", "Muon", "SOAP")
 """What these come to with every seed, at their best rates, is what everybody is timed to."""
 TIE = 0.02
@@ -220,7 +219,7 @@ class Performed:
     def __init__(self, command: str, page: Path | None, runs: Path, data: Path | None, jobs: int) -> None:
         check_page(page, command)
         self.console, self.failed, self._page, self._command = Console(), False, page, command
-        self._how = runs, data, jobs, "auto", self.console
+        self._how = runs, data, jobs, "auto"
 
     def __call__(self, wanted: list[Config]) -> None:
         self.failed |= sweep(wanted, *self._how) is False

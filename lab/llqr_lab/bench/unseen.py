@@ -1,7 +1,7 @@
 """`llqr bench unseen`: does LLQR, with nothing set, ever do harm? Tasks that nothing was chosen by, rates that aren't the best.
 
-SGDM and AdamW, alone and with LLQR around them, run at a third, one and three times the rate that is best for the base alone with
-the first seed and a cosine schedule, at cosine and constant schedules.
+SGDM and AdamW, alone and with LLQR around them, run at a third, one and three times the rate that is best for the base alone
+with the first seed and a cosine schedule, at cosine and constant schedules.
 """
 
 import math
@@ -151,9 +151,8 @@ class UNet(nn.Module):
         super().__init__()
         self.down = nn.ModuleList([self._block(1, width), self._block(width, 2 * width)])
         self.middle = self._block(2 * width, 4 * width)
-        self.rise = nn.ModuleList(
-            [nn.ConvTranspose2d(4 * width, 2 * width, 2, 2), nn.ConvTranspose2d(2 * width, width, 2, 2)]
-        )
+        rise = (nn.ConvTranspose2d(4 * width, 2 * width, 2, 2), nn.ConvTranspose2d(2 * width, width, 2, 2))
+        self.rise = nn.ModuleList(rise)
         self.up = nn.ModuleList([self._block(4 * width, 2 * width), self._block(2 * width, width)])
         self.head = nn.Conv2d(width, classes, 1)
 

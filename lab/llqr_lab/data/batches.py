@@ -26,8 +26,7 @@ class Batch(NamedTuple):
 class Batches(Protocol):
     """Training batches by the step's number, from 0 on, without end."""
 
-    @property
-    def steps_per_epoch(self) -> int: ...
+    steps_per_epoch: int
 
     def __getitem__(self, step: int) -> Batch: ...
 

@@ -21,7 +21,7 @@ from llqr_lab.experiments.peers import PEERS
 from llqr_lab.tasks import Task
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Decaying(Solver):
     """A solver whose learning rate is times a share that falls in the course of the training."""
 
@@ -30,9 +30,6 @@ class Decaying(Solver):
 
     def solve(self, problem: Problem, u: Preconditioner, steps: int) -> Preconditioner:
         return replace(self.solver, lr=self.share() * self.solver.lr).solve(problem, u, steps)
-
-    def __repr__(self) -> str:
-        return f"{self.solver!r} with a learning rate that falls"
 
 
 def optimizer(

@@ -5,8 +5,6 @@ authors' configurations, which docs/reproduction.md lists. The base rates of `mi
 isn't reported.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

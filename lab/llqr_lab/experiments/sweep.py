@@ -1,7 +1,5 @@
 """`llqr sweep`: many runs, as many at a time as there are cores, skipping what is done and going on with what isn't."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal
@@ -80,15 +78,10 @@ def points(grid: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
 
 
 def sweep(
-    wanted: Sequence[Config],
-    runs: Path,
-    data: Path | None,
-    jobs: int,
-    device: str,
-    console: Console,
-    known: Path | None = None,
+    wanted: Sequence[Config], runs: Path, data: Path | None, jobs: int, device: str, known: Path | None = None
 ) -> bool:
     """Run what isn't in the file of known results; whether all came to their end."""
+    console = Console()
     kept = {which(each): each for each in collected(known)} if known else {}
     waiting = []
     for config in wanted:

@@ -1,7 +1,5 @@
 """`llqr table`: ours beside the paper's, one table for each preset and scale, never mixed; and docs/reproduction.md."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Figures of `llqr figure`: training curves with bands, box plots of grokking, ablations."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from bisect import bisect_right

@@ -21,7 +21,6 @@ def attend(
 
 
 def feed_forward(width: int, inner: int, activation: nn.Module) -> nn.Sequential:
-    """Two linear layers, applied to every place by itself."""
     return nn.Sequential(nn.Linear(width, inner), activation, nn.Linear(inner, width))
 
 
