@@ -208,7 +208,6 @@ def test_the_command_writes_results_and_figures(tmp_path: Path) -> None:
         ("--output", "missing/rosenbrock.json"),
         ("--loss-figure", "loss"),
         ("--paths-figure", "missing/paths.png"),
-        ("--loss-figure", "same.png", "--paths-figure", "same.png"),
         ("--steps", "3"),
     ],
 )

@@ -73,8 +73,6 @@ def rosenbrock(
     quick: Annotated[bool, typer.Option("--quick", help="A few iterations of each, to see that it works.")] = False,
 ) -> None:
     """The paper's toy example: Newton, Riccati and LLQR on the Rosenbrock function (some four minutes)."""
-    if loss_figure.resolve() == paths_figure.resolve():
-        raise typer.BadParameter("the same file as --loss-figure", param_hint="--paths-figure")
     from llqr_lab.rosenbrock import main
 
     main(output, loss_figure, paths_figure, quick)

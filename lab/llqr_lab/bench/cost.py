@@ -130,14 +130,12 @@ def training(subject: Subject, wrapped: bool, seed: int) -> Callable[[int], floa
     base = base_of(Base(subject.base.lower(), lr=1e-3), model)  # type: ignore[arg-type]
     optimizer = LLQR(base, model) if wrapped else base
 
-    def step(number: int) -> float:
-        begun = time.process_time()
+    def step() -> None:
         optimizer.zero_grad()
         every_place(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        return time.process_time() - begun
 
-    return step
+    return lambda number: _seconds(step, time.process_time)
 
 
 # engine
@@ -201,10 +199,10 @@ class Bench:
         return {"train_seconds": median(steps), "ratios": {name: median(values) for name, values in ratios.items()}}
 
 
-def _seconds(job: Job) -> float:
-    before = time.perf_counter()
+def _seconds(job: Job, clock: Callable[[], float] = time.perf_counter) -> float:
+    before = clock()
     job()
-    return time.perf_counter() - before
+    return clock() - before
 
 
 def engine(output: Path, seed: int, repeats: int, quick: bool) -> None:
@@ -276,18 +274,13 @@ def prepared(name: str, seed: int, divergence: str | None, way: str) -> Callable
     (inputs, targets), loss_fn = subject.draw(subject.batch), nn.CrossEntropyLoss()
     direction = {name: torch.randn_like(p) for name, p in model.named_parameters()}
 
-    def timed(work: Job) -> float:
-        begun = time.process_time()
-        work()
-        return time.process_time() - begun
-
     def job() -> float:
         if divergence is None:
-            return timed(lambda: loss_fn(model(inputs), targets).backward())
+            return _seconds(lambda: loss_fn(model(inputs), targets).backward(), time.process_time)
         chunk = subject.batch // PARTS if way == "examples" else None
         segments = SEGMENTS if way == "segments" else ()
         q = QuadraticModel.build(model, inputs, targets, loss_fn, divergence, 0.0, chunk, segments=segments)
         q.curvature(direction)  # the first one looks at the model's formulas too
-        return timed(lambda: q.curvature(direction))
+        return _seconds(lambda: q.curvature(direction), time.process_time)
 
     return job

@@ -69,10 +69,8 @@ Curve = dict[str, list[float]]
 
 
 def train(problem: Problem, step: Step, seconds: float, curve: Curve) -> Iterator[None]:
-    """Seconds of processor time, steps, loss and error, at times that grow by a tenth; looking at them isn't counted.
-
-    It pauses after each of them, so that all optimizers of a problem can be run in turns, whatever else the machine does.
-    """
+    """Seconds of processor time, steps, loss and error, at times that grow by a tenth; looking at them isn't counted. It pauses
+    after each of them, so that all optimizers of a problem can be run in turns, whatever else the machine does."""
     spent, steps, due = 0.0, 0, 0.0
     while True:
         if spent >= due or spent >= seconds:

@@ -18,11 +18,8 @@ Job = Callable[[], object]
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Torch on a single thread.
-
-    Small matrices gain little from more, and when something else takes one of the cores, threads that wait for each other
-    slow down tenfold and more.
-    """
+    """Torch on a single thread: when something else takes one of the cores, threads that wait for each other slow down tenfold
+    and more."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

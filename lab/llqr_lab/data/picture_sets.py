@@ -199,13 +199,12 @@ def pictures_in_files(
             f"{where}: pictures ({', '.join(ENDINGS)}) are looked for in train/CLASS/ and val/CLASS/{alone}"
         )
     numbers = {label: number for number, label in enumerate(sorted(classes))}
-    train, val = (
-        FilePictures(
-            read, tuple(name for _, name in part), torch.tensor([numbers[label] for label, _ in part]), side, fit
-        )
-        for part in found.values()
-    )
-    return Pictures(train, val, len(numbers), IMAGENET_NORMALISATION)
+
+    def in_files(some: list[tuple[str, str]]) -> FilePictures:
+        labels = torch.tensor([numbers[label] for label, _ in some])
+        return FilePictures(read, tuple(name for _, name in some), labels, side, fit)
+
+    return Pictures(in_files(found["train"]), in_files(found["val"]), len(numbers), IMAGENET_NORMALISATION)
 
 
 def random_pictures(

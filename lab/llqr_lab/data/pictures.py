@@ -65,9 +65,8 @@ def crop_and_flip(pictures: Tensor, augmentation: Augmentation) -> Tensor:
 def cut_out(pictures: Tensor, side: int, share: float = 1.0) -> Tensor:
     """A square of zeros in each picture, or in a share of them: for normalised pictures, so that zero is the mean.
 
-    Every pixel y is as likely to be its centre, and it covers y - side/2 … y + side/2 - 1: part of it may lie outside of
-    the picture. kornia's RandomErasing has squares inside only, hence the picture is widened for it, by side/2 before and
-    side/2 - 1 behind.
+    Every pixel y is as likely to be its centre, and it covers y - side/2 … y + side/2 - 1: part of it may lie outside. kornia's
+    RandomErasing has squares inside only, hence the picture is widened for it, by side/2 before and side/2 - 1 behind.
     """
     if side == 0:
         return pictures

@@ -60,9 +60,7 @@ def parallel_text(name: str, folder: Path | None = None) -> ParallelText:
 
 
 def _pairs(folder: Path, corpus: Corpus, part: str) -> Pairs:
-    """The pairs of a part.
-
-    A training pair with an empty side teaches nothing, and `cleaned` drops it. In the other two parts it is an error: without
+    """A training pair with an empty side teaches nothing, and `cleaned` drops it. Elsewhere it is an error: without
     it the scores would be of another test set, and with it of a sentence that nobody translated.
     """
     # both sides are of the first name that either of them has: valid.de never goes with val.en
@@ -258,12 +256,8 @@ class Translation:
 
 
 def prepared(text: ParallelText, merges: int = 10_000) -> Translation:
-    """By the recipe of fairseq's prepare-iwslt14.sh.
-
-    Moses tokenisation; training pairs cleaned (at most LONGEST words a side, and neither side more than RATIO times as many as
-    the other); lowercasing; one BPE code of so many merges from both languages; then for each language a dictionary of the
-    pieces in its training text.
-    """
+    """By the recipe of fairseq's prepare-iwslt14.sh: Moses tokenisation, lowercasing; training pairs cleaned; one BPE code of
+    so many merges from both languages; for each language a dictionary of the pieces in its training text."""
     source_words, target_words = (Words(language, text.corpus.tokenised) for language in LANGUAGES)
     train, valid, test = (
         [(source_words.split(source), target_words.split(target)) for source, target in pairs] for pairs in text[1:]
@@ -319,9 +313,7 @@ def real_tokens(inputs: tuple[Tensor, ...]) -> Tensor:
 
 def groups(part: Part, tokens: int, seed: int) -> list[list[int]]:
     """Sentences of about the same length together: with n of them, n · (the longest side of any, with its </s>) ≤ `tokens`.
-
-    Which of those with equal lengths go together is drawn from the seed.
-    """
+    Which of those with equal lengths go together is drawn from the seed."""
     sizes = [(len(source), len(target)) for source, target in zip(part.source, part.target, strict=True)]
     longest = max(max(size) for size in sizes)
     if longest > tokens:

@@ -37,8 +37,7 @@ def _in(source: Path) -> list[Result]:
         try:
             return [checked(each) for each in read_json(source.read_text(encoding="utf-8"))["runs"]]
         except broken as error:
-            told = f"'{source}' isn't a file of results ({error!r})"
-            raise RunError(f"{told}: name one that `llqr table --save` wrote") from None
+            raise RunError(f"'{source}' isn't a file of results ({error!r}): `llqr table --save` writes one") from None
     if not source.is_dir():
         raise RunError(f"there is no '{source}': name the folder of runs, or a file of results")
     found = []
@@ -47,25 +46,19 @@ def _in(source: Path) -> list[Result]:
             settings = tomllib.loads(folder.config.read_text(encoding="utf-8")) if folder.begun else {}
             result = folder.read_result()
             if edited := folder.edited(result):
-                raise RunError(
-                    f"{' and '.join(edited)} of the run in '{folder.path}' isn't what the run wrote: it has been edited, or "
-                    "damaged. Remove the run, and make it again"
-                )
+                which_files = f"{' and '.join(edited)} of the run in '{folder.path}'"
+                raise RunError(f"{which_files} isn't what the run wrote: it was edited, or damaged. Make the run again")
             found.append(checked({**result, "settings": settings, "curve": curve(folder.read_metrics())}))
         except broken as error:
-            told = f"the run in '{folder.path}' has a result that isn't whole ({error!r})"
-            raise RunError(f"{told}: remove its result.json, and resume it") from None
+            raise RunError(f"'{folder.result}' isn't whole ({error!r}): remove it, and resume the run") from None
     return found
 
 
 def selected_results(sources: Sequence[Path], presets: str = "", scale: str = "") -> list[Result]:
     """The finished runs of presets with one of these words in their names, at a scale; an error where there are none."""
     check_names(filter(None, [scale]), SCALES, "scale")
-    found = [
-        each
-        for each in collected(*sources)
-        if any(part in each["preset"] for part in presets.split(",")) and scale in ("", each["scale"])
-    ]
+    wanted = [each for each in collected(*sources) if scale in ("", each["scale"])]
+    found = [each for each in wanted if any(part in each["preset"] for part in presets.split(","))]
     if not found:
         named = " and ".join(f"'{source}'" for source in sources)
         raise RunError(f"no finished runs in {named} that fit: make some with `llqr train` or `llqr sweep`")

@@ -113,7 +113,6 @@ class Config:
     """The largest norm of the gradient; 0 is none."""
     schedule: Schedule = field(default_factory=Schedule)
     default_llqr: bool = False
-    """LLQR around the base with nothing set."""
     llqr: Wrapper | None = None
     diagnostics: Diagnostics = field(default_factory=Diagnostics)
     seed: int = 0
@@ -125,12 +124,10 @@ class Config:
 
     @property
     def label(self) -> str:
-        """The method with what was changed."""
         return "+".join((self.method, *self.changes))
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All of it, by dotted names."""
         return flat(_plain(self))
 
     def to_toml(self) -> str:
@@ -163,7 +160,6 @@ class Config:
 
 
 def read(path: Path) -> Config:
-    """The configuration in a TOML file."""
     try:
         return parsed(tomllib.loads(path.read_text(encoding="utf-8")))
     except (ConfigError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -172,7 +168,6 @@ def read(path: Path) -> Config:
 
 
 def parsed(table: Mapping[str, Any]) -> Config:
-    """The configuration that a table of TOML is, checked."""
     config: Config = _made(Config, table, "")
     _check(config)
     return config

@@ -53,10 +53,7 @@ class StoppedError(Exception):
 
 @contextmanager
 def listening() -> Iterator[Callable[[], int]]:
-    """For Ctrl-C, and the signal by which machines ask a process to end.
-
-    Gives the number of the signal that came, 0 without one. A second Ctrl-C ends at once, as if nobody listened.
-    """
+    """For Ctrl-C and SIGTERM: gives the number of the signal that came, 0 without one. A second Ctrl-C ends at once."""
     came = 0
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -83,10 +80,8 @@ def train(
     report: Report = lambda step, steps, metrics: None,
     warn: Callable[[str], None] = lambda message: None,
 ) -> dict[str, Any]:
-    """Train to the end and write the result; begin at the newest checkpoint, if there is one.
-
-    On Ctrl-C, or where the process is asked to end, a checkpoint is written after the step, and `StoppedError` raised.
-    """
+    """Train to the end and write the result; begin at the checkpoint, if there is one. When the process is asked to end, one is
+    written after the step, and `StoppedError` raised."""
     task = task_of(config, data)
     run = Run(config, task, device)
     with folder.locked(), listening() as asked_to_stop:  # only now: what can't be trained leaves nothing behind

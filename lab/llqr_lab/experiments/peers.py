@@ -1,8 +1,6 @@
-"""Other people's optimizers, for runs beside LLQR: torch's Muon; SOAP, Shampoo and SINGD from packages (the extra `peers`);
-K-FAC and AdaFisher by our own code.
+"""Other optimizers: torch's Muon; SOAP, Shampoo and SINGD from packages (the extra `peers`); our own K-FAC and AdaFisher.
 
-Some of them are for matrices only, or for the layers that they know: AdamW then takes the parameters that are left, at the same
-learning rate, which is how these optimizers are used.
+Muon and SINGD are for some parameters only: AdamW takes the others, at the same learning rate, which is how they are used.
 """
 
 import importlib
@@ -76,11 +74,8 @@ class InFloat32(TorchFunctionMode):
 
 
 class MuonInFloat32(Muon):
-    """torch's Muon, with its iteration in float32 on a processor.
-
-    torch has it in bfloat16, which most processors only emulate: there a step of an MLP takes 0.7 s in place of 0.03, which
-    says nothing about Muon.
-    """
+    """torch's Muon, with its iteration in float32 on a processor. Most of these only emulate torch's bfloat16: there a step of
+    an MLP takes 0.7 s in place of 0.03, which says nothing about Muon."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         on_processor = all(p.device.type == "cpu" for group in self.param_groups for p in group["params"])
@@ -89,9 +84,8 @@ class MuonInFloat32(Muon):
 
 
 def muon(base: Base, model: nn.Module) -> Optimizer:
-    """For the matrices of linear layers and attention; embeddings and what they share, the last layer, convolutions and
-    vectors are AdamW's."""
-    layers = [module for module in model.modules() if isinstance(module, nn.Linear | nn.MultiheadAttention)]
+    """For the matrices of linear layers; embeddings with what they share, the last layer, convolutions, vectors are AdamW's."""
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     outside = {id(p) for module in (*layers[-1:], *tables) for p in module.parameters()}
     found = dict.fromkeys(p for module in layers for p in module.parameters(recurse=False))

@@ -132,10 +132,8 @@ def times(rows: list[Result], base: list[Result]) -> str:
 
 
 def verdict(group: list[Result]) -> str:
-    """Which methods beat the base by more than two standard errors, which it beats, which neither: seed by seed.
-
-    Seeds that one of the two came to no score with are left out; a method that failed more often than the base isn't better.
-    """
+    """Which methods beat the base by more than two standard errors, which it beats, which neither: by the seeds that both came
+    to a score with. A method that failed more often than the base isn't better."""
     rows = by_method(group)
     base = rows.pop("base", [])
     if not rows:
@@ -254,10 +252,8 @@ def _default(results: list[Result]) -> str:
 
 
 def shares(base: Result, own: Result) -> tuple[float, float]:
-    """Of the base's steps and seconds, what LLQR took to the base's last training loss; in grokking to its end.
-
-    Infinite where it never came there. A base that never grokked counts with all of its steps.
-    """
+    """Of the base's steps and seconds, what LLQR took to the base's last training loss; in grokking to its end. Infinite where
+    it never came there. A base that never grokked counts with all of its steps."""
     if base["score"] == "steps_to_target":
         if value(own) is None:
             return math.inf, math.inf

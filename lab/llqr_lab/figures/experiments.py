@@ -101,10 +101,8 @@ def _held_out(results: list[Result]) -> str:
 
 
 def _band(axes: Axes, rows: list[Result], along: str, name: str, label: str, colour: str, style: str) -> None:
-    """The mean over seeds, and the standard error around it where there are several; of an accuracy, the error in percent.
-
-    Between its evaluations and after its end a run has the value that it had; one that diverged is left out from there on.
-    """
+    """The mean over seeds, with the standard error; of an accuracy, the error in percent. Between its evaluations and after its
+    end a run has the value that it had; one that diverged is left out from there on."""
     looked = [
         [s for s, v in zip(row["curve"]["step"], row["curve"][name], strict=True) if v is not None] for row in rows
     ]

@@ -52,10 +52,6 @@ class Experiment:
     def results(self) -> list[Result]:
         return [run.result for run in self.runs if run.result is not None]
 
-    @property
-    def statuses(self) -> list[tuple[str, int]]:
-        return Counter(run.status for run in self.runs).most_common()
-
     @cached_property
     def metrics(self) -> list[str]:
         """What there is to draw, the score first."""
@@ -181,13 +177,8 @@ def page(experiments: list[Experiment], made: datetime) -> str:
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"shown": shown, "title": lambda name: name.replace("_", " ")}
-    environment.globals |= {
-        "cells": cells,
-        "heading": heading,
-        "verdict": verdict,
-        "PRESETS": PRESETS,
-        "RESULTS": RESULTS,
-    }
+    asked = {"cells": cells, "heading": heading, "verdict": verdict, "Counter": Counter}
+    environment.globals |= {**asked, "PRESETS": PRESETS, "RESULTS": RESULTS}
     count = sum(len(each.runs) for each in experiments)
     limit = min(max(POINTS // max(1, count), FEWEST), MOST)
     payload = json.dumps([each.drawn(limit) for each in experiments], allow_nan=False, separators=(",", ":"))

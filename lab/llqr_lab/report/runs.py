@@ -72,13 +72,9 @@ def found_runs(sources: Sequence[Path]) -> Iterator[FoundRun]:
             raise RunError(f"there is no '{source}': name folders of runs, or files of results")
         else:
             under = sorted({path.parent for path in source.rglob("config.toml")})
-            if not under:
-                raise RunError(
-                    f"there are no runs in '{source}': a run is a folder with a config.toml, as `llqr train` makes it"
-                )
             folders |= {path.resolve(): RunFolder(path) for path in under}
     if not folders and not kept:
-        raise RunError("there are no runs in what was named: make some with `llqr train` or `llqr sweep`")
+        raise RunError("there are no runs in what was named: a run is a folder with a config.toml, by `llqr train`")
     seen = set()
     for folder in folders.values():
         run = _of_folder(folder)
@@ -219,10 +215,7 @@ def _plain(settings: Mapping[str, Any]) -> dict[str, str]:
 
 def curve(runs: Sequence[Columns], name: str, limit: int) -> dict[str, list[float | None]] | None:
     """A metric of several seeds, or of one run: step, mean seconds, mean, smallest and largest, in at most `limit` points.
-
-    A seed counts at the steps at which it was measured. Where there are more steps than points, a point is the last of its
-    bucket, with the smallest and the largest of all, so that no spike is lost.
-    """
+    Where there are more steps, a point is the last of its bucket, with the smallest and the largest: no spike is lost."""
     known = [run for run in runs if name in run]
     if not known:
         return None
