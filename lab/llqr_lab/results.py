@@ -111,9 +111,6 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> str:
 
 # the terminal
 
-WIDE = 200
-"""Columns of any table."""
-
 
 def simple_table(title: str | None, *headers: str, left: Sequence[str] = ()) -> Table:
     """Numbers on the right; the first column, and those named in `left`, on the left."""
@@ -126,7 +123,7 @@ def simple_table(title: str | None, *headers: str, left: Sequence[str] = ()) -> 
 
 def show_table(console: Console, table: Table) -> None:
     """As wide as it takes: numbers that are cut off are none. A narrow terminal breaks the lines."""
-    before, console.width = console.width, max(console.width, WIDE)
+    before, console.width = console.width, max(console.width, 200)
     console.print(table)
     console.width = before
 

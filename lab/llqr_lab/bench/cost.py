@@ -27,7 +27,7 @@ from llqr import LLQR, QuadraticModel, fit
 from llqr.divergences import KL, Divergence, Newton
 from llqr.solvers import SGDM, ScaleFree, Solver
 from llqr.wrapper import often_at_first
-from llqr_lab.bench.measure import one_thread, peak_memory, step_seconds
+from llqr_lab.bench.measure import Job, one_thread, peak_memory, step_seconds
 from llqr_lab.bench.unseen import every_place
 from llqr_lab.experiments.config import Base
 from llqr_lab.experiments.optimizers import base_of
@@ -36,7 +36,6 @@ from llqr_lab.models.transformers import GPT, GrokkingTransformer
 from llqr_lab.results import bar, provenance, say, show_table, simple_table, write_json
 
 Row = dict[str, Any]
-Job = Callable[[], object]
 Draw = Callable[[int], tuple[Tensor, Tensor]]
 
 

@@ -126,7 +126,6 @@ TIE = 0.02
 ROUNDS = 3
 Times = dict[str, list[float]]
 """Seconds of the first steps of each optimizer."""
-TURN = 25
 TIMED = 200
 """Steps that are timed; what comes after costs as much as the later half of them, on average."""
 
@@ -192,7 +191,7 @@ class Race:
         task = task_of(next(iter(configs.values())), data)
         with bar(ROUNDS, "timing steps") as done, one_thread():
             begin = lambda: {name: advancing(config, task) for name, config in configs.items()}  # noqa: E731
-            found = step_seconds(begin, ROUNDS, steps, TURN, done)
+            found = step_seconds(begin, ROUNDS, steps, turn=25, done=done)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, {"labels": labels, "seconds": found})
         return found

@@ -105,12 +105,11 @@ def shown(number: float | None, form: str, unit: float = 1.0) -> str:
 
 COLOURS = {"SGDM": ORANGE, "AdamW": GREEN, "Muon": PINK}
 """LLQR has the colour of its base, unbroken."""
-COLUMNS = 3
 
 
 def draw(untuned: Sequence[Row], path: Path) -> None:
     tasks = list(dict.fromkeys(row["task"] for row in untuned)) or [""]
-    columns = min(COLUMNS, len(tasks))
+    columns = min(3, len(tasks))
     lines = math.ceil(len(tasks) / columns)
     with drawing(path, 4.5 * columns, 3.6 * lines + 0.6) as figure:
         grid = list(figure.subplots(lines, columns, squeeze=False).flat)

@@ -156,7 +156,6 @@ IMAGENETTE, IMAGENETTE_FOLDER = "imagenette_sample.tar", "imagenette_sample/"
 IMAGENETTE_SOURCE = "a sample of github.com/thunderInfy/imagenette, as imagenette_sample/{train,val}/<class>/*.JPEG"
 IMAGENET_NORMALISATION = Normalisation((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 ENDINGS = (".jpeg", ".jpg", ".png", ".webp", ".bmp")
-FITS = ("shorter", "stretch")
 
 
 def imagenet(folder: Path | None = None, side: int = 256, fit: str = "shorter") -> Pictures:
@@ -185,7 +184,7 @@ def pictures_in_files(
     Names are train/CLASS/FILE and val/CLASS/FILE. `fit="shorter"` scales the shorter side to `side` and takes the middle of
     the longer one; `"stretch"` scales both.
     """
-    check_names([fit], FITS, "fit")
+    check_names([fit], ("shorter", "stretch"), "fit")
     if side < 1:
         raise LLQRError(f"pictures have a side of at least 1 pixel, not {side}")
     found: dict[str, list[tuple[str, str]]] = {"train": [], "val": []}

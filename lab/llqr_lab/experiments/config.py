@@ -244,7 +244,6 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     return value
 
 
-FIRST_ORDER = ("sgdm", "adam", "adamw")
 DISTRIBUTIONAL = ("ngd", "reverse-kl", "renyi")
 """Divergences between output distributions."""
 POSITIVE = (
@@ -260,7 +259,7 @@ POSITIVE = (
 )
 NEEDED: tuple[tuple[str, str, tuple[str, ...], Any], ...] = (
     ("base.beta2", "base.name", ("adam", "adamw", "muon", "singd"), 0.999),
-    ("base.momentum", "base.name", (*FIRST_ORDER, "singd", "kfac", "adafisher"), 0.9),
+    ("base.momentum", "base.name", ("sgdm", "adam", "adamw", "singd", "kfac", "adafisher"), 0.9),
     ("schedule.milestones", "schedule.name", ("piecewise",), []),
     ("llqr.reduction", "llqr.divergence", DISTRIBUTIONAL, "sum"),
     ("llqr.order", "llqr.divergence", ("renyi",), 0.5),
@@ -273,8 +272,6 @@ NEEDED: tuple[tuple[str, str, tuple[str, ...], Any], ...] = (
 """Settings that mean something with some choices only: what has no effect isn't accepted in silence."""
 OWN_DEFAULTS: dict[str, tuple[str, ...]] = {"llqr.solver.name": ("clip",), "base.name": ("lr", "weight_decay")}
 """What is said of one solver or optimizer isn't meant for another, but for these, where it takes them."""
-LARGEST = 1e30
-"""What float32 can work with."""
 FRACTIONS = ("label_smoothing", "base.momentum", "base.beta2", "llqr.ema", "llqr.solver.momentum")
 
 
@@ -282,8 +279,8 @@ def _check(config: Config) -> None:
     """What types don't say."""
     settings = flat(_plain(config))
     for name, value in settings.items():
-        if isinstance(value, int | float) and not abs(value) < LARGEST:
-            raise ConfigError(f"'{name}' should be a number below {LARGEST:g}, not {value}")
+        if isinstance(value, int | float) and not abs(value) < 1e30:  # what float32 can work with
+            raise ConfigError(f"'{name}' should be a number below 1e30, not {value}")
         if isinstance(value, int | float) and not name.startswith(("model.", "data.")) and value < 0:
             raise ConfigError(f"'{name}' can't be negative, and is {value}")
         if name in POSITIVE and not value > 0:

@@ -30,9 +30,6 @@ from llqr_lab.errors import ConfigError, LabError, RunError
 from llqr_lab.experiments.config import Config, differences, read
 from llqr_lab.results import read_json, replacing, write_json
 
-LOCK_SECONDS = 0.5
-"""How long a run waits for its lock: longer than it takes to ask whether it is running."""
-
 
 class RunFolder:
     def __init__(self, path: Path) -> None:
@@ -103,7 +100,7 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
         lock = FileLock(self.path / ".lock")
         try:
-            lock.acquire(timeout=LOCK_SECONDS)
+            lock.acquire(timeout=0.5)  # longer than it takes to ask whether it is running
         except Timeout:
             raise RunError(f"another process is at work on the run in '{self.path}'") from None
         try:

@@ -29,9 +29,6 @@ from llqr_lab.experiments.optimizers import optimizer, rate
 from llqr_lab.results import finite, provenance
 from llqr_lab.tasks import Task, right_answers, task_of, to_device
 
-CHECKPOINT_SECONDS = 60.0
-"""Between checkpoints; when they are written changes nothing but how much is done again after a stop."""
-
 SPENT = ("refit_step_seconds", "evaluation_seconds", "batch_seconds", "checkpoint_seconds")
 """Where time goes, by the run's clock: the steps that refit (within `seconds`), and three things beside the steps."""
 
@@ -76,7 +73,7 @@ def train(
     data: Path | None,
     device: torch.device,
     workers: int = 0,
-    checkpoint_seconds: float = CHECKPOINT_SECONDS,
+    checkpoint_seconds: float = 60.0,
     report: Report = lambda step, steps, metrics: None,
     warn: Callable[[str], None] = lambda message: None,
 ) -> dict[str, Any]:
