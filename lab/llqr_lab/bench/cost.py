@@ -82,7 +82,6 @@ TRAINED = {
 }
 FIRST, LATER = 300, 100
 """Steps of a training from its start, and steps after that."""
-TURN = 10
 
 
 def overhead(names: Sequence[str], output: Path, seed: int, repeats: int, steps: int | None) -> None:
@@ -103,7 +102,7 @@ def overhead(names: Sequence[str], output: Path, seed: int, repeats: int, steps:
 def _overhead(subject: Subject, seed: int, repeats: int, steps: int | None, done: Callable[[], None]) -> Row:
     count = steps or subject.steps
     begin = lambda: {"base": training(subject, False, seed), "own": training(subject, True, seed)}  # noqa: E731
-    base, own = step_seconds(begin, repeats, count, TURN, done).values()
+    base, own = step_seconds(begin, repeats, count, turn=10, done=done).values()
     step = median(base)
     found = ([s for k, s in enumerate(own) if often_at_first(k) == refit] for refit in (False, True))
     plain, refit = (median(some) / step if some else None for some in found)

@@ -90,6 +90,7 @@ def peak_resident() -> int | None:
 
 WIDEN = 3.0
 """The factor between rates; where the best is the first or the last of a grid, one more is tried beyond it, and so on."""
+WIDEST = 3
 Key = TypeVar("Key")
 
 
@@ -100,7 +101,7 @@ def widened(
     """How each ends at the rates of its grid, and at those beyond it while the best is the first or the last."""
     found: dict[Key, dict[float, float]] = {key: {} for key in grids}
     coming = grids
-    for _ in range(4):  # three rates beyond the grid at most
+    for _ in range(1 + WIDEST):
         for key, ends in ends_at(coming).items():
             found[key] |= ends
         coming = {key: more for key in coming if (more := one_more(found[key]))}
