@@ -62,7 +62,6 @@ class Curve:
 
 
 def network(seed: int) -> nn.Module:
-    """The same start for every optimizer."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return picture_net(8, (1, 2))

@@ -93,7 +93,9 @@ def _divergence(wrapper: Wrapper, model: nn.Module) -> Divergence:
 
 def _structure(wrapper: Wrapper) -> str | Structure:
     kind = {"kfac": Kronecker, "ekfac": EigenKronecker}.get(wrapper.structure)
-    return kind(max_dim=wrapper.max_dim) if kind else wrapper.structure
+    if kind is None or kind() == kind(max_dim=wrapper.max_dim):
+        return wrapper.structure
+    return kind(max_dim=wrapper.max_dim)
 
 
 def _solver(inner: Inner, share: Callable[[], float]) -> Solver:

@@ -39,7 +39,6 @@ def show(results: list[Result], console: Console) -> None:
 
 
 def grouped(results: list[Result]) -> list[tuple[str, list[Result]]]:
-    """The results of each preset and scale, with the preset's name."""
     groups: dict[tuple[str, str], list[Result]] = {}
     for result in results:
         groups.setdefault((result["preset"], result["scale"]), []).append(result)
