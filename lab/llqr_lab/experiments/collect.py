@@ -50,9 +50,7 @@ def _in(source: Path) -> list[Result]:
                 raise RunError(f"{which_files} isn't what the run wrote: it was edited, or damaged. Make the run again")
             found.append(checked({**result, "settings": settings, "curve": curve(folder.read_metrics())}))
         except broken as error:
-            raise RunError(
-                f"the run in '{folder.path}' has no whole result ({error!r}): remove it, and resume"
-            ) from None
+            raise RunError(f"the result of '{folder.path}' isn't whole ({error!r}): remove it, and resume") from None
     return found
 
 
