@@ -12,7 +12,7 @@ import torch
 
 from llqr_lab.data.picture_sets import CIFARS, Cifar, cifar, tiny_imagenet32
 from llqr_lab.data.pictures import MemoryPictures, Pictures
-from llqr_lab.errors import DataError, MissingDataError
+from llqr_lab.errors import DataError
 
 Arrays = dict[str, np.ndarray]
 CIFAR10 = CIFARS["cifar10"]
@@ -88,16 +88,16 @@ def test_the_npz_and_the_archive_hold_the_same(tmp_path: Path, name: str) -> Non
 def test_tiny_imagenet_goes_by_its_own_name(tmp_path: Path) -> None:
     np.savez(tmp_path / "tiny_imagenet32_100c.npz", **arrays(CIFARS["cifar100"]))
     assert tiny_imagenet32(tmp_path).classes == 100
-    with pytest.raises(MissingDataError, match=r"cifar100\.npz"):
+    with pytest.raises(DataError, match=r"cifar100\.npz"):
         cifar("cifar100", tmp_path)
 
 
 def test_what_is_nowhere_is_told_with_where_to_get_it(tmp_path: Path) -> None:
-    with pytest.raises(MissingDataError) as caught:
+    with pytest.raises(DataError) as caught:
         cifar("cifar10", tmp_path)
     for told in ("cifar10.npz", "cifar-10-binary.tar.gz", str(tmp_path), CIFAR10.source):
         assert told in str(caught.value)
-    with pytest.raises(MissingDataError, match="LLQR_DATA"):
+    with pytest.raises(DataError, match="LLQR_DATA"):
         cifar("cifar10")
 
 
@@ -110,12 +110,15 @@ BAD_ARRAYS: dict[str, tuple[Arrays, str]] = {
     "no labels": (changed(y_train=None), "has no y_train"),
     "floats": (changed(x_train=np.zeros((10, 32, 32, 3))), "float64"),
     "channels first": (changed(x_train=np.zeros((10, 3, 32, 32), np.uint8)), "not bytes of"),
-    "nothing": (changed(x_test=np.zeros((0, 32, 32, 3), np.uint8), y_test=np.zeros(0, int)), "no test pictures"),
-    "counts": (changed(y_test=np.arange(3)), "4 test pictures and 3 labels"),
+    "nothing": (
+        changed(x_test=np.zeros((0, 32, 32, 3), np.uint8), y_test=np.zeros(0, int)),
+        "four sides, not torch.uint8 of .0,",
+    ),
+    "counts": (changed(y_test=np.arange(3)), "4 test pictures must have a whole number each"),
     "label": (changed(y_test=np.array([0, 1, 2, 10])), "from 0 to 10"),
     "float labels": (changed(y_test=np.zeros(4)), "not integers"),
     "text labels": (changed(y_test=np.array(["a"] * 4)), "not integers"),
-    "column": (changed(y_test=np.zeros((4, 1), int)), "in one row"),
+    "column": (changed(y_test=np.zeros((4, 1), int)), "a whole number each"),
     "pickled": (changed(y_test=np.array([0, 1, 2, 3], dtype=object)), "allow_pickle=False"),
 }
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from llqr_lab.data.translation import parallel_text
-from llqr_lab.errors import DataError, MissingDataError
+from llqr_lab.data.translation import cleaned, parallel_text, prepared
+from llqr_lab.errors import DataError
 
 
 def write(folder: Path, **files: list[str]) -> Path:
@@ -24,8 +24,8 @@ def write(folder: Path, **files: list[str]) -> Path:
 
 def test_gzipped_pairs_in_their_order(tmp_path: Path) -> None:
     text = parallel_text("multi30k", write(tmp_path, train_de=["a", "b", "c"], train_en=["x", "y", "z"]))
-    assert (text.train.source, text.train.target, text.train.dropped) == (["a", "b", "c"], ["x", "y", "z"], 0)
-    assert len(text.valid.source) == len(text.test.target) == 2
+    assert text.train == [("a", "x"), ("b", "y"), ("c", "z")]
+    assert len(text.valid) == len(text.test) == 2
 
 
 def test_plain_files_and_the_other_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,14 +37,14 @@ def test_plain_files_and_the_other_names(tmp_path: Path, monkeypatch: pytest.Mon
         (place / f"{part}.en").write_bytes(b"one\ntwo\n")
     monkeypatch.setenv("LLQR_DATA", str(tmp_path))
     text = parallel_text("iwslt14")
-    assert text.valid.source == ["eins", "zwei\u2028drei"]
-    assert text.test.target == ["one", "two"]
+    assert text.valid == [("eins", "one"), ("zwei\u2028drei", "two")]
 
 
 def test_empty_lines_go_from_training_and_are_refused_elsewhere(tmp_path: Path) -> None:
     folder = write(tmp_path, train_de=["a", "", "c", "d"], train_en=["x", "y", " ", "z"])
-    train = parallel_text("multi30k", folder).train
-    assert (train.source, train.target, train.dropped) == (["a", "d"], ["x", "z"], 2)
+    text = parallel_text("multi30k", folder)
+    assert cleaned(text.train) == [("a", "x"), ("d", "z")]
+    assert prepared(text, merges=10).examples == 4
     (folder / "multi30k_de_en" / "val.en.gz").write_bytes(gzip.compress(b"one\n\n"))
     with pytest.raises(DataError, match=r"line 2 of .*val\.de\.gz' or .*val\.en\.gz' is empty"):
         parallel_text("multi30k", folder)
@@ -92,7 +92,7 @@ def test_a_side_that_is_missing(tmp_path: Path) -> None:
 
 def test_without_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LLQR_DATA", raising=False)
-    with pytest.raises(MissingDataError, match=r"LLQR_DATA; wanted there: iwslt14_de_en, from fairseq"):
+    with pytest.raises(DataError, match=r"LLQR_DATA; wanted there: iwslt14_de_en, from fairseq"):
         parallel_text("iwslt14")
-    with pytest.raises(MissingDataError, match=r"there is no multi30k_de_en in"):
+    with pytest.raises(DataError, match=r"there is no multi30k_de_en in"):
         parallel_text("multi30k", tmp_path)

@@ -88,7 +88,7 @@ def test_the_same_picture_is_changed_differently_at_each_step() -> None:
 
 def test_workers_make_the_same_batches() -> None:
     batches = small(8).training(4, 0, Augmentation(padding=1, flip=True))
-    alone, helped = list(stream(batches, 2, 6)), list(stream(batches, 2, 6, workers=2))
+    alone, helped = list(stream(batches, range(2, 6))), list(stream(batches, range(2, 6), workers=2))
     for one, other in zip(alone, helped, strict=True):
         assert torch.equal(one.inputs[0], other.inputs[0])
         assert torch.equal(one.targets, other.targets)
@@ -206,13 +206,13 @@ def test_imagenet_is_normalised_by_its_own_constants() -> None:
 BAD: dict[str, tuple[tuple[Tensor, Tensor], str]] = {
     "floats": ((torch.rand(4, 3, 8, 8), torch.arange(4)), "bytes with four sides, not torch.float32"),
     "three sides": ((noise(4, 8, 8), torch.arange(4)), "four sides"),
-    "no pictures": ((noise(4, 3, 8, 8)[:0], torch.arange(0)), "no training pictures"),
-    "fewer labels": ((noise(4, 3, 8, 8), torch.arange(3)), "4 training pictures and 3 labels"),
+    "no pictures": ((noise(4, 3, 8, 8)[:0], torch.arange(0)), "bytes with four sides, not torch.uint8 of"),
+    "fewer labels": ((noise(4, 3, 8, 8), torch.arange(3)), "4 training pictures must have a whole number each"),
     "label too high": ((noise(4, 3, 8, 8), torch.arange(4) + 7), "from 7 to 10; of 10 classes"),
     "label negative": ((noise(4, 3, 8, 8), torch.arange(4) - 1), "from -1 to 2"),
-    "float labels": ((noise(4, 3, 8, 8), torch.rand(4)), "integers in one row, not torch.float32"),
-    "truth as labels": ((noise(4, 3, 8, 8), torch.ones(4, dtype=torch.bool)), "integers in one row, not torch.bool"),
-    "labels in a column": ((noise(4, 3, 8, 8), torch.arange(4)[:, None]), "integers in one row"),
+    "float labels": ((noise(4, 3, 8, 8), torch.rand(4)), "a whole number each, not torch.float32"),
+    "truth as labels": ((noise(4, 3, 8, 8), torch.ones(4, dtype=torch.bool)), "a whole number each, not torch.bool"),
+    "labels in a column": ((noise(4, 3, 8, 8), torch.arange(4)[:, None]), "a whole number each"),
     "another size": ((noise(4, 3, 9, 9), torch.arange(4)), "must be alike"),
 }
 

@@ -109,7 +109,7 @@ def test_words_by_moses() -> None:
 
 
 def test_dictionary() -> None:
-    dictionary = Dictionary.of([["a", "b "], ["b ", "c "], ["<pad>", "c "]])
+    dictionary = Dictionary([["a", "b "], ["b ", "c "], ["<pad>", "c "]])
     assert len(dictionary) == 8
     assert dictionary.pieces == ["b ", "c ", "<pad>", "a"]  # the commonest first, then by the alphabet
     assert dictionary.encode(["a", "b ", "?", "<pad>"]) == [7, 4, UNKNOWN, 6, STOP]

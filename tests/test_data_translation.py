@@ -15,7 +15,6 @@ from llqr_lab.data.translation import (
     PAD,
     START,
     STOP,
-    Pairs,
     Part,
     Translation,
     TranslationBatches,
@@ -74,7 +73,7 @@ def prepared(corpus: Path) -> Translation:
 
 
 def test_numbers_and_text_again(prepared: Translation) -> None:
-    assert (len(prepared.train.source), prepared.cleaned, prepared.empty) == (200, 1, 0)
+    assert (len(prepared.train.source), prepared.examples) == (200, 201)
     assert len(prepared.source) > 4
     assert prepared.target.decode(prepared.train.target[0]) == " ".join(sentences(200, 0)[1][0].lower().split())
     for part in (prepared.valid, prepared.test):
@@ -88,12 +87,12 @@ def test_numbers_and_text_again(prepared: Translation) -> None:
 
 
 def test_cleaning(monkeypatch: pytest.MonkeyPatch) -> None:
-    pairs = Pairs(["a b", "a b", "a", "a b c d"], ["a b c", "a b c d", "", "a b c d"])
-    assert cleaned(pairs) == Pairs(["a b", "a b c d"], ["a b c", "a b c d"], 2)
+    pairs = [("a b", "a b c"), ("a b", "a b c d"), ("a", ""), ("a b c d", "a b c d")]
+    assert cleaned(pairs) == [pairs[0], pairs[3]]
     monkeypatch.setattr("llqr_lab.data.translation.LONGEST", 3)
-    assert cleaned(pairs) == Pairs(["a b"], ["a b c"], 3)
+    assert cleaned(pairs) == pairs[:1]
     with pytest.raises(ValueError, match="no training pair"):
-        cleaned(Pairs(["a"], [""]))
+        cleaned([("a", "")])
 
 
 def test_batches_are_padded_pairs(prepared: Translation) -> None:
@@ -111,9 +110,8 @@ def test_an_epoch_holds_every_pair_once(prepared: Translation) -> None:
     pairs = sorted(zip(prepared.train.source, prepared.train.target, strict=True))
     for epoch in (0, 1):
         found = []
-        for (source, target_in), target_out in stream(
-            batches, epoch * batches.steps_per_epoch, (epoch + 1) * batches.steps_per_epoch
-        ):
+        steps = range(epoch * batches.steps_per_epoch, (epoch + 1) * batches.steps_per_epoch)
+        for (source, target_in), target_out in stream(batches, steps):
             assert (
                 max(source.numel(), target_out.numel(), len(source) * max(source.shape[1], target_out.shape[1])) <= 120
             )
@@ -138,7 +136,7 @@ def test_batches_are_functions_of_seed_and_step(prepared: Translation) -> None:
     assert forwards[:count] != forwards[count:]
     assert sorted(forwards[:count]) == sorted(forwards[count:])  # the same groups, in another order
     assert forwards[:count] != [said(other, step) for step in range(count)]
-    ahead = list(islice(stream(batches, count - 1, count + 1, workers=1), 2))
+    ahead = list(islice(stream(batches, range(count - 1, count + 1), workers=1), 2))
     assert [[*(each.tolist() for each in batch.inputs), batch.targets.tolist()] for batch in ahead] == forwards[
         count - 1 : count + 1
     ]

@@ -61,8 +61,8 @@ def test_kfac_is_its_formula() -> None:
     slopes = torch.autograd.grad(loss_of(before), list(before.parameters()))
     by_name = dict(zip((name for name, _ in before.named_parameters()), slopes, strict=True))
     seen, damping = observed(before), 0.01
-    optimizer = KFAC(model, lr=1.0, momentum=0.0, weight_decay=0.1, damping=damping)
-    optimizer.clip = 1e9
+    optimizer = KFAC(model, lr=1.0, momentum=0.0, weight_decay=0.1)
+    optimizer.damping, optimizer.clip = damping, 1e9
     optimizer.step(lambda: loss_of(model).backward())
     moved = {name: before.get_parameter(name) - p for name, p in model.named_parameters()}
     slopes_of = {name: slope + 0.1 * before.get_parameter(name) for name, slope in by_name.items()}
@@ -98,8 +98,8 @@ def test_kfac_shortens_all_gradients_together() -> None:
 def test_adafisher_is_its_formula() -> None:
     """Two looks: θ ← θ - lr m̂/F̃, F̃ = diag(A)' ⊗ diag(G)' + λ, both averaged with γ; BatchNorm's is diag(G)' + λ."""
     model = network()
-    optimizer = AdaFisher(model, lr=0.01, momentum=0.9, damping=0.02, every=1)
-    optimizer.memory = 0.7
+    optimizer = AdaFisher(model, lr=0.01, momentum=0.9)
+    optimizer.damping, optimizer.every, optimizer.memory = 0.02, 1, 0.7
     means = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     kept: dict[str, Tensor] = {}
     for count in (1, 2):
@@ -137,11 +137,12 @@ def test_a_run_goes_on_where_it_was(kind: type[KFAC] | type[AdaFisher]) -> None:
         optimizer.step(lambda: loss_of(model).backward())
 
     model = network()
-    optimizer = kind(model, lr=0.01, every=2)
+    optimizer = kind(model, lr=0.01)
     step(model, optimizer)
     other = network()
     other.load_state_dict(model.state_dict())
-    resumed = kind(other, lr=0.01, every=2)
+    resumed = kind(other, lr=0.01)
+    optimizer.every = resumed.every = 2
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for _ in range(2):
         step(model, optimizer)

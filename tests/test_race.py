@@ -50,8 +50,8 @@ def installed(base: str) -> bool:
 
 
 def in_this_process(runs: Path) -> Any:
-    def perform(wanted: list[tuple[Config, dict[str, Any]]]) -> None:
-        for config, _ in wanted:
+    def perform(wanted: list[Config]) -> None:
+        for config in wanted:
             folder = folder_of(runs, config)
             if not folder.done:
                 train(config, folder, None, torch.device("cpu"))

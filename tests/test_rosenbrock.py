@@ -65,7 +65,7 @@ def invoke(*arguments: str | Path) -> tuple[int, str]:
     return result.exit_code, " ".join(result.output.replace("│", " ").split())
 
 
-@pytest.mark.parametrize("build", [problem.two_layers, problem.Single])
+@pytest.mark.parametrize("build", [problem.two_layers, problem.one_layer])
 @pytest.mark.parametrize("place", POINTS)
 def test_both_forms_are_the_function_with_its_derivatives(build: problem.Build, place: tuple[float, float]) -> None:
     point = at(place)
@@ -96,7 +96,9 @@ def test_riccati_takes_newtons_path(rate: float) -> None:
 def test_riccati_is_the_stationary_point_where_the_hessian_is_indefinite_too(place: tuple[float, float]) -> None:
     point = at(place)
     exact = problem.newton(point)
-    reference = dense_step(problem.Single(point), problem.INPUTS, None, problem.mean, Newton(), degenerate="least-norm")
+    reference = dense_step(
+        problem.one_layer(point), problem.INPUTS, None, problem.mean, Newton(), degenerate="least-norm"
+    )
     torch.testing.assert_close(problem.joined(reference), exact, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(riccati_step(point), exact, rtol=1e-10, atol=1e-12)
 
@@ -168,7 +170,7 @@ def test_the_fit_is_that_of_the_plain_recursion() -> None:
     model = QuadraticModel.build(problem.two_layers(point), problem.INPUTS, None, problem.mean, Newton())
     blocks = fit(model, Scalar(), SGDM(lr=1e-4), 100).blocks
     torch.testing.assert_close(torch.stack([block["u"] for block in blocks.values()]), u, rtol=1e-9, atol=1e-9)
-    single = QuadraticModel.build(problem.Single(point), problem.INPUTS, None, problem.mean, Newton())
+    single = QuadraticModel.build(problem.one_layer(point), problem.INPUTS, None, problem.mean, Newton())
     step = fit(single, Dense(), CONVERGED, 25).apply({"point": g})["point"]
     torch.testing.assert_close(-step, problem.newton(point), rtol=1e-6, atol=1e-9)
 
@@ -206,7 +208,6 @@ def test_the_command_writes_results_and_figures(tmp_path: Path) -> None:
         ("--output", "missing/rosenbrock.json"),
         ("--loss-figure", "loss"),
         ("--paths-figure", "missing/paths.png"),
-        ("--loss-figure", "same.png", "--paths-figure", "same.png"),
         ("--steps", "3"),
     ],
 )

@@ -84,13 +84,3 @@ def test_settings_that_can_not_be() -> None:
         resolve("grokking-add", "smoke", "base", 0, {"diagnostics.every": -1})
     with pytest.raises(ConfigError, match=r"there is no setting 'diagnostics\.evry'.*every"):
         resolve("grokking-add", "smoke", "base", 0, {"diagnostics.evry": 1})
-
-
-def test_a_checkpoint_from_before_there_were_diagnostics(tmp_path: Path) -> None:
-    """Two lengths in it, of metrics and times: the run goes on all the same."""
-    with pytest.raises(StoppedError):
-        run("grokking", tmp_path / "run", False, 3)
-    path = tmp_path / "run" / "checkpoint.pt"
-    state = torch.load(path, weights_only=True)
-    torch.save({**state, "lengths": state["lengths"][:2]}, path)
-    assert run("grokking", tmp_path / "run", False).done

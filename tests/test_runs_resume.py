@@ -66,8 +66,7 @@ def killed(server: ForkServerContext, config: Config, folder: RunFolder, at_step
     assert process.is_alive(), "it should be killed, not end by itself"
     process.kill()
     process.join()
-    newest = next((path for path in folder.checkpoints if path.exists()), None)
-    return 0 if newest is None else int(torch.load(newest, weights_only=True)["step"])
+    return int(torch.load(folder.checkpoint, weights_only=True)["step"]) if folder.checkpoint.exists() else 0
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -140,7 +139,7 @@ def test_a_run_that_is_asked_to_stop_loses_nothing(number: signal.Signals, tmp_p
         train(config, stopped, None, torch.device("cpu"), report=report)
     assert error.value.number == number
     assert signal.getsignal(number) is before
-    assert torch.load(stopped.checkpoints[0], weights_only=True)["step"] == 5
+    assert torch.load(stopped.checkpoint, weights_only=True)["step"] == 5
     steps: list[int] = []
     train(config, stopped, None, torch.device("cpu"), report=lambda step, *_: steps.append(step))
     assert steps == [5, 6, 7, 8]

@@ -58,7 +58,7 @@ def test_the_command_writes_tables_a_file_and_a_figure(tmp_path: Path, monkeypat
     pytest.importorskip("pytorch_optimizer")
 
     def perform(wanted: Any, *rest: Any) -> None:
-        for config, _ in wanted:
+        for config in wanted:
             folder = folder_of(tmp_path, config)
             if not folder.done:
                 train(config, folder, None, torch.device("cpu"))

@@ -1,10 +1,8 @@
-"""The command line of the lab.
-
-Commands import what they run with when they run, so that help, versions and mistakes are answered at once.
-"""
+"""The command line. Commands import what they run with when they run, so that help and mistakes are answered at once."""
 
 import os
 import shlex
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -75,8 +73,6 @@ def rosenbrock(
     quick: Annotated[bool, typer.Option("--quick", help="A few iterations of each, to see that it works.")] = False,
 ) -> None:
     """The paper's toy example: Newton, Riccati and LLQR on the Rosenbrock function (some four minutes)."""
-    if loss_figure.resolve() == paths_figure.resolve():
-        raise typer.BadParameter("the same file as --loss-figure", param_hint="--paths-figure")
     from llqr_lab.rosenbrock import main
 
     main(output, loss_figure, paths_figure, quick)
@@ -84,7 +80,6 @@ def rosenbrock(
 
 @command(app)
 def train(
-    context: typer.Context,
     target: Annotated[
         str, typer.Argument(metavar="TASK", help="A preset (llqr train --list), or a configuration in TOML.")
     ] = "",
@@ -110,6 +105,8 @@ def train(
 
     The run's folder is RUNS/preset/scale/method/seed-N. Stopped in whatever way, it goes on with --resume as if it hadn't been.
     """
+    import torch
+
     from llqr_lab.experiments import command
     from llqr_lab.experiments.loop import StoppedError
 
@@ -117,26 +114,15 @@ def train(
         command.list_presets()
         return
     config = command.configuration(target, scale, method, seed, changes or [])
+    if threads:
+        torch.set_num_threads(threads)
     try:
-        result = command.run(config, runs, data, resume, device, workers, threads, checkpoint_seconds)
+        result = command.run(config, runs, data, resume, device, workers, checkpoint_seconds)
     except StoppedError as stopped:
-        typer.echo(f"The run was {stopped}. To go on:\n  {_again(context)}", err=True)
+        words = ["llqr", *(word for word in sys.argv[1:] if word != "--resume"), "--resume"]
+        typer.echo(f"The run was {stopped}. To go on:\n  {shlex.join(words)}", err=True)
         raise typer.Exit(128 + stopped.number) from None
     typer.echo(command.describe(result))
-
-
-def _again(context: typer.Context) -> str:
-    """The command that was given, with --resume."""
-    words = ["llqr", str(context.info_name)]
-    for parameter in context.command.params:
-        name = str(parameter.name)
-        source = context.get_parameter_source(name)
-        if source is None or source.name != "COMMANDLINE" or name == "resume":
-            continue
-        value = context.params[name]
-        for each in value if isinstance(value, list | tuple) else [value]:
-            words += [str(each)] if parameter.param_type_name == "argument" else [parameter.opts[0], str(each)]
-    return shlex.join([*words, "--resume"])
 
 
 @command(app)
@@ -152,7 +138,7 @@ def sweep(
         list[str] | None,
         typer.Option("--set", help="A setting with one value or several: --set llqr.every=50,100. Again for a grid."),
     ] = None,
-    jobs: options.Jobs = None,
+    jobs: options.Jobs = CORES,
     data: options.Data = None,
     runs: options.Runs = Path("runs"),
     device: options.Device = "auto",
@@ -162,16 +148,14 @@ def sweep(
     dry: Annotated[bool, typer.Option("--dry-run", help="Print what would be run, and exit.")] = False,
 ) -> None:
     """Many runs: methods, seeds and settings, in parallel; what is done is skipped, what was stopped goes on."""
-    from rich.console import Console
-
     from llqr_lab.experiments.sweep import planned_runs
     from llqr_lab.experiments.sweep import sweep as run_all
 
     chosen = planned_runs(presets, scale, name_list(methods), seed_list(seeds), ablation, changes or [])
     if dry:
-        for config, _ in chosen:
+        for config in chosen:
             typer.echo(f"{config.preset} {config.scale} {config.label} seed {config.seed}")
-    elif not run_all(chosen, runs, data, jobs or CORES, device, Console(), known):
+    elif not run_all(chosen, runs, data, jobs, device, known):
         raise typer.Exit(1)
 
 
@@ -297,7 +281,7 @@ def race(
     seeds: options.Seeds = "0-2",
     runs: options.Runs = Path("runs"),
     data: options.Data = None,
-    jobs: options.Jobs = None,
+    jobs: options.Jobs = CORES,
     output: options.Output = Path("results/race.json"),
     figure: options.Picture = Path("results/race.png"),
     page: options.Page = None,
@@ -315,8 +299,8 @@ def race(
     for name in chosen if untuned else []:
         if name.removeprefix("LLQR on ") not in chosen:
             raise ConfigError(f"with --untuned, '{name}' runs at its base's best rate: name the base too")
-    at_a_time, tasks = jobs or CORES, tasks or list(COURSES)
-    main(tasks, chosen, scale, seed_list(seeds), runs, data, at_a_time, output, figure, page, untuned, steps)
+    tasks = tasks or list(COURSES)
+    main(tasks, chosen, scale, seed_list(seeds), runs, data, jobs, output, figure, page, untuned, steps)
 
 
 @command(bench)
@@ -325,7 +309,7 @@ def sizes(
     seeds: options.Seeds = "0-2",
     runs: options.Runs = Path("runs"),
     data: options.Data = None,
-    jobs: options.Jobs = None,
+    jobs: options.Jobs = CORES,
     output: options.Output = Path("results/sizes.json"),
     figure: options.Picture = Path("results/sizes.png"),
     page: options.Page = None,
@@ -333,7 +317,7 @@ def sizes(
     """How LLQR's gain goes with the batch (32 to 2,048), and with the width and the depth of a network (an hour)."""
     from llqr_lab.bench.sizes import main
 
-    main(scale, seed_list(seeds), runs, data, jobs or CORES, output, figure, page)
+    main(scale, seed_list(seeds), runs, data, jobs, output, figure, page)
 
 
 @command(bench)
@@ -342,7 +326,7 @@ def unseen(
     seeds: options.Seeds = "0",
     steps: Annotated[int, typer.Option(min=10, help="Steps of a run.")] = 300,
     data: options.Data = None,
-    jobs: options.Jobs = None,
+    jobs: options.Jobs = CORES,
     output: options.Output = Path("results/unseen.json"),
     page: options.Page = None,
 ) -> None:
@@ -350,7 +334,7 @@ def unseen(
     from llqr_lab.bench.unseen import UNSEEN, main
 
     check_names(tasks or [], UNSEEN, "unseen task")
-    main(tasks or list(UNSEEN), seed_list(seeds), steps, data, jobs or CORES, output, page)
+    main(tasks or list(UNSEEN), seed_list(seeds), steps, data, jobs, output, page)
 
 
 @command(bench)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -24,19 +24,23 @@ SGDM_RATE, ADAMW_RATE = 0.1, 0.01
 """The best of 0.03, 0.1, 0.3 and of 0.001, 0.003, 0.01 for each of the two alone."""
 BATCH, INTERVAL, TARGET = 128, 10, 0.02
 """Examples in a batch, steps between looks at the training loss, and the loss to reach."""
+
+
+def sgdm(model: nn.Module) -> Optimizer:
+    return SGD(model.parameters(), lr=SGDM_RATE, momentum=0.9)
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    return AdamW(model.parameters(), lr=ADAMW_RATE)
+
+
 Make = Callable[[nn.Module], Optimizer]
-
-
-def optimizers() -> dict[str, Make]:
-    """By name: what makes each for a network."""
-    bases: dict[str, Make] = {
-        "SGDM": lambda model: SGD(model.parameters(), lr=SGDM_RATE, momentum=0.9),
-        "AdamW": lambda model: AdamW(model.parameters(), lr=ADAMW_RATE),
-    }
-    made: dict[str, Make] = {}
-    for name, base in bases.items():
-        made |= {name: base, f"LLQR({name})": lambda model, base=base: LLQR(base(model), model)}  # type: ignore[misc]
-    return made
+OPTIMIZERS: dict[str, Make] = {
+    "SGDM": sgdm,
+    "LLQR(SGDM)": lambda model: LLQR(sgdm(model), model),
+    "AdamW": adamw,
+    "LLQR(AdamW)": lambda model: LLQR(adamw(model), model),
+}
 
 
 @dataclass
@@ -46,36 +50,27 @@ class Curve:
     steps: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    accuracy: float = float("nan")
-    """On the test set, at the end."""
+    accuracy: float = math.nan
 
-    def reached(self, target: float) -> int | None:
-        """The place of the first look at which the loss was at most `target`."""
-        return next((i for i, loss in enumerate(self.losses) if loss <= target), None)
+    @property
+    def reached(self) -> tuple[str, str]:
+        """The steps and seconds of the first look at which the loss was at most `TARGET`."""
+        for step, seconds, loss in zip(self.steps, self.seconds, self.losses, strict=True):
+            if loss <= TARGET:
+                return str(step), f"{seconds:.1f}"
+        return f"> {self.steps[-1]}", "–"
 
 
 def network(seed: int) -> nn.Module:
-    """The same start for every optimizer."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return picture_net(8, (1, 2))
 
 
-def batches(data: Split, seed: int) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Random batches, the same ones for the same seed."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw_batch() -> tuple[Tensor, Tensor]:
-        rows = torch.randint(len(data.train_targets), (BATCH,), generator=generator)
-        return data.train_inputs[rows], data.train_targets[rows]
-
-    return draw_batch
-
-
 def train(data: Split, seed: int, make: Make, steps: int, done: Callable[[], None] = lambda: None) -> Curve:
     """Train by the optimizer that is made for the network. Seconds are the processor's: of one thread, what it takes alone."""
-    model = network(seed)
-    optimizer, draw_batch, curve, spent = make(model), batches(data, seed), Curve(), 0.0
+    model, generator = network(seed), torch.Generator().manual_seed(seed)
+    optimizer, curve, spent = make(model), Curve(), 0.0
     for step in range(steps + 1):
         if step % INTERVAL == 0 or step == steps:
             with torch.no_grad():
@@ -84,7 +79,8 @@ def train(data: Split, seed: int, make: Make, steps: int, done: Callable[[], Non
             curve.seconds.append(spent)
             if step == steps or not math.isfinite(curve.losses[-1]):
                 break
-        inputs, targets = draw_batch()
+        rows = torch.randint(len(data.train_targets), (BATCH,), generator=generator)
+        inputs, targets = data.train_inputs[rows], data.train_targets[rows]
         begun = time.process_time()
         optimizer.zero_grad()
         cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
@@ -97,12 +93,11 @@ def train(data: Split, seed: int, make: Make, steps: int, done: Callable[[], Non
 
 
 def show(output: Path, seed: int, steps: int) -> None:
-    """Train, print the table, draw the picture."""
-    made, data = optimizers(), digits()
-    with one_thread(), bar(len(made) * steps, "training") as done:
-        for make in made.values():
+    data = digits()
+    with one_thread(), bar(len(OPTIMIZERS) * steps, "training") as done:
+        for make in OPTIMIZERS.values():
             train(data, seed, make, 1)  # so that what torch loads at first isn't timed
-        curves = {name: train(data, seed, make, steps, done) for name, make in made.items()}
+        curves = {name: train(data, seed, make, steps, done) for name, make in OPTIMIZERS.items()}
     console = Console()
     size = sum(parameter.numel() for parameter in network(seed).parameters())
     console.print(
@@ -115,21 +110,17 @@ def show(output: Path, seed: int, steps: int) -> None:
     headers = [f"loss after\n{steps} steps", "test\naccuracy", "seconds"]
     table = simple_table(None, "optimizer", *headers, *(f"{what} to\nloss {TARGET:g}" for what in ("steps", "seconds")))
     for name, curve in curves.items():
-        place = curve.reached(TARGET)
-        never = (f"> {curve.steps[-1]}", "–")
-        there = never if place is None else (str(curve.steps[place]), f"{curve.seconds[place]:.1f}")
         ends = (f"{curve.losses[-1]:.2g}", f"{curve.accuracy:.1%}", f"{curve.seconds[-1]:.1f}")
-        table.add_row(name, *ends, *there)
+        table.add_row(name, *ends, *curve.reached)
     show_table(console, table)
-    draw(curves, TARGET, output)
+    draw(curves, output)
     say(console, f"Wrote {output}")
 
 
 LINES = ((ORANGE, "--", "s"), (ORANGE, "-", "o"), (GREEN, "--", "^"), (GREEN, "-", "D"))
 
 
-def draw(curves: Mapping[str, Curve], target: float, path: Path) -> None:
-    """Training losses by steps and by seconds, one curve for each optimizer."""
+def draw(curves: Mapping[str, Curve], path: Path) -> None:
     with drawing(path, 10, 4.5) as figure:
         by_steps, by_seconds = figure.subplots(1, 2, sharey=True)
         for (name, curve), (colour, style, marker) in zip(curves.items(), LINES, strict=True):
@@ -138,6 +129,6 @@ def draw(curves: Mapping[str, Curve], target: float, path: Path) -> None:
                 axes.plot(at, curve.losses, markevery=max(1, len(curve.steps) // 10), **how)
         for axes, label in ((by_steps, "training steps"), (by_seconds, "seconds of training")):
             axes.set(yscale="log", xlabel=label)
-            axes.axhline(target, color=GREY, linestyle=":", linewidth=1.2)
+            axes.axhline(TARGET, color=GREY, linestyle=":", linewidth=1.2)
         by_steps.set_ylabel("training loss")
         by_steps.legend(loc="lower left")

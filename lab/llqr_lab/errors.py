@@ -20,10 +20,6 @@ class DataError(LabError):
     """Data that can't be used; the message names the file."""
 
 
-class MissingDataError(DataError):
-    """A data set isn't there; the message says where it is looked for and where it can be had."""
-
-
 def suggestion(name: object, known: Iterable[object]) -> str:
     """ ": did you mean …? known are …", to put after a message about a name that isn't known."""
     names = [str(each) for each in known]

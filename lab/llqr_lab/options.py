@@ -23,19 +23,14 @@ def writable_file(path: Path | None) -> Path | None:
     if folder == RESULTS:
         with suppress(OSError):
             folder.mkdir(exist_ok=True)
-    if not folder.exists():
-        raise typer.BadParameter(f"the folder '{folder}' doesn't exist; make it first, or name another")
     if not folder.is_dir():
-        raise typer.BadParameter(f"'{folder}' is a file, not a folder")
-    if path.is_dir():
-        raise typer.BadParameter(f"'{path}' is a folder; give the name of a file in it")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise typer.BadParameter(f"'{path}' can't be written: no permission")
+        raise typer.BadParameter(f"the folder '{folder}' doesn't exist; make it first, or name another")
+    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise typer.BadParameter(f"'{path}' can't be written: it is a folder, or there is no permission")
     return path
 
 
 def writable_picture(path: Path | None) -> Path | None:
-    """A writable file with the ending of a picture format."""
     if path is not None and path.suffix.lower() not in PICTURES:
         raise typer.BadParameter(f"'{path}' doesn't end in {', '.join(PICTURES[:-1])} or {PICTURES[-1]}")
     return writable_file(path)
@@ -51,7 +46,7 @@ Sources = Annotated[
     list[Path] | None,
     typer.Argument(metavar="RUNS...", help="Folders of runs, or files of results that `llqr table --save` wrote."),
 ]
-Jobs = Annotated[int | None, typer.Option(min=1, help="Runs at a time; else one for each core.")]
+Jobs = Annotated[int, typer.Option(min=1, help="Runs at a time; else one for each core.", show_default=False)]
 Repeats = Annotated[int, typer.Option(min=1, help="Rounds; medians are reported.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads of torch; else its own choice.")]
 Output = Annotated[Path, typer.Option(callback=writable_file, help="The JSON file to write.")]
@@ -79,12 +74,10 @@ def without_traceback() -> Iterator[None]:
 
 
 def command(app: typer.Typer, name: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a command whose errors are told."""
     return lambda function: app.command(name)(without_traceback()(function))
 
 
 def name_list(text: str) -> list[str]:
-    """Of a list with commas between."""
     return [each.strip() for each in text.split(",") if each.strip()]
 
 

@@ -14,7 +14,6 @@ from typing import IO, Any
 import torch
 from rich import box
 from rich.console import Console
-from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -23,17 +22,13 @@ from llqr_lab.errors import RunError
 
 def provenance(command: str, seed: int) -> dict[str, Any]:
     """The command, the seed, the versions and the size of the machine; nothing that names the machine or a path on it."""
-    try:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        memory = None
     return {
         "command": command,
         "seed": seed,
         "versions": {"llqr": version("llqr"), "python": platform.python_version(), "torch": str(torch.__version__)},
         # in a container a process may use fewer cores than the machine has
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_bytes": memory,
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
     }
 
 
@@ -60,16 +55,14 @@ def write_text(path: Path, text: str) -> None:
 
 
 @contextmanager
-def replacing(path: Path, keep: Path | None = None) -> Iterator[IO[bytes]]:
-    """A file that is there whole or not at all; the one that it replaces is kept if wanted."""
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A file that is there whole or not at all."""
     unfinished = path.with_name(path.name + ".part")
     try:
         with unfinished.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        if keep is not None and path.exists():
-            path.replace(keep)
         unfinished.replace(path)
     finally:
         with suppress(OSError):
@@ -129,13 +122,8 @@ def simple_table(title: str | None, *headers: str, left: Sequence[str] = ()) -> 
 
 
 def show_table(console: Console, table: Table) -> None:
-    """In as many columns as it takes: numbers that are cut off are none. A narrow terminal breaks the lines."""
-    before, wide = console.width, console.options.update(max_width=1000)
-    for column in table.columns:
-        if column.no_wrap:
-            cells = (column.header, *column.cells)
-            column.min_width = max(Measurement.get(console, wide, each).maximum for each in cells)
-    console.width = max(before, Measurement.get(console, wide, table).minimum)
+    """As wide as it takes: numbers that are cut off are none. A narrow terminal breaks the lines."""
+    before, console.width = console.width, max(console.width, 200)
     console.print(table)
     console.width = before
 

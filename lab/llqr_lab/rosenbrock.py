@@ -29,7 +29,6 @@ A, B = 1.0, 100.0
 INPUTS = torch.zeros(1, 1, dtype=torch.float64)
 Direction = Callable[[Tensor], Tensor]
 Build = Callable[[Tensor], nn.Module]
-"""From a point to a network that holds it as its parameters."""
 CONVERGED = ScaleFree(reach=1e6)
 """A solver that finds the minimum of J here. Its default bound on U is too tight in the valley, where the Hessian's eigenvalues
 are a factor of 2,500 apart."""
@@ -65,45 +64,41 @@ def mean(outputs: Tensor, targets: object) -> Tensor:
     return outputs.mean()
 
 
-class First(nn.Module):
-    """The first of two layers, which holds x: (u₁, u₂, u₃) = (a² - 2a x, x², b)."""
+class Layer(nn.Module):
+    """A function of the layer's inputs and of its one parameter."""
 
-    def __init__(self, x: Tensor) -> None:
+    def __init__(self, name: str, value: Tensor, function: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
-        self.x = nn.Parameter(x.clone())
+        self.register_parameter(name, nn.Parameter(value.clone()))
+        self.function = function
 
     def forward(self, inputs: Tensor) -> Tensor:
-        states = torch.cat((A**2 - 2 * A * self.x, self.x**2, torch.full_like(self.x, B)))
-        return states.expand(len(inputs), 3)
+        return self.function(inputs, *self.parameters())
 
 
-class Second(nn.Module):
-    """The second of two layers, which holds y: (u₁ + u₂) + u₃ (y - u₂)²."""
-
-    def __init__(self, y: Tensor) -> None:
-        super().__init__()
-        self.y = nn.Parameter(y.clone())
-
-    def forward(self, states: Tensor) -> Tensor:
-        u1, u2, u3 = states.unbind(1)
-        return (u1 + u2) + u3 * (self.y - u2) ** 2
+def first(inputs: Tensor, x: Tensor) -> Tensor:
+    """Of two layers: (u₁, u₂, u₃) = (a² - 2a x, x², b)."""
+    return torch.cat((A**2 - 2 * A * x, x**2, torch.full_like(x, B))).expand(len(inputs), 3)
 
 
-class Single(nn.Module):
-    """One layer that holds the whole point."""
+def second(states: Tensor, y: Tensor) -> Tensor:
+    """Of two layers: (u₁ + u₂) + u₃ (y - u₂)²."""
+    u1, u2, u3 = states.unbind(1)
+    return (u1 + u2) + u3 * (y - u2) ** 2
 
-    def __init__(self, point: Tensor) -> None:
-        super().__init__()
-        self.point = nn.Parameter(point.clone())
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        x, y = self.point.unbind()
-        return ((A - x) ** 2 + B * (y - x**2) ** 2).expand(len(inputs))
+def whole(inputs: Tensor, point: Tensor) -> Tensor:
+    x, y = point.unbind()
+    return ((A - x) ** 2 + B * (y - x**2) ** 2).expand(len(inputs))
+
+
+def one_layer(point: Tensor) -> nn.Module:
+    return Layer("point", point, whole)
 
 
 def two_layers(point: Tensor) -> nn.Sequential:
     """The paper's two-layer form; its parameters are "0.x" and "1.y"."""
-    return nn.Sequential(First(point[:1]), Second(point[1:]))
+    return nn.Sequential(Layer("x", point[:1], first), Layer("y", point[1:], second))
 
 
 def named(network: nn.Module, vector: Tensor) -> dict[str, Tensor]:
@@ -114,7 +109,6 @@ def named(network: nn.Module, vector: Tensor) -> dict[str, Tensor]:
 
 
 def joined(parts: dict[str, Tensor]) -> Tensor:
-    """The inverse of `named`."""
     return torch.cat(list(parts.values()))
 
 
@@ -174,7 +168,7 @@ def scalars(every: int, solver: Solver, steps: int = 25) -> Direction:
 
 def dense(every: int, solver: Solver, steps: int = 25) -> Direction:
     """A full 2 × 2 matrix, on the single-layer form."""
-    return relaxed(Single, Dense(), every, solver, steps)
+    return relaxed(one_layer, Dense(), every, solver, steps)
 
 
 # runs

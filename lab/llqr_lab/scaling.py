@@ -80,7 +80,6 @@ class CountedBlock:
 
     @property
     def inputs(self) -> int:
-        """The part of the curvature that is of inputs."""
         return _bytes([self.block.moments[ROWS if self.block.map.inputs_on_rows else COLUMNS]])
 
     @property
@@ -102,7 +101,6 @@ class Census:
 
 
 def census(model: nn.Module, inputs: Tensor) -> Census:
-    """Of a model and inputs on the meta device."""
     parameters = dict(model.named_parameters())
     with WithoutNumbers():  # type: ignore[no-untyped-call]
         output, forward = operations(lambda: model(inputs))
@@ -147,9 +145,8 @@ class Cost:
     """Of the device that has most of each."""
 
     training: int
-    """Operations, as the next two."""
     apply: int
-    """U m, in every step."""
+    """Operations of U m, in every step."""
     refit: int
     held: int
     """Bytes, as the next three: the curvature, U, and a copy of the parameters, from which a step goes."""
@@ -157,7 +154,6 @@ class Cost:
     """Beside that in a refit: its own sums, the joined ones, the inputs' means, the new average, the new U; under FSDP2 its own
     sums, these in messages, the joined ones, and all parameters, whole."""
     step_bytes: int = 0
-    """Sent and received."""
     refit_bytes: int = 0
 
     @property
@@ -202,7 +198,6 @@ def count(found: Census, devices: int = 1, sharded: bool = False, times: int = 1
 
 
 def _owned(blocks: Sequence[CountedBlock], devices: int, sharded: bool) -> list[list[CountedBlock]]:
-    """The blocks of each rank that has some."""
     names = [b.block.map.weight if sharded else b.block.map.key for b in blocks]
     work = dict.fromkeys(names, 0)
     for name, b in zip(names, blocks, strict=True):

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple
 
 import torch
 from sacrebleu.metrics.bleu import BLEU
@@ -40,7 +40,6 @@ class Task:
     """`train` is what it learns from; everything random comes from its seed."""
 
     model: dict[str, Any]
-    """The network's name and options."""
     train: Batches
     tests: Iterable[Batch]
     score: str
@@ -56,7 +55,6 @@ class Task:
     """From the inputs of a refit to one weight a variable, for models with padding."""
 
     def network(self) -> nn.Module:
-        """The untrained model."""
         return build(**self.model)
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
@@ -69,7 +67,6 @@ class Task:
         return scores(model, self.tests, device, self.ignored)
 
     def learned(self, metrics: Mapping[str, Any]) -> bool:
-        """Whether the training set is known by heart."""
         return False
 
     def over(self, metrics: Mapping[str, Any], learned: bool) -> bool:
@@ -90,7 +87,6 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def right_answers(output: Tensor, targets: Tensor, ignored: int) -> tuple[int, int]:
-    """How many, of how many."""
     asked = targets != ignored
     return int(((output.argmax(-1) == targets) & asked).sum()), int(asked.sum())
 
@@ -137,8 +133,7 @@ class Translating(Task):
         self.beam, self.score = beam, "bleu" if beam else "valid_loss"
         self.data = corpus(name, folder, bpe)
         self.model = {**model, "source_words": len(self.data.source), "target_words": len(self.data.target)}
-        self.examples = len(self.data.train.source) + self.data.empty + self.data.cleaned
-        self.whole = WHOLE.get(name)
+        self.examples, self.whole = self.data.examples, WHOLE.get(name)
         self.train = TranslationBatches(self.data.train, batch, seed)
         self.test = self.data.test.first(sentences)
         self.tests = all_batches(self.data.valid.first(sentences), batch)
@@ -149,34 +144,20 @@ class Translating(Task):
         return {"valid_loss": scores(model, self.tests, device, PAD)["test_loss"]}
 
     def finals(self, model: nn.Module, device: torch.device) -> dict[str, Any]:
-        """BLEU on the test set."""
         if not self.beam:
             return {}
-        numbers = translate(cast(Translator, model), self.test.source, self.beam, device=device)
+        numbers = translate(model, self.test.source, self.beam, device=device)
         score, signature = bleu([self.data.text(each) for each in numbers], self.test.references)
         return {"bleu": score, "bleu_signature": signature}
 
 
-# how good translations are
-
-
 def bleu(translations: Sequence[str], references: Sequence[str]) -> tuple[float, str]:
-    """Corpus BLEU by sacrebleu of detokenised text against raw text, and its signature: how it was computed.
-
-    Case is ignored, and the signature says so."""
+    """Corpus BLEU by sacrebleu of detokenised text against raw text, and its signature: how it was computed."""
     metric = BLEU(lowercase=True)  # a lowercased corpus can't be scored in any other way
     return metric.corpus_score(list(translations), [list(references)]).score, str(metric.get_signature())
 
 
 # beam search: the likeliest translations, found by keeping a few open ones at every length
-
-
-class Translator(Protocol):
-    """A model that can be searched. `decode` gives logits (sentences, tokens, words) for what follows each target token."""
-
-    def encode(self, source: Tensor) -> Tensor: ...
-
-    def decode(self, target: Tensor, memory: Tensor, source: Tensor) -> Tensor: ...
 
 
 class Hypothesis(NamedTuple):
@@ -197,9 +178,12 @@ def length_limit(source: Tensor) -> Tensor:
 
 @torch.no_grad()
 def beam_search(
-    model: Translator, source: Tensor, beam: int = BEAM, lenpen: float = 1.0, limit: Tensor | None = None
+    model: Any, source: Tensor, beam: int = BEAM, lenpen: float = 1.0, limit: Tensor | None = None
 ) -> list[Hypothesis]:
     """The best translation found of every sentence of `source` (sentences, tokens), padded on the right.
+
+    The model has `encode(source)`, and `decode(target, memory, source)`: logits (sentences, tokens, words) for what follows
+    each target token.
 
     At every length the 2·beam likeliest continuations are looked at: those among the first `beam` that end are finished, and
     the likeliest `beam` that don't end stay open. <s> and <pad> are never written. At its limit (`length_limit`, or one for
@@ -240,14 +224,12 @@ def beam_search(
     return best
 
 
-def _next(model: Translator, tokens: Tensor, memory: Tensor, source: Tensor) -> Tensor:
+def _next(model: Any, tokens: Tensor, memory: Tensor, source: Tensor) -> Tensor:
     """log p of the next word, (sentences, open, words), in float32 at least."""
     sentences, width, length = tokens.shape
-    logits = model.decode(
-        tokens.reshape(-1, length), memory.repeat_interleave(width, 0), source.repeat_interleave(width, 0)
-    )
-    last = logits[:, -1].to(torch.promote_types(logits.dtype, torch.float32))
-    logp = last.log_softmax(-1).reshape(sentences, width, -1)
+    memory, source = (each.repeat_interleave(width, 0) for each in (memory, source))
+    last: Tensor = model.decode(tokens.reshape(-1, length), memory, source)[:, -1]
+    logp = last.to(torch.promote_types(last.dtype, torch.float32)).log_softmax(-1).reshape(sentences, width, -1)
     # What isn't a number is never chosen: a model that diverged translates into nothing, instead of into an error.
     logp = logp.masked_fill(logp.isnan(), -math.inf)
     logp[..., [START, PAD]] = -math.inf
@@ -255,16 +237,9 @@ def _next(model: Translator, tokens: Tensor, memory: Tensor, source: Tensor) -> 
 
 
 def translate(
-    model: Translator,
-    sources: Sequence[Sequence[int]],
-    beam: int = BEAM,
-    tokens: int = 1024,
-    device: torch.device | str = "cpu",
+    model: Any, sources: Sequence[Sequence[int]], beam: int = BEAM, tokens: int = 1024, device: Any = "cpu"
 ) -> list[list[int]]:
-    """Translations of sentences given as numbers with </s>, in their order; searched in batches of at most so many tokens.
-
-    `decode` gives logits for all of a target's tokens, so that `beam` · 1.2 · tokens · (words) numbers are held at once.
-    """
+    """Translations of sentences given as numbers with </s>, in their order; searched in batches of at most so many tokens."""
     found: dict[int, list[int]] = {}
     order = sorted(range(len(sources)), key=lambda i: len(sources[i]), reverse=True)
     while order:
@@ -301,11 +276,11 @@ class Classification(Task):
         self.model = {"classes": data.classes, **model}
         if self.model["classes"] != data.classes:
             raise ValueError(f"the model has {self.model['classes']} classes, and {name} has {data.classes}")
-        changed = replace(augmentation, cutout=cutout, cutout_share=cutout_share, reflect=reflect)
+        augmentation = replace(augmentation, cutout=cutout, cutout_share=cutout_share, reflect=reflect)
         if imbalance != 1:
             data = replace(data, train=imbalanced(data.train, data.classes, imbalance))
         self.examples, self.whole = len(data.train.labels), WHOLE.get(name)
-        self.train = data.training(batch, seed, changed)
+        self.train = data.training(batch, seed, augmentation)
         self.tests = data.testing(500, crop)
 
 
@@ -316,11 +291,10 @@ class Language(Task):
 
     def __init__(self, model: dict[str, Any], batch: int, seed: int, folder: Path | None, name: str) -> None:
         check_names([name], ["shakespeare", "tiny-text"], "text")
-        made = "\n".join(made_up(200, 3).target)
+        made = "\n".join(target for _, target in made_up(200, 3))
         text = shakespeare(folder) if name == "shakespeare" else characters_of(made, "generated text")
-        self.model = {"words": len(text.vocabulary), **model}
-        context = int(self.model.get("length", 256))
-        self.examples = len(text.train)
+        self.model, self.examples = {"words": len(text.vocabulary), **model}, len(text.train)
+        context = int(model.get("length", 256))
         self.train = text.training(batch, context, seed)
         self.tests = text.testing(64, context)
 
@@ -341,7 +315,8 @@ class Grokking(Task):
         model: dict[str, Any],
         batch: int,
         seed: int,
-        operation: str,
+        folder: Path | None,
+        name: str,
         p: int = 97,
         train: float = 0.6,
         by_heart: bool = True,
@@ -349,7 +324,7 @@ class Grokking(Task):
         """`by_heart`: what is understood before the training set is known by heart doesn't count, as in the paper."""
         self.model = {"words": p + 2, **model}
         self.by_heart = by_heart
-        data = modular_arithmetic(operation, p, train, seed)
+        data = modular_arithmetic(name, p, train, seed)
         self.examples = len(data.train_targets)
         self.train = TensorBatches(data.train_inputs, data.train_targets, batch, seed)
         self.tests = tensor_batches_in_order(data.test_inputs, data.test_targets, 2048)
@@ -383,12 +358,14 @@ def task_of(config: Config, folder: Path | None) -> Task:
     """With its data read and checked; the settings of `data` are the arguments of the task."""
     check_names([config.task], TASKS, "task")
     kind = TASKS[config.task]
-    own: dict[str, Any] = {"model": config.model, "batch": config.batch, "seed": config.seed, **config.data}
+    own: dict[str, Any] = {
+        "model": config.model,
+        "batch": config.batch,
+        "seed": config.seed,
+        "folder": folder,
+        **config.data,
+    }
     known = inspect.signature(kind).parameters
-    if config.task == "grokking":
-        own["operation"] = own.pop("name")
-    else:
-        own["folder"] = folder
     if not any(each.kind is each.VAR_KEYWORD for each in known.values()):
         for name in own:
             if name not in known:

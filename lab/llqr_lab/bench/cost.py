@@ -1,14 +1,11 @@
 """What LLQR and its curvature cost: `llqr bench overhead`, `llqr bench engine` and `llqr bench memory`.
 
-- overhead: the time of a training with LLQR, nothing set, over that of its base alone, on one thread. Copies of a network are
-  trained in turns of a few steps, from the start, several times; a step's time is its median over the times. A training's is
-  put together from the medians of its steps with a refit and of those without, by the default schedule.
+- overhead: the time of a training with LLQR, nothing set, over that of its base alone. Both are trained in turns from the
+  start; a training is put together from the medians of its steps with a refit and of those without, by the default schedule.
 - engine: curvature products and fits of `LLQR.paper` in training steps of the same network: forward, backward and AdamW. All
-  jobs of a network take turns; a ratio is the median over the rounds of the job's seconds over the mean of the training steps
-  before and after it.
-- memory: the peak of a curvature product, whole, in chunks of examples, and in segments of layers. Each way runs in a process
-  of its own, on one thread: the quadratic model is built, the gradient included, and a product is taken. What the process
-  holds before (network, batch, direction) isn't counted. Seconds are of the processor, for one more product.
+  jobs of a network take turns; a ratio is the median over the rounds.
+- memory: the peak of a curvature product with what builds it, whole, in chunks of examples, and in segments of layers. What the
+  process holds before (network, batch, direction) isn't counted. Seconds are of the processor, for one more product.
 """
 
 import copy
@@ -30,7 +27,7 @@ from llqr import LLQR, QuadraticModel, fit
 from llqr.divergences import KL, Divergence, Newton
 from llqr.solvers import SGDM, ScaleFree, Solver
 from llqr.wrapper import often_at_first
-from llqr_lab.bench.measure import one_thread, peak_memory, step_seconds
+from llqr_lab.bench.measure import Job, one_thread, peak_memory, step_seconds
 from llqr_lab.bench.unseen import every_place
 from llqr_lab.experiments.config import Base
 from llqr_lab.experiments.optimizers import base_of
@@ -39,9 +36,7 @@ from llqr_lab.models.transformers import GPT, GrokkingTransformer
 from llqr_lab.results import bar, provenance, say, show_table, simple_table, write_json
 
 Row = dict[str, Any]
-Job = Callable[[], object]
 Draw = Callable[[int], tuple[Tensor, Tensor]]
-"""A batch of so many."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +47,6 @@ class Subject:
     summary: str = ""
     base: str = "SGDM"
     steps: int = 60
-    """That are timed."""
 
 
 def _pictures(*shape: int) -> Draw:
@@ -88,7 +82,6 @@ TRAINED = {
 }
 FIRST, LATER = 300, 100
 """Steps of a training from its start, and steps after that."""
-TURN = 10
 
 
 def overhead(names: Sequence[str], output: Path, seed: int, repeats: int, steps: int | None) -> None:
@@ -109,7 +102,7 @@ def overhead(names: Sequence[str], output: Path, seed: int, repeats: int, steps:
 def _overhead(subject: Subject, seed: int, repeats: int, steps: int | None, done: Callable[[], None]) -> Row:
     count = steps or subject.steps
     begin = lambda: {"base": training(subject, False, seed), "own": training(subject, True, seed)}  # noqa: E731
-    base, own = step_seconds(begin, repeats, count, TURN, done).values()
+    base, own = step_seconds(begin, repeats, count, turn=10, done=done).values()
     step = median(base)
     found = ([s for k, s in enumerate(own) if often_at_first(k) == refit] for refit in (False, True))
     plain, refit = (median(some) / step if some else None for some in found)
@@ -132,17 +125,15 @@ def training(subject: Subject, wrapped: bool, seed: int) -> Callable[[int], floa
     """A network under the base alone, or inside LLQR: what makes a step, and gives its seconds."""
     torch.manual_seed(seed)
     model, (inputs, targets) = subject.network(), subject.draw(subject.batch)
-    base = base_of(Base(subject.base.lower(), lr=1e-3), model)
+    base = base_of(Base(subject.base.lower(), lr=1e-3), model)  # type: ignore[arg-type]
     optimizer = LLQR(base, model) if wrapped else base
 
-    def step(number: int) -> float:
-        begun = time.process_time()
+    def step() -> None:
         optimizer.zero_grad()
         every_place(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        return time.process_time() - begun
 
-    return step
+    return lambda number: _seconds(step, time.process_time)
 
 
 # engine
@@ -176,7 +167,6 @@ class Bench:
         self.train()  # the optimizer's state is there from now on
 
     def train(self) -> None:
-        """One training step: forward, backward, AdamW."""
         self._optimizer.zero_grad()
         functional.cross_entropy(self._trained(self.inputs), self.targets).backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()
@@ -192,7 +182,6 @@ class Bench:
         return q
 
     def product(self, divergence: str) -> Job:
-        """One product with a curvature that was recorded before."""
         q = self.first_product(divergence)
         return lambda: q.curvature(q.gradient)
 
@@ -208,10 +197,10 @@ class Bench:
         return {"train_seconds": median(steps), "ratios": {name: median(values) for name, values in ratios.items()}}
 
 
-def _seconds(job: Job) -> float:
-    before = time.perf_counter()
+def _seconds(job: Job, clock: Callable[[], float] = time.perf_counter) -> float:
+    before = clock()
     job()
-    return time.perf_counter() - before
+    return clock() - before
 
 
 def engine(output: Path, seed: int, repeats: int, quick: bool) -> None:
@@ -234,9 +223,8 @@ def engine(output: Path, seed: int, repeats: int, quick: bool) -> None:
     title = "Curvature products in training steps of the same network; first: recorded anew, with the gradient"
     products = simple_table(title, "network", "training\nstep (ms)", "KL", "Newton", "first\nKL", "first\nNewton")
     for row in rows:
-        products.add_row(
-            row["model"], f"{1000 * row['train_seconds']:.1f}", *map("{:.2f}".format, row["ratios"].values())
-        )
+        ratios = map("{:.2f}".format, row["ratios"].values())
+        products.add_row(row["model"], f"{1000 * row['train_seconds']:.1f}", *ratios)
     fitted = simple_table("A refit of the transformer", "fit", "training steps", "objective J")
     for name, value in fits["ratios"].items():
         fitted.add_row(name, f"{value:.1f}", f"{objective[name]:.6g}")
@@ -255,9 +243,7 @@ CUT = {
 }
 """As the presets have them; the last to see that it works."""
 PARTS = 4
-"""Chunks of a batch."""
 SEGMENTS = ("stages.*.*",)
-"""The residual blocks of both networks."""
 
 
 def memory(names: Sequence[str], output: Path, seed: int) -> None:
@@ -286,18 +272,13 @@ def prepared(name: str, seed: int, divergence: str | None, way: str) -> Callable
     (inputs, targets), loss_fn = subject.draw(subject.batch), nn.CrossEntropyLoss()
     direction = {name: torch.randn_like(p) for name, p in model.named_parameters()}
 
-    def timed(work: Job) -> float:
-        begun = time.process_time()
-        work()
-        return time.process_time() - begun
-
     def job() -> float:
         if divergence is None:
-            return timed(lambda: loss_fn(model(inputs), targets).backward())
+            return _seconds(lambda: loss_fn(model(inputs), targets).backward(), time.process_time)
         chunk = subject.batch // PARTS if way == "examples" else None
         segments = SEGMENTS if way == "segments" else ()
         q = QuadraticModel.build(model, inputs, targets, loss_fn, divergence, 0.0, chunk, segments=segments)
         q.curvature(direction)  # the first one looks at the model's formulas too
-        return timed(lambda: q.curvature(direction))
+        return _seconds(lambda: q.curvature(direction), time.process_time)
 
     return job

@@ -4,7 +4,6 @@ Every optimizer has the same processor time on one thread, and is shown with the
 the end). A second part times one exact step as the network gets wider and deeper and the residuals more.
 """
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -43,7 +42,6 @@ MOST_SECONDS = 20.0
 
 
 def stepper(name: str, setting: float, problem: Problem) -> Step:
-    """One step of an optimizer."""
     parameters = list(problem.model.parameters())
     optimizer: torch.optim.Optimizer
     if name == "Exact":
@@ -71,10 +69,8 @@ Curve = dict[str, list[float]]
 
 
 def train(problem: Problem, step: Step, seconds: float, curve: Curve) -> Iterator[None]:
-    """Seconds of processor time, steps, loss and error, at times that grow by a tenth; looking at them isn't counted.
-
-    It pauses after each of them, so that all optimizers of a problem can be run in turns, whatever else the machine does.
-    """
+    """Seconds of processor time, steps, loss and error, at times that grow by a tenth; looking at them isn't counted. It pauses
+    after each of them, so that all optimizers of a problem can be run in turns, whatever else the machine does."""
     spent, steps, due = 0.0, 0, 0.0
     while True:
         if spent >= due or spent >= seconds:
@@ -92,7 +88,6 @@ def train(problem: Problem, step: Step, seconds: float, curve: Curve) -> Iterato
 
 
 def trained(name: str, seconds: float, seed: int) -> dict[str, Curve]:
-    """All optimizers on one problem, in turns."""
     curves: dict[str, Curve] = {}
     going: list[Iterator[None]] = []
     for optimizer, settings in GRIDS.items():
@@ -107,7 +102,6 @@ def trained(name: str, seconds: float, seed: int) -> dict[str, Curve]:
 
 
 def reached(curve: Curve, error: float) -> float | None:
-    """The seconds after which the error is this small."""
     return next((s for s, e in zip(curve["seconds"], curve["error"], strict=True) if e <= error), None)
 
 
@@ -136,23 +130,14 @@ def cost(options: dict[str, int], method: str, seed: int) -> dict[str, Any]:
 
 
 def main(output: Path, figure: Path, pages: Path | None, seed: int, share: float) -> None:
-    """Run what isn't in the file yet, write it and the figure, and print the tables."""
     command = f"llqr bench exact-training --seed {seed} --share {share:g}"
     result: dict[str, Any] = {**provenance(command, seed), "runs": {}, "costs": {}}
-    if output.exists():
-        found = json.loads(output.read_text(encoding="utf-8"))
-        if found.get("command") == command:
-            result |= {"runs": found["runs"], "costs": found["costs"]}
     with one_thread(), bar(len(PROBLEMS) + len(SIZES), "training") as done:
         for name in PROBLEMS:
-            if not any(key.startswith(f"{name}/") for key in result["runs"]):
-                result["runs"] |= trained(name, share * SECONDS[name], seed)
-                write_json(output, result)
+            result["runs"] |= trained(name, share * SECONDS[name], seed)
             done()
         for sweep, sizes in SIZES.items():
-            if sweep not in result["costs"]:
-                result["costs"][sweep] = costs(sizes[: max(1, round(share * len(sizes)))], seed, share * MOST_SECONDS)
-                write_json(output, result)
+            result["costs"][sweep] = costs(sizes[: max(1, round(share * len(sizes)))], seed, share * MOST_SECONDS)
             done()
     result["summary"] = {name: summary(result["runs"], name) for name in PROBLEMS}
     write_json(output, result)
@@ -160,14 +145,13 @@ def main(output: Path, figure: Path, pages: Path | None, seed: int, share: float
     if pages is not None:
         with one_thread():
             draw_pages(result, pages, seed)
-    console = Console()
-    report(result, console)
-    say(console, f"Wrote {output} and {figure}")
+    report(result)
+    say(Console(), f"Wrote {output} and {figure}")
 
 
 def costs(sizes: list[dict[str, int]], seed: int, most: float) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    for method in ("auto", "dual", "primal", "cg"):
+    for method in METHODS:
         for options in sizes:
             try:
                 rows.append(cost(options, method, seed))
@@ -189,7 +173,8 @@ def summary(runs: dict[str, Any], problem: str) -> dict[str, Any]:
     return found
 
 
-def report(result: dict[str, Any], console: Console) -> None:
+def report(result: dict[str, Any]) -> None:
+    console = Console()
     headers = ("problem", "optimizer", "setting", "steps", "loss", "error", f"s to {ROUGH:g}", f"s to {FINE:g}")
     title = "Best of each grid, the same processor time for all"
     table = simple_table(title, *headers, left=("optimizer", "setting"))
@@ -209,7 +194,6 @@ def report(result: dict[str, Any], console: Console) -> None:
 
 LINES = {"Exact": (BLUE, "-"), "Adam": (ORANGE, "--"), "L-BFGS": (GREEN, "-."), "SOAP": (GREY, ":")}
 STEPS = 60
-"""Exact steps of the pages' figures."""
 METHODS = {"dual": (BLUE, "o"), "primal": (ORANGE, "s"), "cg": (GREEN, "^"), "auto": (PINK, "x")}
 
 

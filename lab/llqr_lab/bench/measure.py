@@ -2,7 +2,6 @@
 
 import ctypes
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -19,11 +18,8 @@ Job = Callable[[], object]
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Torch on a single thread.
-
-    Small matrices gain little from more, and when something else takes one of the cores, threads that wait for each other
-    slow down tenfold and more.
-    """
+    """Torch on a single thread: when something else takes one of the cores, threads that wait for each other slow down tenfold
+    and more."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -84,17 +80,10 @@ def _peak(prepare: Callable[..., Job], arguments: tuple[Any, ...]) -> tuple[int 
 
 
 def peak_resident() -> int | None:
-    """VmHWM rather than ru_maxrss where there is one: the latter is handed down from the process that spawned this one."""
+    """Linux's VmHWM. (ru_maxrss is handed down from the process that spawned this one.)"""
     status = Path("/proc/self/status")
-    for line in status.read_text().splitlines() if status.exists() else ():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    if os.name != "posix":
-        return None
-    import resource
-
-    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return largest if sys.platform == "darwin" else largest * 1024
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), None)
 
 
 # learning rates
@@ -102,7 +91,6 @@ def peak_resident() -> int | None:
 WIDEN = 3.0
 """The factor between rates; where the best is the first or the last of a grid, one more is tried beyond it, and so on."""
 WIDEST = 3
-"""How often."""
 Key = TypeVar("Key")
 
 

@@ -2,9 +2,8 @@
 
 Everybody tuned alike: each optimizer tries a grid of learning rates with the first seed, wider where the best is at its edge;
 the rate with the lowest training loss at the end is its own, and is run with the other seeds too (where two are close, both,
-and the seeds decide). Nothing of LLQR tuned: it runs at the best rate of its base, with all seeds.
-Every run is a folder as `llqr train` makes them, so a race that was stopped goes on, and one with more optimizers or seeds
-repeats nothing.
+and the seeds decide). Nothing of LLQR tuned: it runs at the best rate of its base, with all seeds. Every run is a folder as
+`llqr train` makes them: what has been run isn't repeated.
 """
 
 import json
@@ -82,7 +81,6 @@ class Course:
     """Bases that can't run here: torch's Muon is for matrices, and a ResNet has none inside."""
     reached: str = "train_loss"
     """What is to be reached: the training loss of the plain bases, or the test accuracy at which a task says it is over."""
-
     target: float | None = None
     """A training loss at which the task is over: who is there in the fewest steps is best."""
 
@@ -121,18 +119,13 @@ COURSES = {
 # the race
 
 Grids = dict[str, list[Result]]
-"""Of each optimizer, the runs at the rates of its grid."""
-Wanted = list[tuple[Config, dict[str, Any]]]
 TARGETS = ("SGDM", "AdamW", "Muon", "SOAP")
 """What these come to with every seed, at their best rates, is what everybody is timed to."""
 TIE = 0.02
 """Rates whose ends with the first seed differ by less than this share are run with all seeds: seeds differ by more."""
 ROUNDS = 3
-"""Times that the first steps are taken anew when they are timed."""
 Times = dict[str, list[float]]
 """Seconds of the first steps of each optimizer."""
-TURN = 25
-"""Steps of a turn."""
 TIMED = 200
 """Steps that are timed; what comes after costs as much as the later half of them, on average."""
 
@@ -140,17 +133,14 @@ TIMED = 200
 class Race:
     """One task, and everybody's runs on it."""
 
-    def __init__(self, course: Course, scale: str, runs: Path, perform: Callable[[Wanted], None]) -> None:
+    def __init__(self, course: Course, scale: str, runs: Path, perform: Callable[[list[Config]], None]) -> None:
         self._course, self._scale, self._runs, self._perform = course, scale, runs, perform
 
     def results(self, entry: Entry, rates: Sequence[float], seeds: Sequence[int]) -> list[Result]:
         """Of each rate with each seed, as far as they have been run."""
-        found = []
-        for config, _ in self._wanted(entry, rates, seeds):
-            folder = folder_of(self._runs, config)
-            if folder.done:
-                found.append({**folder.read_result(), "lr": config.base.lr, "curve": curve(folder.read_metrics())})
-        return found
+        configs = self._wanted(entry, rates, seeds)
+        folders = [(config.base.lr, folder_of(self._runs, config)) for config in configs]
+        return [{**run.read_result(), "lr": lr, "curve": curve(run.read_metrics())} for lr, run in folders if run.done]
 
     def run(self, wanted: Mapping[Entry, Sequence[float]], seeds: Sequence[int]) -> None:
         """Make the runs that aren't there, all at once: no core waits for another's optimizer."""
@@ -188,12 +178,12 @@ class Race:
 
     def step_seconds(self, best: Mapping[Entry, Sequence[float]], seed: int, data: Path | None) -> Times:
         """Everybody's at their best rates, in turns; kept beside the runs, for as long as the same ones are timed."""
-        configs = {entry.name: self._configuration(entry, rates[0], seed)[0] for entry, rates in best.items()}
+        if not best:
+            return {}
+        configs = {entry.name: self._configuration(entry, rates[0], seed) for entry, rates in best.items()}
         labels = {name: config.label for name, config in configs.items()}
         which = blake2b(json.dumps(labels).encode(), digest_size=8).hexdigest()
         path = self._runs / self._course.preset / self._scale / f"seconds-{which}.json"
-        if not configs:
-            return {}
         if path.is_file():
             return dict(json.loads(path.read_text(encoding="utf-8"))["seconds"])
         steps = 2 if self._scale == "smoke" else TIMED
@@ -201,18 +191,18 @@ class Race:
         task = task_of(next(iter(configs.values())), data)
         with bar(ROUNDS, "timing steps") as done, one_thread():
             begin = lambda: {name: advancing(config, task) for name, config in configs.items()}  # noqa: E731
-            found = step_seconds(begin, ROUNDS, steps, TURN, done)
+            found = step_seconds(begin, ROUNDS, steps, turn=25, done=done)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, {"labels": labels, "seconds": found})
         return found
 
-    def _wanted(self, entry: Entry, rates: Sequence[float], seeds: Sequence[int]) -> Wanted:
+    def _wanted(self, entry: Entry, rates: Sequence[float], seeds: Sequence[int]) -> list[Config]:
         return [self._configuration(entry, rate, seed) for rate in rates for seed in seeds]
 
-    def _configuration(self, entry: Entry, rate: float, seed: int) -> tuple[Config, dict[str, Any]]:
+    def _configuration(self, entry: Entry, rate: float, seed: int) -> Config:
         shorter = self._course.cpu if self._scale == "cpu" else {}
         changes = {**self._course.changes, **shorter, **entry.changes(rate)}
-        return resolve(self._course.preset, self._scale, entry.method, seed, changes), changes
+        return resolve(self._course.preset, self._scale, entry.method, seed, changes)
 
 
 def end(result: Result, course: Course) -> float:
@@ -228,9 +218,9 @@ class Performed:
     def __init__(self, command: str, page: Path | None, runs: Path, data: Path | None, jobs: int) -> None:
         check_page(page, command)
         self.console, self.failed, self._page, self._command = Console(), False, page, command
-        self._how = runs, data, jobs, "auto", self.console
+        self._how = runs, data, jobs, "auto"
 
-    def __call__(self, wanted: Wanted) -> None:
+    def __call__(self, wanted: list[Config]) -> None:
         self.failed |= sweep(wanted, *self._how) is False
 
     def report(self, body: str, *written: Path) -> None:
@@ -259,8 +249,7 @@ def main(
 ) -> None:
     """`untuned`: LLQR has no rates of its own, and runs at its base's only. `steps`: of each course, in place of its own."""
     perform = Performed(COMMAND, page, runs, data, jobs)
-    rows: list[Row] = []
-    at_base: list[Row] = []
+    rows, at_base = list[Row](), list[Row]()
     some = (f" --optimizers '{','.join(entries)}'" if entries else "") + " --untuned" * untuned
     some += f" --steps {steps}" if steps else ""
     command = f"llqr bench race {' '.join(names)} --scale {scale} --seeds {','.join(map(str, seeds))}{some}"
@@ -295,6 +284,8 @@ def summary(
     rows = []
     for name, tried in grids.items():
         results, seconds = finals.get(name, []), times.get(name)
+        losses = [last_loss(each) for each in results]
+        reached = {label: _reached(results, course, target, seeds, seconds) for label, target in targets.items()}
         rows.append(
             {
                 "task": task,
@@ -303,11 +294,9 @@ def summary(
                 "tried": {f"{each['lr']:g}": finite(end(each, course)) for each in tried},
                 "diverged": sorted({f"{each['lr']:g}" for each in (*tried, *results) if each["diverged"]}),
                 "seeds": seeds,
-                "targets": {
-                    label: _reached(results, course, target, seeds, seconds) for label, target in targets.items()
-                },
-                "train_loss": _middle([last_loss(each) for each in results]),
-                "train_losses": [last_loss(each) for each in results],
+                "targets": reached,
+                "train_loss": _middle(losses),
+                "train_losses": losses,
                 "score_name": results[0]["score"] if results else None,
                 "score": _middle([value(each) for each in results]),
                 "step_seconds": seconds and mean(seconds),
@@ -348,14 +337,8 @@ def untuned_rows(
         there = [place(other, course, target) for (_, other), target in zip(pairs, targets, strict=True)]
         alone = _side([own for own, _ in pairs], ends, times[base])
         around = _side([other for _, other in pairs], there, times[entry.name])
-        row = {
-            "task": task,
-            "base": base,
-            "lr": finals[base][0]["lr"],
-            "seeds": seeds,
-            "alone": alone,
-            "llqr": around,
-        }
+        own = {"task": task, "base": base, "lr": finals[base][0]["lr"], "seeds": seeds}
+        row: Row = {**own, "alone": alone, "llqr": around}
         for what in ("steps", "seconds"):
             ratios = [
                 math.inf if there is None else there / own

@@ -8,17 +8,12 @@ from typing import Any
 
 from matplotlib.ticker import LogLocator
 
+from llqr_lab.experiments.table import NAMES
 from llqr_lab.figures.style import GREEN, ORANGE, PINK, drawing, shared_legend
 from llqr_lab.results import markdown_table
 
 COMMAND = "llqr bench race --page"
 Row = dict[str, Any]
-SCORES = {
-    "test_accuracy": "test accuracy",
-    "test_loss": "test loss",
-    "valid_loss": "validation loss",
-    "steps_to_target": "steps to 95%",
-}
 THE_END = "the end"
 """The target of tasks that say themselves when they are over."""
 
@@ -63,12 +58,11 @@ def ratio(row: Row, what: str) -> str:
 
 
 def everybody(rows: Sequence[Row]) -> list[list[str]]:
-    """Of one task, a line an optimizer."""
     labels = list(rows[0]["targets"])
     goals = [rows[0]["targets"][label]["loss"] for label in labels]
     score = next((row["score_name"] for row in rows if row["score_name"]), "")
     names = [label if goal is None else f"{label}'s {goal:.4g}" for label, goal in zip(labels, goals, strict=True)]
-    header = ["optimizer", "rate", "training loss (least, most)", SCORES.get(score, score)]
+    header = ["optimizer", "rate", "training loss (least, most)", NAMES.get(score, "").removesuffix(", %")]
     header += [*(f"to {name}: steps, seconds" for name in names), "ms a step", "MB"]
     lines = []
     for row in rows:
@@ -87,7 +81,6 @@ def _spread(row: Row) -> str:
 
 
 def tried(rows: Sequence[Row]) -> list[list[str]]:
-    """How each run of the grids ended."""
     lines = []
     for row in rows:
         ends = [
@@ -112,13 +105,11 @@ def shown(number: float | None, form: str, unit: float = 1.0) -> str:
 
 COLOURS = {"SGDM": ORANGE, "AdamW": GREEN, "Muon": PINK}
 """LLQR has the colour of its base, unbroken."""
-COLUMNS = 3
 
 
 def draw(untuned: Sequence[Row], path: Path) -> None:
-    """Training loss by steps: the bases, and LLQR at their rates."""
     tasks = list(dict.fromkeys(row["task"] for row in untuned)) or [""]
-    columns = min(COLUMNS, len(tasks))
+    columns = min(3, len(tasks))
     lines = math.ceil(len(tasks) / columns)
     with drawing(path, 4.5 * columns, 3.6 * lines + 0.6) as figure:
         grid = list(figure.subplots(lines, columns, squeeze=False).flat)

@@ -1,8 +1,7 @@
 """`llqr bench sizes`: how LLQR's gain goes with the batch, and with the width and the depth of a network.
 
 By the batch: everybody at a constant rate of its own, found for each batch; steps and seconds to the same training loss.
-By width and depth: AdamW at its best rate, and LLQR on AdamW at that rate; the steps and seconds that LLQR takes to AdamW's
-last loss, over AdamW's. Runs are folders, as in the race: what was stopped goes on.
+By width and depth: LLQR on AdamW at AdamW's best rate; its steps and seconds to AdamW's last loss, over AdamW's.
 """
 
 import math

@@ -1,8 +1,7 @@
 """`llqr bench unseen`: does LLQR, with nothing set, ever do harm? Tasks that nothing was chosen by, rates that aren't the best.
 
-SGDM and AdamW each get their best learning rate from a grid with the first seed, at a cosine schedule, wider where the best is
-at its edge. Then each, alone and with LLQR around it, runs at a third, one and three times that rate, at cosine and constant
-schedules.
+SGDM and AdamW, alone and with LLQR around them, run at a third, one and three times the rate that is best for the base alone
+with the first seed and a cosine schedule, at cosine and constant schedules.
 """
 
 import math
@@ -35,9 +34,7 @@ from llqr_lab.models.transformers import ViT
 from llqr_lab.results import bar, check_page, markdown_table, provenance, say, write_json, write_page
 
 Batch = tuple[tuple[Tensor, ...], Tensor]
-"""What the model is called with, and the targets."""
 Draw = Callable[[int], Batch]
-"""The batch of a step."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,6 @@ class Unseen:
     loss: Callable[[Tensor, Tensor], Tensor]
     sgdm: tuple[float, ...] = (0.03, 0.1, 0.3)
     adamw: tuple[float, ...] = (1e-3, 3e-3, 1e-2)
-    """Learning rates to begin with."""
 
     def start(self, seed: int) -> nn.Module:
         with own_randomness("weights", seed):
@@ -155,9 +151,8 @@ class UNet(nn.Module):
         super().__init__()
         self.down = nn.ModuleList([self._block(1, width), self._block(width, 2 * width)])
         self.middle = self._block(2 * width, 4 * width)
-        self.rise = nn.ModuleList(
-            [nn.ConvTranspose2d(4 * width, 2 * width, 2, 2), nn.ConvTranspose2d(2 * width, width, 2, 2)]
-        )
+        rise = (nn.ConvTranspose2d(4 * width, 2 * width, 2, 2), nn.ConvTranspose2d(2 * width, width, 2, 2))
+        self.rise = nn.ModuleList(rise)
         self.up = nn.ModuleList([self._block(4 * width, 2 * width), self._block(2 * width, width)])
         self.head = nn.Conv2d(width, classes, 1)
 
@@ -258,7 +253,6 @@ HARM = 1.02
 """The ratio of last losses above which LLQR is said to do harm."""
 Row = dict[str, Any]
 Place = tuple[str, str]
-"""A task and a base."""
 
 
 class Trial(NamedTuple):
@@ -324,32 +318,35 @@ class Comparison:
             for schedule in SCHEDULES
             for factor in FACTORS
         ]
-        wanted = {
-            (place, llqr): [Trial(*place[:2], llqr, place[2], place[4], seed, self.steps) for seed in seeds]
-            for place in places
-            for llqr in (False, True)
-        }
-        found = self.results([run for each in wanted.values() for run in each])
+
+        def trials(place: tuple[str, str, str, float, float], llqr: bool) -> list[Trial]:
+            task, base, schedule, _, rate = place
+            return [Trial(task, base, llqr, schedule, rate, seed, self.steps) for seed in seeds]
+
+        found = self.results([run for place in places for llqr in (False, True) for run in trials(place, llqr)])
         without_inputs = {
             task: UNSEEN[task].without_inputs(UNSEEN[task].load(self.data, seeds[0])) for task, _ in rates
         }
         rows = []
         for place in places:
-            alone, wrapped = ([found[run] for run in wanted[place, llqr]] for llqr in (False, True))
             row: Row = dict(zip(("task", "base", "schedule", "factor", "rate"), place, strict=True))
-            row |= {"without_inputs": without_inputs[row["task"]], "alone": _mean(alone), "llqr": _mean(wrapped)}
-            row["trains"] = row["alone"] is not None and row["alone"] * HARM < without_inputs[row["task"]]
+            row["without_inputs"] = without_inputs[row["task"]]
+            seconds = {}
+            for side, llqr in (("alone", False), ("llqr", True)):
+                results = [found[run] for run in trials(place, llqr)]
+                ends = [each["last"] for each in results]
+                row[side] = None if None in ends else fmean(ends)
+                seconds[side] = fmean(each["seconds"] for each in results)
+            row["trains"] = row["alone"] is not None and row["alone"] * HARM < row["without_inputs"]
             both = row["alone"] is not None and row["llqr"] is not None
             row["ratio"] = row["llqr"] / row["alone"] if both else None
             row["harm"] = row["trains"] and (row["ratio"] is None or row["ratio"] > HARM)
-            seconds = [fmean(each["seconds"] for each in side) for side in (alone, wrapped)]
-            rows.append({**row, "seconds": dict(zip(("alone", "llqr"), seconds, strict=True))})
+            rows.append({**row, "seconds": seconds})
         return rows
 
     def results(self, wanted: Sequence[Trial]) -> dict[Trial, Row]:
-        """Of these runs; those that aren't there are made, so many at a time."""
         missing = [run for run in dict.fromkeys(wanted) if run not in self.known]
-        make = partial(perform, data=self.data)
+        make = partial(train, data=self.data)
         with bar(len(missing), "training") as done, ExitStack() as stack:
             made: Iterable[Row] = map(make, missing)
             if self.jobs > 1 and len(missing) > 1:
@@ -361,17 +358,13 @@ class Comparison:
         return {run: self.known[run] for run in wanted}
 
 
-def perform(run: Trial, data: Path | None) -> Row:
-    torch.set_flush_denormal(True)
-    with one_thread():
-        return train(run, data)
-
-
+@one_thread()
 def train(run: Trial, data: Path | None) -> Row:
     """The loss at the start, its mean over the last tenth of the steps (None if it diverged)."""
+    torch.set_flush_denormal(True)
     task = UNSEEN[run.task]
     model, draw = task.start(run.seed), task.load(data, run.seed)
-    base = base_of(Base(run.base.lower(), lr=run.rate), model)
+    base = base_of(Base(run.base.lower(), lr=run.rate), model)  # type: ignore[arg-type]
     optimizer = LLQR(base, model) if run.llqr else base
     torch.manual_seed(run.seed)
     losses: list[float] = []
@@ -419,8 +412,3 @@ def cell(row: Row) -> str:
         return f"the base doesn't train ({ends})"
     ratio = "–" if row["ratio"] is None else f"{row['ratio']:.3f}"
     return f"**{ratio}** ({ends})" if row["harm"] else f"{ratio} ({ends})"
-
-
-def _mean(results: Sequence[Row]) -> float | None:
-    ends = [each["last"] for each in results]
-    return None if None in ends else fmean(ends)

@@ -20,15 +20,13 @@ from llqr.errors import LLQRError
 
 class Batch(NamedTuple):
     inputs: tuple[Tensor, ...]
-    """What the model is called with."""
     targets: Tensor
 
 
 class Batches(Protocol):
     """Training batches by the step's number, from 0 on, without end."""
 
-    @property
-    def steps_per_epoch(self) -> int: ...
+    steps_per_epoch: int
 
     def __getitem__(self, step: int) -> Batch: ...
 
@@ -83,11 +81,6 @@ class Rows:
         return shuffled(self.count, self.seed, epoch)[place * self.size : (place + 1) * self.size]
 
 
-def in_order(count: int, size: int) -> Iterator[slice]:
-    """All rows from the first to the last; the last piece may be smaller."""
-    return (slice(start, min(start + size, count)) for start in range(0, count, size))
-
-
 class TensorBatches:
     """Training batches of tensors that are in memory."""
 
@@ -102,8 +95,11 @@ class TensorBatches:
 
 
 def tensor_batches_in_order(inputs: Tensor, targets: Tensor, size: int) -> list[Batch]:
-    """Every example once, in order."""
-    return [Batch((inputs[rows],), targets[rows]) for rows in in_order(len(targets), size)]
+    """Every example once, in order; the last batch may be smaller."""
+    return [
+        Batch((some,), labels)
+        for some, labels in zip(torch.split(inputs, size), torch.split(targets, size), strict=True)
+    ]
 
 
 def _ignore_signals(worker: int) -> None:
@@ -112,9 +108,8 @@ def _ignore_signals(worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def stream(batches: Batches, start: int, stop: int, workers: int = 0) -> Iterator[Batch]:
-    """Batches number start to stop - 1, made ahead of time by so many processes."""
-    steps = range(start, stop)
+def stream(batches: Batches, steps: range, workers: int = 0) -> Iterator[Batch]:
+    """The batches of these steps, made ahead of time by so many processes."""
     if not workers:
         return (batches[step] for step in steps)
     # a generator of its own: the loader would draw a seed from the global one, which a resumed run would feel

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from llqr_lab.errors import DataError, MissingDataError
+from llqr_lab.errors import DataError
 
 VARIABLE = "LLQR_DATA"
 WHOLE = {"cifar10": 50_000, "cifar100": 50_000, "imagenet": 1_281_167, "iwslt14": 160_239, "multi30k": 29_000}
@@ -20,13 +20,12 @@ def data_folder(folder: Path | None) -> Path | None:
 
 
 def data_path(folder: Path | None, name: str, source: str) -> Path:
-    """The file or folder of this name in the data folder."""
     chosen = data_folder(folder)
     if chosen is None:
         where = f"say where the data is, by --data FOLDER or {VARIABLE}; wanted there"
-        raise MissingDataError(f"{where}: {name}, from {source}")
+        raise DataError(f"{where}: {name}, from {source}")
     if not (chosen / name).exists():
-        raise MissingDataError(f"there is no {name} in '{chosen}': put it there, from {source}")
+        raise DataError(f"there is no {name} in '{chosen}': put it there, from {source}")
     return chosen / name
 
 

@@ -73,7 +73,6 @@ class Cifar:
     classes: int
     archive: str
     folder: str
-    """In the archive."""
     train: tuple[str, ...]
     test: str
     labels: int
@@ -129,7 +128,6 @@ KEYS = ("x_train", "y_train", "x_test", "y_test")
 
 
 def _pictures_of_npz(path: Path, classes: int, source: str) -> Pictures:
-    """Of an .npz with bytes NHWC."""
     with (
         reading(path, source, zipfile.BadZipFile, ValueError),
         path.open("rb") as content,
@@ -158,11 +156,9 @@ IMAGENETTE, IMAGENETTE_FOLDER = "imagenette_sample.tar", "imagenette_sample/"
 IMAGENETTE_SOURCE = "a sample of github.com/thunderInfy/imagenette, as imagenette_sample/{train,val}/<class>/*.JPEG"
 IMAGENET_NORMALISATION = Normalisation((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 ENDINGS = (".jpeg", ".jpg", ".png", ".webp", ".bmp")
-FITS = ("shorter", "stretch")
 
 
 def imagenet(folder: Path | None = None, side: int = 256, fit: str = "shorter") -> Pictures:
-    """ImageNet from `imagenet/` in the data folder."""
     root = data_path(folder, "imagenet", IMAGENET_SOURCE)
     names = glob("train/*/*", root_dir=root) + glob("val/*/*", root_dir=root)
     return pictures_in_files(f"'{root}'", names, partial(_content, root), side, fit)
@@ -188,7 +184,7 @@ def pictures_in_files(
     Names are train/CLASS/FILE and val/CLASS/FILE. `fit="shorter"` scales the shorter side to `side` and takes the middle of
     the longer one; `"stretch"` scales both.
     """
-    check_names([fit], FITS, "fit")
+    check_names([fit], ("shorter", "stretch"), "fit")
     if side < 1:
         raise LLQRError(f"pictures have a side of at least 1 pixel, not {side}")
     found: dict[str, list[tuple[str, str]]] = {"train": [], "val": []}
@@ -202,13 +198,12 @@ def pictures_in_files(
             f"{where}: pictures ({', '.join(ENDINGS)}) are looked for in train/CLASS/ and val/CLASS/{alone}"
         )
     numbers = {label: number for number, label in enumerate(sorted(classes))}
-    train, val = (
-        FilePictures(
-            read, tuple(name for _, name in part), torch.tensor([numbers[label] for label, _ in part]), side, fit
-        )
-        for part in found.values()
-    )
-    return Pictures(train, val, len(numbers), IMAGENET_NORMALISATION)
+
+    def in_files(some: list[tuple[str, str]]) -> FilePictures:
+        labels = torch.tensor([numbers[label] for label, _ in some])
+        return FilePictures(read, tuple(name for _, name in some), labels, side, fit)
+
+    return Pictures(in_files(found["train"]), in_files(found["val"]), len(numbers), IMAGENET_NORMALISATION)
 
 
 def random_pictures(

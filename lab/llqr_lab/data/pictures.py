@@ -5,7 +5,6 @@ Random changes are by kornia, a batch at a time. All random numbers are torch's 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from io import BytesIO
 from typing import cast
 
@@ -15,7 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from llqr.errors import LLQRError
-from llqr_lab.data.batches import Batch, Rows, in_order, own_randomness
+from llqr_lab.data.batches import Batch, Rows, own_randomness
 from llqr_lab.errors import DataError
 
 
@@ -30,11 +29,9 @@ class Augmentation:
     reflect: bool = False
     """What comes in at the sides is the picture mirrored, not zeros."""
     flip: bool = False
-    """Left and right are swapped in half of the pictures."""
     cutout: int = 0
     """The side of a square of zeros, as DeVries & Taylor (2017) have it; see `cut_out`."""
     cutout_share: float = 1.0
-    """The share of pictures that have one."""
 
     def __post_init__(self) -> None:
         if self.cutout % 2 or self.cutout < 0:
@@ -50,49 +47,37 @@ NOTHING = Augmentation()
 
 def crop_and_flip(pictures: Tensor, augmentation: Augmentation) -> Tensor:
     """Cropped and flipped: for pictures as they are, in 0 … 1, so that zeros that come in at the sides are black."""
-    height, width = pictures.shape[-2:]
-    for step in _moves(augmentation, (augmentation.size or height, augmentation.size or width)):
-        pictures = step(pictures)
-    return pictures
-
-
-@lru_cache(maxsize=16)
-def _moves(augmentation: Augmentation, size: tuple[int, int]) -> tuple[nn.Module, ...]:
-    # Importing kornia takes seconds that runs without augmentation shouldn't pay for.
-    from kornia.augmentation import RandomCrop, RandomHorizontalFlip
-
-    steps: list[nn.Module] = []
+    # importing kornia takes seconds that runs without augmentation shouldn't pay for
     if augmentation.padding or augmentation.size:
-        sides = "reflect" if augmentation.reflect else "constant"
-        steps.append(RandomCrop(size, augmentation.padding or None, padding_mode=sides, cropping_mode="slice"))
+        from kornia.augmentation import RandomCrop
+
+        height, width = pictures.shape[-2:]
+        size, sides = augmentation.size, "reflect" if augmentation.reflect else "constant"
+        padding, out = augmentation.padding or None, (size or height, size or width)
+        pictures = RandomCrop(out, padding, padding_mode=sides, cropping_mode="slice")(pictures)
     if augmentation.flip:
-        steps.append(RandomHorizontalFlip(p=0.5))
-    return tuple(steps)
+        from kornia.augmentation import RandomHorizontalFlip
+
+        pictures = RandomHorizontalFlip(p=0.5)(pictures)
+    return pictures
 
 
 def cut_out(pictures: Tensor, side: int, share: float = 1.0) -> Tensor:
     """A square of zeros in each picture, or in a share of them: for normalised pictures, so that zero is the mean.
 
-    Every pixel y is as likely to be its centre, and it covers y - side/2 … y + side/2 - 1: part of it may lie outside of
-    the picture. kornia's RandomErasing has squares inside only, hence the picture is widened for it, by side/2 before and
-    side/2 - 1 behind.
+    Every pixel y is as likely to be its centre, and it covers y - side/2 … y + side/2 - 1: part of it may lie outside. kornia's
+    RandomErasing has squares inside only, hence the picture is widened for it, by side/2 before and side/2 - 1 behind.
     """
     if side == 0:
         return pictures
+    from kornia.augmentation import RandomErasing
+
     height, width = pictures.shape[-2:]
     before, behind = side // 2, side // 2 - 1
     wide = nn.functional.pad(pictures, (before, behind, before, behind))
-    erased: Tensor = _eraser(side, share, wide.shape[-2], wide.shape[-1])(wide)
+    part = side**2 / wide[0, 0].numel()
+    erased: Tensor = RandomErasing(scale=(part, part), ratio=(1.0, 1.0), value=0.0, p=share)(wide)
     return erased[..., before : before + height, before : before + width]
-
-
-@lru_cache(maxsize=16)
-def _eraser(side: int, pictures: float, height: int, width: int) -> nn.Module:
-    from kornia.augmentation import RandomErasing
-
-    share = side**2 / (height * width)
-    eraser: nn.Module = RandomErasing(scale=(share, share), ratio=(1.0, 1.0), value=0.0, p=pictures)
-    return eraser
 
 
 def centre_crop(pictures: Tensor, size: int | None) -> Tensor:
@@ -111,7 +96,6 @@ class MemoryPictures:
     images: Tensor
     """uint8 NCHW."""
     labels: Tensor
-    """int64, one for each picture."""
 
     def take(self, rows: Tensor) -> Tensor:
         return self.images[rows]
@@ -201,8 +185,7 @@ class Pictures:
     normalisation: Normalisation
 
     def training(self, size: int, seed: int, augmentation: Augmentation = NOTHING) -> "TrainingPictures":
-        """Training batches by the step's number."""
-        return TrainingPictures(self.train, self.normalisation, size, seed, augmentation)
+        return TrainingPictures(self, size, seed, augmentation)
 
     def testing(self, size: int, crop: int | None = None) -> "PicturesInOrder":
         """All test pictures in order, nothing random about them; with `crop`, the middle square of this side."""
@@ -213,14 +196,10 @@ def pictures_in_memory(where: str, train: tuple[Tensor, Tensor], test: tuple[Ten
     """Pictures (uint8 NCHW) with labels, checked before any training; `where` they are from is what errors name."""
     for part, (images, labels) in (("training", train), ("test", test)):
         wrong = ""
-        if images.dim() != 4 or images.dtype != torch.uint8:
+        if images.dim() != 4 or images.dtype != torch.uint8 or images.numel() == 0:
             wrong = f"{part} pictures must be bytes with four sides, not {images.dtype} of {tuple(images.shape)}"
-        elif images.numel() == 0:
-            wrong = f"there are no {part} pictures, or they are empty: {tuple(images.shape)}"
-        elif labels.dim() != 1 or labels.dtype.is_floating_point or labels.dtype in (torch.bool, torch.complex64):
-            wrong = f"{part} labels must be integers in one row, not {labels.dtype} of {tuple(labels.shape)}"
-        elif len(labels) != len(images):
-            wrong = f"there are {len(images)} {part} pictures and {len(labels)} labels"
+        elif labels.shape != images.shape[:1] or labels.dtype not in (torch.uint8, torch.int64):
+            wrong = f"{len(images)} {part} pictures must have a whole number each, not {labels.dtype} of {tuple(labels.shape)}"
         elif int(labels.min()) < 0 or int(labels.max()) >= classes:
             wanted = f"of {classes} classes they must be 0 to {classes - 1}"
             wrong = f"{part} labels run from {int(labels.min())} to {int(labels.max())}; {wanted}"
@@ -249,12 +228,9 @@ def reduced(pictures: Pictures, side: int) -> Pictures:
 class TrainingPictures:
     """Batches of augmented, normalised pictures; number k is made of (seed, k) alone."""
 
-    def __init__(
-        self, source: PictureSource, normalisation: Normalisation, size: int, seed: int, augmentation: Augmentation
-    ) -> None:
-        self.source, self.normalisation, self.augmentation = source, normalisation, augmentation
-        self.seed = seed
-        self.rows = Rows(len(source.labels), size, seed)
+    def __init__(self, data: Pictures, size: int, seed: int, augmentation: Augmentation) -> None:
+        self.source, self.normalisation, self.augmentation = data.train, data.normalisation, augmentation
+        self.seed, self.rows = seed, Rows(len(data.train.labels), size, seed)
         self.steps_per_epoch = self.rows.steps_per_epoch
 
     def __getitem__(self, step: int) -> Batch:
@@ -266,14 +242,16 @@ class TrainingPictures:
         return Batch((pictures,), self.source.labels[rows])
 
 
+@dataclass(frozen=True)
 class PicturesInOrder:
     """Batches of every picture once, in order and not augmented. The last one may be smaller."""
 
-    def __init__(self, source: PictureSource, normalisation: Normalisation, size: int, crop: int | None = None) -> None:
-        self.source, self.normalisation, self.crop = source, normalisation, crop
-        self.pieces = list(in_order(len(source.labels), size))
+    source: PictureSource
+    normalisation: Normalisation
+    size: int
+    crop: int | None = None
 
     def __iter__(self) -> Iterator[Batch]:
-        for piece in self.pieces:
-            pictures = self.source.take(torch.arange(piece.start, piece.stop)).float() / 255
-            yield Batch((self.normalisation(centre_crop(pictures, self.crop)),), self.source.labels[piece])
+        for rows in torch.split(torch.arange(len(self.source.labels)), self.size):
+            pictures = self.source.take(rows).float() / 255
+            yield Batch((self.normalisation(centre_crop(pictures, self.crop)),), self.source.labels[rows])

@@ -29,7 +29,6 @@ class Characters:
     where: str
 
     def training(self, size: int, context: int, seed: int) -> "CharacterBatches":
-        """Random windows of the training part, by the step's number."""
         return CharacterBatches(self._long_enough(self.train, "training", context), size, context, seed)
 
     def testing(self, size: int, context: int) -> list[Batch]:
@@ -40,13 +39,9 @@ class Characters:
         return tensor_batches_in_order(inputs, targets, size)
 
     def _long_enough(self, tokens: Tensor, part: str, context: int) -> Tensor:
-        if context < 1:
-            raise LLQRError(f"a context has at least one character, not {context}")
-        if len(tokens) <= context:
-            raise DataError(
-                f"the {part} part of '{self.where}' has {len(tokens)} characters, too few for a context of {context} "
-                "and the one after it: take a longer text or a shorter context"
-            )
+        if not 1 <= context < len(tokens):
+            found = f"the {part} part of '{self.where}' has {len(tokens)} characters"
+            raise DataError(f"{found}: a context is at least one of them and leaves one after it, and is not {context}")
         return tokens
 
 
@@ -71,7 +66,6 @@ def shakespeare(folder: Path | None = None) -> Characters:
 
 
 def characters(path: Path) -> Characters:
-    """Any text file in UTF-8."""
     with reading(path, "where it came from, as UTF-8 text", UnicodeDecodeError):
         # Not read_text: it would make one character of the two that end a line on Windows.
         text = path.read_bytes().decode("utf-8")
@@ -81,7 +75,6 @@ def characters(path: Path) -> Characters:
 
 
 def characters_of(text: str, where: str) -> Characters:
-    """Any text; `where` it is from is what errors name."""
     vocabulary = tuple(sorted(set(text)))
     numbers = {character: number for number, character in enumerate(vocabulary)}
     tokens = torch.tensor([numbers[character] for character in text])
@@ -115,7 +108,6 @@ def modular_arithmetic(operation: str, prime: int = 97, fraction: float = 0.6, s
 
 
 def equations(operation: str, prime: int = 97) -> tuple[Tensor, Tensor]:
-    """All of them, by a and then by b."""
     if operation not in OPERATIONS:
         raise unknown("operation", operation, OPERATIONS)
     if prime < 3 or not all(prime % divisor for divisor in range(2, isqrt(prime) + 1)):

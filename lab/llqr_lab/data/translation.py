@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import product, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,11 +18,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from llqr_lab.data.batches import Batch, mixed, shuffled
 from llqr_lab.data.files import data_path, reading
-from llqr_lab.errors import DataError, MissingDataError, check_names
+from llqr_lab.errors import DataError, check_names
+
+LANGUAGES = ("de", "en")
 
 
-@dataclass(frozen=True)
-class Corpus:
+class Corpus(NamedTuple):
     """Where a corpus is to be had, and what has been done to it already."""
 
     folder: str
@@ -30,7 +31,6 @@ class Corpus:
     tokenised: bool
     """Moses-tokenised (with its entities) and lowercased where it comes from: there is no raw text to score against."""
     source: str
-    languages: tuple[str, str] = ("de", "en")
 
 
 CORPORA = {
@@ -40,26 +40,11 @@ CORPORA = {
     ),
 }
 PARTS = {"train": ("train",), "valid": ("valid", "val"), "test": ("test", "test_2016_flickr")}
-
-
-class Pairs(NamedTuple):
-    source: list[str]
-    target: list[str]
-    dropped: int = 0
-    """Pairs left out because a side was empty, or too long."""
-
-    @staticmethod
-    def of(pairs: Iterable[tuple[str, str]], dropped: int = 0) -> "Pairs":
-        source, target = zip(*pairs, strict=True)
-        return Pairs(list(source), list(target), dropped)
+Pairs = list[tuple[str, str]]
 
 
 class ParallelText(NamedTuple):
-    """The three parts of a corpus.
-
-    A training pair with an empty side teaches nothing and is dropped. In the other two parts it is an error: without it the
-    scores would be of another test set, and with it of a sentence that nobody translated.
-    """
+    """The three parts of a corpus."""
 
     corpus: Corpus
     train: Pairs
@@ -75,14 +60,17 @@ def parallel_text(name: str, folder: Path | None = None) -> ParallelText:
 
 
 def _pairs(folder: Path, corpus: Corpus, part: str) -> Pairs:
+    """A training pair with an empty side teaches nothing, and `cleaned` drops it. Elsewhere it is an error: without
+    it the scores would be of another test set, and with it of a sentence that nobody translated.
+    """
     # both sides are of the first name that either of them has: valid.de never goes with val.en
-    names = [n for n in PARTS[part] if any(_file(folder, n, language) for language in corpus.languages)]
+    names = [n for n in PARTS[part] if any(_file(folder, n, language) for language in LANGUAGES)]
     paths = []
-    for language in corpus.languages:
+    for language in LANGUAGES:
         path = _file(folder, names[0], language) if names else None
         if path is None:
             wanted = " or ".join(f"{n}.{language}{end}" for n, end in product(names[:1] or PARTS[part], ("", ".gz")))
-            raise MissingDataError(f"there is no {wanted} in '{folder}': put it there, from {corpus.source}")
+            raise DataError(f"there is no {wanted} in '{folder}': put it there, from {corpus.source}")
         paths.append(path)
     source, target = (read_lines(path, corpus.source) for path in paths)
     if len(source) != len(target):
@@ -90,10 +78,10 @@ def _pairs(folder: Path, corpus: Corpus, part: str) -> Pairs:
         raise DataError(f"{counts}: they aren't translations of each other; get both again, from the same place")
     pairs = list(zip(source, target, strict=True))
     empty = [number for number, pair in enumerate(pairs, 1) if not all(pair)]
-    if empty and (part != "train" or len(empty) == len(pairs)):
+    if empty and part != "train":
         lines = f"line {empty[0]} of '{paths[0]}' or '{paths[1]}' is empty ({len(empty)} such lines)"
         raise DataError(f"{lines}: what is scored has to be whole; get both again, or take the line out of both")
-    return Pairs.of((pair for pair in pairs if all(pair)), len(empty))
+    return pairs
 
 
 def _file(folder: Path, part: str, language: str) -> Path | None:
@@ -128,7 +116,7 @@ def made_up(count: int, seed: int) -> Pairs:
         source = " und ".join(f"{number} {thing}" for number, thing in groups)
         target = " and ".join(f"{NUMBERS[number]} {THINGS[thing]}" for number, thing in groups)
         pairs.append((f"{source} {action}.", f"{target} {ACTIONS[action]}."))
-    return Pairs.of(pairs)
+    return pairs
 
 
 END = " "
@@ -144,12 +132,12 @@ class Subwords:
     again and again. No word holds a space, so gluing pieces together undoes it exactly, whatever the text.
     """
 
-    def __init__(self, letters: Sequence[str], merges: Sequence[tuple[str, str]]) -> None:
-        self.letters, self.merges = list(letters), [(first, second) for first, second in merges]
-        pieces = [UNKNOWN_PIECE, *letters, *(first + second for first, second in self.merges)]
-        # dict.fromkeys: two merges may give the same piece by different ways.
-        vocabulary = {piece: i for i, piece in enumerate(dict.fromkeys(pieces))}
-        self._model: Any = models.BPE(vocabulary, self.merges, unk_token=UNKNOWN_PIECE, end_of_word_suffix=END)
+    def __init__(self, letters: Sequence[str], merges: list[tuple[str, str]]) -> None:
+        self.merges = merges
+        # without repetition: two merges may give the same piece by different ways
+        pieces = dict.fromkeys([UNKNOWN_PIECE, *letters, *map("".join, merges)])
+        vocabulary = {piece: i for i, piece in enumerate(pieces)}
+        self._model: Any = models.BPE(vocabulary, merges, unk_token=UNKNOWN_PIECE, end_of_word_suffix=END)
         self._known: dict[str, list[str]] = {}
 
     def split(self, words: str) -> list[str]:
@@ -162,7 +150,6 @@ class Subwords:
 
 
 def join(pieces: Iterable[str]) -> str:
-    """The words again, with one space between them."""
     return " ".join("".join(pieces).split())
 
 
@@ -210,40 +197,28 @@ class Words:
 
 
 class Dictionary:
-    """Pieces by number: <s> 0, <pad> 1, </s> 2, <unk> 3, then the pieces of the training text from the commonest on.
+    """Pieces by number: <s> 0, <pad> 1, </s> 2, <unk> 3, then the pieces of the training text from the commonest on, equally
+    common ones by the alphabet.
 
     fairseq's order, without the made-up words by which it fills up to a multiple of eight. A text that holds "<pad>" can't be
     mistaken for padding: the four are never looked up.
     """
 
-    def __init__(self, pieces: Sequence[str]) -> None:
-        self.pieces = list(pieces)
-        self._numbers = {piece: number for number, piece in enumerate(self.pieces, len(SPECIAL))}
-
-    @classmethod
-    def of(cls, text: Iterable[Sequence[str]]) -> "Dictionary":
-        """All pieces of a text, equally common ones by the alphabet."""
+    def __init__(self, text: Iterable[Sequence[str]]) -> None:
         counts = Counter(piece for pieces in text for piece in pieces)
-        return cls(sorted(counts, key=lambda piece: (-counts[piece], piece)))
+        self.pieces = sorted(counts, key=lambda piece: (-counts[piece], piece))
+        self._numbers = {piece: number for number, piece in enumerate(self.pieces, len(SPECIAL))}
+        self._written = ["", "", "", SPECIAL[UNKNOWN] + END, *self.pieces]
 
     def __len__(self) -> int:
         return len(SPECIAL) + len(self.pieces)
 
     def encode(self, pieces: Iterable[str]) -> list[int]:
-        """The numbers, and </s>."""
         return [*(self._numbers.get(piece, UNKNOWN) for piece in pieces), STOP]
 
     def decode(self, numbers: Iterable[int]) -> str:
         """The words up to the first </s>. What isn't known is the word <unk>; <s> and <pad> are nothing."""
-        pieces = []
-        for number in numbers:
-            if number == STOP:
-                break
-            if number == UNKNOWN:
-                pieces.append(SPECIAL[UNKNOWN] + END)
-            elif number >= len(SPECIAL):
-                pieces.append(self.pieces[number - len(SPECIAL)])
-        return join(pieces)
+        return join(self._written[number] for number in takewhile(lambda number: number != STOP, numbers))
 
 
 class Part(NamedTuple):
@@ -254,7 +229,6 @@ class Part(NamedTuple):
     """What translations are scored against: raw text, or detokenised where the corpus comes tokenised. None in training."""
 
     def first(self, sentences: int) -> "Part":
-        """So many of them; 0: all."""
         some = slice(sentences or None)
         return Part(self.source[some], self.target[some], self.references[some])
 
@@ -271,60 +245,44 @@ class Translation:
     source: Dictionary
     target: Dictionary
     words: Words
-    """Of the target language."""
     train: Part
     valid: Part
     test: Part
-    empty: int
-    """Training pairs dropped because a side was empty."""
-    cleaned: int
-    """Training pairs dropped because a side was too long, or too long for the other."""
+    examples: int
+    """Training pairs, with those that were left out."""
 
     def text(self, numbers: Iterable[int]) -> str:
-        """A translation as one would write it, to be scored."""
         return self.words.join(self.target.decode(numbers))
 
 
 def prepared(text: ParallelText, merges: int = 10_000) -> Translation:
-    """By the recipe of fairseq's prepare-iwslt14.sh.
-
-    Moses tokenisation; training pairs cleaned (at most LONGEST words a side, and neither side more than RATIO times as many as
-    the other); lowercasing; one BPE code of so many merges from both languages; then for each language a dictionary of the
-    pieces in its training text.
-    """
-    sides = [Words(language, text.corpus.tokenised) for language in text.corpus.languages]
+    """By the recipe of fairseq's prepare-iwslt14.sh: Moses tokenisation, lowercasing; training pairs cleaned; one BPE code of
+    so many merges from both languages; for each language a dictionary of the pieces in its training text."""
+    source_words, target_words = (Words(language, text.corpus.tokenised) for language in LANGUAGES)
     train, valid, test = (
-        Pairs(list(map(sides[0].split, pairs.source)), list(map(sides[1].split, pairs.target)))
-        for pairs in (text.train, text.valid, text.test)
+        [(source_words.split(source), target_words.split(target)) for source, target in pairs] for pairs in text[1:]
     )
     clean = cleaned(train)
-    subwords = learn_pieces([*clean.source, *clean.target], merges)
-    source, target = (Dictionary.of(map(subwords.split, side)) for side in (clean.source, clean.target))
+    subwords = learn_pieces([line for side in zip(*clean, strict=True) for line in side], merges)
+    source, target = (Dictionary(map(subwords.split, side)) for side in zip(*clean, strict=True))
 
-    def part(pairs: Pairs, references: list[str]) -> Part:
+    def part(pairs: Pairs, raw: Pairs) -> Part:
+        references = [line for _, line in raw]
         return Part(
-            [source.encode(subwords.split(line)) for line in pairs.source],
-            [target.encode(subwords.split(line)) for line in pairs.target],
-            [sides[1].join(line) for line in references] if text.corpus.tokenised else references,
+            [source.encode(subwords.split(line)) for line, _ in pairs],
+            [target.encode(subwords.split(line)) for _, line in pairs],
+            [target_words.join(line) for line in references] if text.corpus.tokenised else references,
         )
 
-    return Translation(
-        source,
-        target,
-        sides[1],
-        part(clean, []),
-        part(valid, text.valid.target),
-        part(test, text.test.target),
-        text.train.dropped,
-        clean.dropped,
-    )
+    valid_part, test_part = part(valid, text.valid), part(test, text.test)
+    return Translation(source, target, target_words, part(clean, []), valid_part, test_part, len(text.train))
 
 
 def corpus(name: str, folder: Path | None, merges: int) -> Translation:
     """By its name; tiny-translation is made up, so that translation can be tried with nothing at hand."""
     check_names([name], [*CORPORA, "tiny-translation"], "corpus")
     if name == "tiny-translation":
-        made = ParallelText(Corpus("", False, "made up"), made_up(200, 0), made_up(20, 1), made_up(20, 2))
+        made = ParallelText(Corpus("", False, ""), made_up(200, 0), made_up(20, 1), made_up(20, 2))
         return prepared(made, merges)
     return prepared(parallel_text(name, folder), merges)
 
@@ -335,13 +293,13 @@ LONGEST, RATIO = 175, 1.5
 def cleaned(pairs: Pairs) -> Pairs:
     """Pairs of 1 to LONGEST words a side, of which neither has more than RATIO times as many as the other."""
     whole = []
-    for source, target in zip(pairs.source, pairs.target, strict=True):
-        short, long = sorted((len(source.split()), len(target.split())))
+    for pair in pairs:
+        short, long = sorted(len(side.split()) for side in pair)
         if short and long <= min(LONGEST, RATIO * short):
-            whole.append((source, target))
+            whole.append(pair)
     if not whole:
         raise ValueError(f"no training pair has at most {LONGEST} words a side and a ratio of at most {RATIO}")
-    return Pairs.of(whole, len(pairs.source) - len(whole))
+    return whole
 
 
 def padded(sentences: Sequence[Sequence[int]]) -> Tensor:
@@ -355,9 +313,7 @@ def real_tokens(inputs: tuple[Tensor, ...]) -> Tensor:
 
 def groups(part: Part, tokens: int, seed: int) -> list[list[int]]:
     """Sentences of about the same length together: with n of them, n · (the longest side of any, with its </s>) ≤ `tokens`.
-
-    Which of those with equal lengths go together is drawn from the seed.
-    """
+    Which of those with equal lengths go together is drawn from the seed."""
     sizes = [(len(source), len(target)) for source, target in zip(part.source, part.target, strict=True)]
     longest = max(max(size) for size in sizes)
     if longest > tokens:

@@ -4,9 +4,8 @@ import json
 import math
 import tomllib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from llqr_lab.errors import RunError, check_names
 from llqr_lab.experiments.folder import RunFolder
@@ -14,7 +13,8 @@ from llqr_lab.experiments.presets import SCALES
 from llqr_lab.results import read_json, write_text
 
 POINTS = 200
-"""Of a curve that is kept."""
+SMOOTH = 3
+"""Records that a training loss is the mean of."""
 
 Result = dict[str, Any]
 """What result.json has, with the run's curve."""
@@ -37,8 +37,7 @@ def _in(source: Path) -> list[Result]:
         try:
             return [checked(each) for each in read_json(source.read_text(encoding="utf-8"))["runs"]]
         except broken as error:
-            told = f"'{source}' isn't a file of results ({error!r})"
-            raise RunError(f"{told}: name one that `llqr table --save` wrote") from None
+            raise RunError(f"'{source}' isn't a file of results ({error!r}): `llqr table --save` writes one") from None
     if not source.is_dir():
         raise RunError(f"there is no '{source}': name the folder of runs, or a file of results")
     found = []
@@ -47,25 +46,19 @@ def _in(source: Path) -> list[Result]:
             settings = tomllib.loads(folder.config.read_text(encoding="utf-8")) if folder.begun else {}
             result = folder.read_result()
             if edited := folder.edited(result):
-                raise RunError(
-                    f"{' and '.join(edited)} of the run in '{folder.path}' isn't what the run wrote: it has been edited, or "
-                    "damaged. Remove the run, and make it again"
-                )
+                which_files = f"{' and '.join(edited)} of the run in '{folder.path}'"
+                raise RunError(f"{which_files} isn't what the run wrote: it was edited, or damaged. Make the run again")
             found.append(checked({**result, "settings": settings, "curve": curve(folder.read_metrics())}))
         except broken as error:
-            told = f"the run in '{folder.path}' has a result that isn't whole ({error!r})"
-            raise RunError(f"{told}: remove its result.json, and resume it") from None
+            raise RunError(f"the result of '{folder.path}' isn't whole ({error!r}): remove it, and resume") from None
     return found
 
 
 def selected_results(sources: Sequence[Path], presets: str = "", scale: str = "") -> list[Result]:
     """The finished runs of presets with one of these words in their names, at a scale; an error where there are none."""
     check_names(filter(None, [scale]), SCALES, "scale")
-    found = [
-        each
-        for each in collected(*sources)
-        if any(part in each["preset"] for part in presets.split(",")) and scale in ("", each["scale"])
-    ]
+    wanted = [each for each in collected(*sources) if scale in ("", each["scale"])]
+    found = [each for each in wanted if any(part in each["preset"] for part in presets.split(","))]
     if not found:
         named = " and ".join(f"'{source}'" for source in sources)
         raise RunError(f"no finished runs in {named} that fit: make some with `llqr train` or `llqr sweep`")
@@ -112,11 +105,8 @@ def curve(lines: list[dict[str, Any]]) -> dict[str, list[float | None]]:
     stride = max(1, math.ceil(len(lines) / POINTS))
     kept = [line for number, line in enumerate(lines, 1) if number % stride == 0 or number == len(lines)]
     names = ("step", "seconds", "train_loss", "train_accuracy", "valid_loss", "test_loss", "test_accuracy", "refits")
-    columns = {name: [line.get(name) for line in kept] for name in names if any(name in line for line in kept)}
-    return {
-        name: [float(f"{each:.6g}") if isinstance(each, float) else each for each in column]
-        for name, column in columns.items()
-    }
+    rows = [{name: float(f"{x:.6g}") if isinstance(x, float) else x for name, x in line.items()} for line in kept]
+    return {name: [row.get(name) for row in rows] for name in names if any(name in row for row in rows)}
 
 
 def value(result: Result) -> float | None:
@@ -126,7 +116,7 @@ def value(result: Result) -> float | None:
 
 
 def smoothed(result: Result) -> list[float | None]:
-    """The training loss at each record: the mean of the last three."""
+    """The training loss at each record: the mean of the last three, so that nobody is there by a lucky batch."""
     losses = result["curve"]["train_loss"]
     windows = (losses[max(0, last - SMOOTH + 1) : last + 1] for last in range(len(losses)))
     return [None if None in window else sum(window) / len(window) for window in windows]
@@ -142,14 +132,7 @@ def reached_at(result: Result, target: float, along: str = "step") -> float | No
     return next((place for place, loss in places if place is not None and loss is not None and loss <= target), None)
 
 
-SMOOTH = 3
-"""Records that a training loss is the mean of, so that nobody is there by a lucky batch."""
-
-
-@dataclass(frozen=True)
-class Summary:
-    """Of several seeds."""
-
+class Summary(NamedTuple):
     mean: float
     error: float | None
     """The standard error; None for a single seed."""

@@ -1,27 +1,25 @@
-"""`llqr train`: one run, in its folder, with a bar."""
+"""`llqr train`: one run, in its folder."""
 
 import re
 import time
 import tomllib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from llqr_lab.errors import ConfigError
 from llqr_lab.experiments.config import Config, read
 from llqr_lab.experiments.folder import RunFolder
-from llqr_lab.experiments.loop import CHECKPOINT_SECONDS, Report, train
+from llqr_lab.experiments.loop import Report, train
 from llqr_lab.experiments.presets import PRESETS, resolve
 from llqr_lab.results import say, show_table, simple_table
 
-LINE_SECONDS = 20.0
-"""Between lines of progress, where there is no terminal."""
+LINE_SECONDS = 10.0
+"""Between lines of progress."""
 
 
 def list_presets() -> None:
@@ -78,21 +76,12 @@ def folder_of(runs: Path, config: Config) -> RunFolder:
 
 
 def run(
-    config: Config,
-    runs: Path,
-    data: Path | None,
-    resume: bool,
-    device: str = "auto",
-    workers: int = 0,
-    threads: int | None = None,
-    checkpoint_seconds: float = CHECKPOINT_SECONDS,
+    config: Config, runs: Path, data: Path | None, resume: bool, device: str, workers: int, checkpoint_seconds: float
 ) -> dict[str, Any]:
     """Train, or say what came of it if it is done."""
     console = Console(stderr=True)
     folder = folder_of(runs, config)
     chosen = device_of(device)
-    if threads:
-        torch.set_num_threads(threads)
     # without this, numbers that are almost zero slow a step down by an order of magnitude
     torch.set_flush_denormal(True)
     folder.check(config, resume)
@@ -100,13 +89,14 @@ def run(
         say(console, f"The run in '{folder.path}' is done.")
         return folder.read_result()
     how = f"{config.base.name} alone, without LLQR (--method default is with it)"
-    if config.default_llqr or config.llqr is not None:
-        whose, rest = ("LLQR", ", nothing set") if config.default_llqr else ("the paper's LLQR", "")
-        how = f"{whose} around {config.base.name}{rest}"
+    if config.default_llqr:
+        how = f"LLQR around {config.base.name}, nothing set"
+    elif config.llqr is not None:
+        how = f"the paper's LLQR around {config.base.name}"
     say(console, f"{config.preset} at scale {config.scale}, method {config.label}: {how}. In '{folder.path}'.")
-    with progress(console, f"{config.preset} {config.label}", resume) as report:
-        warn = lambda message: say(console, message, "yellow")  # noqa: E731
-        return train(config, folder, data, chosen, workers, checkpoint_seconds, report, warn)
+    report = progress(console, f"{config.preset} {config.label}", resume)
+    warn = lambda message: say(console, message, "yellow")  # noqa: E731
+    return train(config, folder, data, chosen, workers, checkpoint_seconds, report, warn)
 
 
 def device_of(name: str) -> torch.device:
@@ -120,34 +110,26 @@ def device_of(name: str) -> torch.device:
         raise ConfigError(f"--device {name}: {str(error).splitlines()[0]}") from None
 
 
-@contextmanager
-def progress(console: Console, title: str, resume: bool = False) -> Iterator[Report]:
-    """A bar with the loss, the score, the refits and the time left; a line now and then where nobody watches."""
-    shown_beside = TextColumn("{task.fields[shown]}")
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), shown_beside)
-    times = (TimeElapsedColumn(), TimeRemainingColumn())
+def progress(console: Console, title: str, resume: bool = False) -> Report:
+    """Where a run begins; then now and then the loss, the score and the refits."""
     said: float | None = None
-    with Progress(*columns, *times, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(title, total=None, shown="")
 
-        def report(step: int, steps: int, metrics: Mapping[str, Any]) -> None:
-            nonlocal said
-            if said is None:
-                said = time.monotonic()
-                if step:
-                    say(console, f"Going on after step {step:,} of {steps:,}.")
-                elif resume:
-                    say(console, f"There is no checkpoint to go on from: beginning at step 0 of {steps:,}.")
-            bar.update(task, completed=step, total=steps, shown=shown(metrics))
-            if not console.is_terminal and time.monotonic() - said >= LINE_SECONDS:
-                said = time.monotonic()
-                say(console, f"{title}: step {step:,} of {steps:,}, {shown(metrics)}")
+    def report(step: int, steps: int, metrics: Mapping[str, Any]) -> None:
+        nonlocal said
+        if said is None:
+            said = time.monotonic()
+            if step:
+                say(console, f"Going on after step {step:,} of {steps:,}.")
+            elif resume:
+                say(console, f"There is no checkpoint to go on from: beginning at step 0 of {steps:,}.")
+        elif time.monotonic() - said >= LINE_SECONDS:
+            said = time.monotonic()
+            say(console, f"{title}: step {step:,} of {steps:,}, {shown(metrics)}")
 
-        yield report
+    return report
 
 
 def shown(metrics: Mapping[str, Any]) -> str:
-    """What a bar says of the metrics."""
     names = (
         ("train_loss", "loss {:.3g}"),
         ("test_accuracy", "test {:.1%}"),

@@ -7,7 +7,7 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tomli_w
 
@@ -21,8 +21,7 @@ Options = dict[str, Any]
 class Base:
     """The optimizer that LLQR wraps, or that is alone."""
 
-    name: str
-    """sgdm, adam, adamw, or one of the peers: muon, soap, shampoo, singd, kfac, adafisher."""
+    name: Literal["sgdm", "adam", "adamw", "muon", "soap", "shampoo", "singd", "kfac", "adafisher"]
     lr: float
     weight_decay: float = 0.0
     momentum: float = 0.9
@@ -33,8 +32,7 @@ class Base:
 class Schedule:
     """The learning rate over the steps, in units of the base's."""
 
-    name: str = "constant"
-    """constant, cosine, inverse-sqrt or piecewise."""
+    name: Literal["constant", "cosine", "inverse-sqrt", "piecewise"] = "constant"
     warmup: int = 0
     """Steps in which the rate rises linearly to the base's."""
     milestones: tuple[float, ...] = ()
@@ -45,23 +43,22 @@ class Schedule:
 class Inner:
     """The solver of LLQR's refits."""
 
-    name: str = "sgdm"
-    """sgdm, adam, cg or scale-free."""
+    name: Literal["sgdm", "adam", "cg", "scale-free"] = "sgdm"
     lr: float = 0.005
     momentum: float = 0.9
     clip: float = 0.0
     """The largest norm of a tensor's inner gradient; 0 is none."""
-    schedule: str = "constant"
-    """Of the inner learning rate over the training: constant, or cosine, down to 0 at its end."""
+    schedule: Literal["constant", "cosine"] = "constant"
+    """Of the inner learning rate over the training; cosine: down to 0 at its end."""
 
 
 @dataclass(frozen=True)
 class Wrapper:
     """The paper's LLQR around the base."""
 
-    structure: str
-    divergence: str = "ngd"
-    reduction: str = "sum"
+    structure: Literal["scalar", "diagonal", "kfac", "ekfac", "dense"]
+    divergence: Literal["ngd", "reverse-kl", "renyi", "newton", "gauss-newton"] = "ngd"
+    reduction: Literal["sum", "mean"] = "sum"
     """Of KL, reverse KL and Rényi over the batch: sum, as the paper's, or mean, as the loss."""
     order: float = 0.5
     """Of the Rényi divergence."""
@@ -87,7 +84,7 @@ class Wrapper:
 
 @dataclass(frozen=True)
 class Diagnostics:
-    """How good the steps are, held against the exact one (docs/diagnostics.md); nothing of the training depends on it."""
+    """How good the steps are, compared with the exact one (docs/diagnostics.md); nothing of the training depends on it."""
 
     every: int = 0
     """Steps between looks; 0 is none."""
@@ -116,7 +113,6 @@ class Config:
     """The largest norm of the gradient; 0 is none."""
     schedule: Schedule = field(default_factory=Schedule)
     default_llqr: bool = False
-    """LLQR around the base with nothing set."""
     llqr: Wrapper | None = None
     diagnostics: Diagnostics = field(default_factory=Diagnostics)
     seed: int = 0
@@ -128,12 +124,10 @@ class Config:
 
     @property
     def label(self) -> str:
-        """The method with what was changed."""
         return "+".join((self.method, *self.changes))
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All of it, by dotted names."""
         return flat(_plain(self))
 
     def to_toml(self) -> str:
@@ -166,7 +160,6 @@ class Config:
 
 
 def read(path: Path) -> Config:
-    """The configuration in a TOML file."""
     try:
         return parsed(tomllib.loads(path.read_text(encoding="utf-8")))
     except (ConfigError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -175,8 +168,7 @@ def read(path: Path) -> Config:
 
 
 def parsed(table: Mapping[str, Any]) -> Config:
-    """The configuration that a table of TOML is, checked."""
-    config = typing.cast(Config, _made(Config, table, ""))
+    config: Config = _made(Config, table, "")
     _check(config)
     return config
 
@@ -191,18 +183,17 @@ def toml(value: Any) -> str:
 def differences(one: Config, other: Config) -> list[str]:
     """The settings in which two configurations differ, with both values."""
     left, right = one.settings, other.settings
-    names = [name for name in {**left, **right} if left.get(name) != right.get(name)]
-    return [f"{name}: {left.get(name, 'not set')} and {right.get(name, 'not set')}" for name in names]
+    pairs = {name: (left.get(name, "not set"), right.get(name, "not set")) for name in {**left, **right}}
+    return [f"{name}: {one} and {other}" for name, (one, other) in pairs.items() if one != other]
 
 
-def _plain(value: Any) -> Any:
-    """Dataclasses as tables; what is None is left out."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        pairs = ((each.name, getattr(value, each.name)) for each in dataclasses.fields(value))
-        return {name: _plain(content) for name, content in pairs if content is not None}
-    if isinstance(value, tuple):
-        return [_plain(each) for each in value]
-    return dict(value) if isinstance(value, Mapping) else value
+def _plain(config: Config) -> dict[str, Any]:
+    """As tables with lists; what is None is left out."""
+
+    def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in pairs if value is not None}
+
+    return dataclasses.asdict(config, dict_factory=table)
 
 
 def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -214,7 +205,7 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _made(kind: type, table: Any, where: str) -> Any:
-    """A dataclass from a table, each value checked against the field's type."""
+    """A dataclass from a table, each value checked with the field's type."""
     if not isinstance(table, Mapping):
         raise ConfigError(f"{where or 'the configuration'} should be a group of settings, not {table!r}")
     hints = typing.get_type_hints(kind)
@@ -241,6 +232,11 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         if not isinstance(value, list | tuple):
             raise ConfigError(f"'{where}' should be a list, not {value!r}")
         return tuple(_value(typing.get_args(hint)[0], each, where) for each in value)
+    if typing.get_origin(hint) is Literal:
+        known = typing.get_args(hint)
+        if value not in known:
+            raise ConfigError(f"'{where}' can't be '{value}'{suggestion(value, known)}")
+        return value
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if type(value) is not hint:
@@ -248,18 +244,8 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     return value
 
 
-FIRST_ORDER = ("sgdm", "adam", "adamw")
 DISTRIBUTIONAL = ("ngd", "reverse-kl", "renyi")
 """Divergences between output distributions."""
-CHOICES = {
-    "base.name": (*FIRST_ORDER, "muon", "soap", "shampoo", "singd", "kfac", "adafisher"),
-    "schedule.name": ("constant", "cosine", "inverse-sqrt", "piecewise"),
-    "llqr.solver.name": ("sgdm", "adam", "cg", "scale-free"),
-    "llqr.solver.schedule": ("constant", "cosine"),
-    "llqr.reduction": ("sum", "mean"),
-    "llqr.divergence": (*DISTRIBUTIONAL, "newton", "gauss-newton"),
-    "llqr.structure": ("scalar", "diagonal", "kfac", "ekfac", "dense"),
-}
 POSITIVE = (
     "batch",
     "base.lr",
@@ -273,7 +259,7 @@ POSITIVE = (
 )
 NEEDED: tuple[tuple[str, str, tuple[str, ...], Any], ...] = (
     ("base.beta2", "base.name", ("adam", "adamw", "muon", "singd"), 0.999),
-    ("base.momentum", "base.name", (*FIRST_ORDER, "singd", "kfac", "adafisher"), 0.9),
+    ("base.momentum", "base.name", ("sgdm", "adam", "adamw", "singd", "kfac", "adafisher"), 0.9),
     ("schedule.milestones", "schedule.name", ("piecewise",), []),
     ("llqr.reduction", "llqr.divergence", DISTRIBUTIONAL, "sum"),
     ("llqr.order", "llqr.divergence", ("renyi",), 0.5),
@@ -286,20 +272,15 @@ NEEDED: tuple[tuple[str, str, tuple[str, ...], Any], ...] = (
 """Settings that mean something with some choices only: what has no effect isn't accepted in silence."""
 OWN_DEFAULTS: dict[str, tuple[str, ...]] = {"llqr.solver.name": ("clip",), "base.name": ("lr", "weight_decay")}
 """What is said of one solver or optimizer isn't meant for another, but for these, where it takes them."""
-LARGEST = 1e30
-"""What float32 can work with."""
 FRACTIONS = ("label_smoothing", "base.momentum", "base.beta2", "llqr.ema", "llqr.solver.momentum")
 
 
 def _check(config: Config) -> None:
     """What types don't say."""
     settings = flat(_plain(config))
-    for name, known in CHOICES.items():
-        if name in settings and settings[name] not in known:
-            raise ConfigError(f"'{name}' can't be '{settings[name]}'{suggestion(settings[name], known)}")
     for name, value in settings.items():
-        if isinstance(value, int | float) and not abs(value) < LARGEST:
-            raise ConfigError(f"'{name}' should be a number below {LARGEST:g}, not {value}")
+        if isinstance(value, int | float) and not abs(value) < 1e30:  # what float32 can work with
+            raise ConfigError(f"'{name}' should be a number below 1e30, not {value}")
         if isinstance(value, int | float) and not name.startswith(("model.", "data.")) and value < 0:
             raise ConfigError(f"'{name}' can't be negative, and is {value}")
         if name in POSITIVE and not value > 0:
@@ -307,9 +288,7 @@ def _check(config: Config) -> None:
         if name in FRACTIONS and not 0 <= value < 1:
             raise ConfigError(f"'{name}' should be at least 0 and below 1, and is {value}")
     if config.llqr and not config.llqr.intermediate and config.llqr.intermediate_weight != 0.1:
-        raise ConfigError(
-            "'llqr.intermediate_weight' has no effect without 'llqr.intermediate': name the modules there"
-        )
+        raise ConfigError("'llqr.intermediate_weight' has no effect without 'llqr.intermediate': name modules there")
     if config.default_llqr and config.llqr is not None:
         raise ConfigError("'llqr' is the paper's, and 'default_llqr' takes no settings: leave out one of them")
     if (config.epochs > 0) == (config.steps > 0):

@@ -4,7 +4,7 @@ config.toml       the settings, whole
 metrics.jsonl     one line an evaluation, appended: nothing in it depends on the machine's speed
 times.jsonl       the seconds that belong to these lines
 diagnostics.jsonl one line a look at how good the steps are, where they are asked for (docs/diagnostics.md)
-checkpoint.pt     where the run can go on; checkpoint.previous.pt the one before
+checkpoint.pt     where the run can go on
 result.json       written at the end: a run that has it is done
 run.log           what the run said, where a sweep started it
 
@@ -13,7 +13,7 @@ written, and their checksums; a run that goes on cuts off what came later, and w
 a file that was edited, or lost a part, is noticed.
 """
 
-import errno
+import io
 import json
 import os
 import zipfile
@@ -30,11 +30,6 @@ from llqr_lab.errors import ConfigError, LabError, RunError
 from llqr_lab.experiments.config import Config, differences, read
 from llqr_lab.results import read_json, replacing, write_json
 
-LOCK_SECONDS = 0.5
-"""How long a run waits for its lock: longer than it takes to ask whether it is running."""
-LOG_BYTES = 20_000
-"""Of the log's end, in which its last words are looked for."""
-
 
 class RunFolder:
     def __init__(self, path: Path) -> None:
@@ -43,7 +38,7 @@ class RunFolder:
         self.metrics, self.times = path / "metrics.jsonl", path / "times.jsonl"
         self.diagnostics, self.log = path / "diagnostics.jsonl", path / "run.log"
         self._logs = (self.metrics, self.times, self.diagnostics)
-        self.checkpoints = (path / "checkpoint.pt", path / "checkpoint.previous.pt")
+        self.checkpoint = path / "checkpoint.pt"
 
     @property
     def done(self) -> bool:
@@ -70,10 +65,8 @@ class RunFolder:
         """The last line of its log that says something."""
         if not self.log.is_file():
             return ""
-        with self.log.open("rb") as file:
-            file.seek(max(0, self.log.stat().st_size - LOG_BYTES))
-            text = file.read().decode("utf-8", errors="replace")
-        return next((line for line in reversed(text.splitlines()) if line.strip(" ╭╮╰╯─│")), "")
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return next((line for line in reversed(lines) if line.strip(" ╭╮╰╯─│")), "")
 
     def check(self, config: Config, resume: bool) -> None:
         """Whether this run may be made here: nothing is there, or this very run is and is to go on."""
@@ -107,7 +100,7 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
         lock = FileLock(self.path / ".lock")
         try:
-            lock.acquire(timeout=LOCK_SECONDS)
+            lock.acquire(timeout=0.5)  # longer than it takes to ask whether it is running
         except Timeout:
             raise RunError(f"another process is at work on the run in '{self.path}'") from None
         try:
@@ -118,42 +111,38 @@ class RunFolder:
     def save(self, state: dict[str, Any]) -> None:
         """A checkpoint, with the lengths and checksums of the files that go with it."""
         lengths = [_length(path) for path in self._logs]
-        state = {**state, "lengths": lengths, "checksums": list(map(_checksum, self._logs, lengths))}
-        newest, previous = self.checkpoints
-        with _disk(self.path), replacing(newest, keep=previous) as file:
-            torch.save(state, file)
+        whole = io.BytesIO()
+        torch.save({**state, "lengths": lengths, "checksums": list(map(_checksum, self._logs, lengths))}, whole)
+        with _disk(self.path), replacing(self.checkpoint) as file:
+            file.write(whole.getbuffer())
 
-    def load(self, restore: Callable[[dict[str, Any]], None]) -> list[str]:
-        """Restore the newest checkpoint that can be, cut the logs to its length, and tell what was wrong with newer ones."""
-        troubles, lengths = [], [0] * len(self._logs)
-        for path in filter(Path.is_file, self.checkpoints):
+    def load(self, restore: Callable[[dict[str, Any]], None]) -> None:
+        """Restore the checkpoint, if there is one, and cut the logs to its length."""
+        lengths = [0] * len(self._logs)
+        if self.checkpoint.is_file():
             try:
-                with zipfile.ZipFile(path) as archive:  # torch doesn't look at the checksums that are in the file
-                    damaged = archive.testzip()
-                if damaged:
-                    raise ValueError(f"{damaged} in it is damaged")
-                state = dict(torch.load(path, weights_only=True, map_location="cpu"))
-                for log, length in zip(self._logs, state["lengths"], strict=True):
-                    if _length(log) < length:
-                        raise ValueError(f"{log.name} is shorter than when it was written")
-                if edited := self._edited_since(state):
-                    raise ValueError(f"{edited[0]} isn't what it was: it has been edited, or damaged")
-                restore(state)
+                with zipfile.ZipFile(
+                    self.checkpoint
+                ) as archive:  # torch doesn't look at the checksums that are in the file
+                    if damaged := archive.testzip():
+                        raise ValueError(f"{damaged} in it is damaged")
+                state = dict(torch.load(self.checkpoint, weights_only=True, map_location="cpu"))
                 lengths = state["lengths"]
-                break
+                for log, length, checksum in zip(self._logs, lengths, state["checksums"], strict=True):
+                    if _checksum(log, length) != checksum:
+                        raise ValueError(f"{log.name} isn't what it was: it has been edited, or damaged")
+                restore(state)
             except LabError:
                 raise
             except Exception as error:  # whatever reading and restoring may end in
-                troubles.append(f"'{path.name}' can't be used ({_told(error)})")
-        else:
-            if troubles:
+                told = next(iter(str(error).splitlines()), type(error).__name__)
                 raise RunError(
-                    f"the run in '{self.path}' can't go on: {'; '.join(troubles)}. Remove these files to start over"
-                )
+                    f"the run in '{self.path}' can't go on: '{self.checkpoint.name}' can't be used ({told}). Remove the folder "
+                    "to start over"
+                ) from None
         for log, length in zip(self._logs, lengths, strict=True):
             if log.exists():
                 os.truncate(log, length)
-        return troubles
 
     def append(self, metrics: dict[str, Any], times: dict[str, Any]) -> None:
         self._write(self.metrics, metrics)
@@ -173,7 +162,6 @@ class RunFolder:
         checksums = {path.name: _checksum(path) for path in self._logs}
         with _disk(self.path):
             write_json(self.result, {**result, "checksums": checksums})
-        self.checkpoints[1].unlink(missing_ok=True)
 
     def read_result(self) -> dict[str, Any]:
         try:
@@ -181,22 +169,8 @@ class RunFolder:
         except (ValueError, TypeError) as error:
             raise RunError(f"'{self.result}' isn't a result ({error}): remove it, and resume the run") from None
 
-    def _edited_since(self, state: dict[str, Any]) -> list[str]:
-        """The files that aren't what they were at a checkpoint, as far as they went."""
-        kept = zip(self._logs, state["lengths"], state["checksums"], strict=True)
-        return [log.name for log, length, checksum in kept if _checksum(log, length) != checksum]
-
-    def edited(self, result: dict[str, Any] | None) -> list[str]:
-        """The files that aren't what they were when the result was written, or without one at the newest checkpoint."""
-        if result is None:
-            if self.running or not self.checkpoints[0].is_file():
-                return []
-            try:
-                return self._edited_since(
-                    torch.load(self.checkpoints[0], map_location="cpu", weights_only=True, mmap=True)
-                )
-            except Exception:
-                return []  # resuming says what is wrong with it
+    def edited(self, result: dict[str, Any]) -> list[str]:
+        """The files that aren't what they were when the result was written."""
         known = result.get("checksums")
         known = known if isinstance(known, dict) else {}
         return [path.name for path in self._logs if known.get(path.name, _checksum(path)) != _checksum(path)]
@@ -211,21 +185,10 @@ def _disk(run: Path) -> Iterator[None]:
     """What a full disk or a missing permission looks like to a person."""
     try:
         yield
-    except (OSError, RuntimeError) as error:
-        failed = "PytorchStreamWriter" in str(error) or "enforce fail" in str(error)  # a write of torch.save's
-        if isinstance(error, RuntimeError) and not failed:
-            raise
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        why = f"the disk is full, or has failed: {_told(error)}" if failed else str(error)
+    except OSError as error:
         raise RunError(
-            f"the run in '{run}' couldn't be written ({'the disk is full' if full else why}); make room, then go on with "
-            "--resume: no checkpoint is lost"
+            f"the run in '{run}' couldn't be written ({error}): make room, then go on with --resume; no checkpoint is lost"
         ) from None
-
-
-def _told(error: Exception) -> str:
-    """What an error says, in a line."""
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _checksum(path: Path, length: int | None = None) -> str:

@@ -7,9 +7,8 @@ step's number (the batch), so that the metrics of a run that was killed are thos
 import math
 import shlex
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -26,15 +25,15 @@ from llqr_lab.data.batches import Batch, mixed, own_randomness, stream
 from llqr_lab.errors import ConfigError
 from llqr_lab.experiments.config import Config, Schedule
 from llqr_lab.experiments.folder import RunFolder
-from llqr_lab.experiments.optimizers import fits, optimizer, rate
+from llqr_lab.experiments.optimizers import optimizer, rate
 from llqr_lab.results import finite, provenance
 from llqr_lab.tasks import Task, right_answers, task_of, to_device
 
-CHECKPOINT_SECONDS = 60.0
-"""Between checkpoints; when they are written changes nothing but how much is done again after a stop."""
-
 SPENT = ("refit_step_seconds", "evaluation_seconds", "batch_seconds", "checkpoint_seconds")
 """Where time goes, by the run's clock: the steps that refit (within `seconds`), and three things beside the steps."""
+
+NOTHING_YET: list[float] = [0.0, 0, 0, 0]
+"""Since the last record: the sum of the losses, the steps, the right answers, and how many were asked for."""
 
 Report = Callable[[int, int, Mapping[str, Any]], None]
 """Called at the beginning and after each step with the steps so far, how many there are, and what was measured last."""
@@ -51,10 +50,7 @@ class StoppedError(Exception):
 
 @contextmanager
 def listening() -> Iterator[Callable[[], int]]:
-    """For Ctrl-C, and the signal by which machines ask a process to end.
-
-    Gives the number of the signal that came, 0 without one. A second Ctrl-C ends at once, as if nobody listened.
-    """
+    """For Ctrl-C and SIGTERM: gives the number of the signal that came, 0 without one. A second Ctrl-C ends at once."""
     came = 0
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -63,9 +59,6 @@ def listening() -> Iterator[Callable[[], int]]:
             raise KeyboardInterrupt
         came = number
 
-    if threading.current_thread() is not threading.main_thread():  # only that one may listen
-        yield lambda: 0
-        return
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield lambda: came
@@ -80,28 +73,27 @@ def train(
     data: Path | None,
     device: torch.device,
     workers: int = 0,
-    checkpoint_seconds: float = CHECKPOINT_SECONDS,
+    checkpoint_seconds: float = 60.0,
     report: Report = lambda step, steps, metrics: None,
     warn: Callable[[str], None] = lambda message: None,
 ) -> dict[str, Any]:
-    """Train to the end and write the result; begin at the newest checkpoint, if there is one.
-
-    On Ctrl-C, or where the process is asked to end, a checkpoint is written after the step, and `StoppedError` raised.
-    """
+    """Train to the end and write the result; begin at the checkpoint, if there is one. When the process is asked to end, one is
+    written after the step, and `StoppedError` raised."""
     task = task_of(config, data)
     run = Run(config, task, device)
     with folder.locked(), listening() as asked_to_stop:  # only now: what can't be trained leaves nothing behind
         folder.begin(config)
-        for trouble in folder.load(run.load_state_dict):
-            warn(f"{trouble}; going on from the one before")
+        folder.load(run.load_state_dict)
         if run.threads_changed:
             warn("the run began with another number of threads: its numbers may differ in their last digits")
         report(run.step, run.steps, run.shown())
         saved = time.monotonic()
         monitor = run.monitor(folder.note)
-        last = run.step if run.over else run.steps
-        for batch in run.waiting(stream(task.train, run.step, last, workers)):
-            batch = to_device(batch, device)
+        steps = range(run.step, run.step if run.over else run.steps)
+        batches = stream(task.train, steps, workers)
+        for _ in steps:
+            with run.timed("batch_seconds"):
+                batch = to_device(next(batches), device)
             if monitor is not None:
                 run.model.train()
                 monitor(run.step, *batch)
@@ -154,7 +146,7 @@ class Run:
         self.threads_changed = False
         self.over = self.diverged = self.learned = False
         self.latest: dict[str, Any] = {}
-        self._begin_interval()
+        self._interval = NOTHING_YET
 
     def _fresh(self) -> Batch:
         """A batch that no step is trained on."""
@@ -166,22 +158,9 @@ class Run:
         yield
         self.spent[what] += self.clock() - start
 
-    def waiting(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """The batches, with the time that they take to come."""
-        coming = iter(batches)
-        while True:
-            with self.timed("batch_seconds"):
-                batch = next(coming, None)
-            if batch is None:
-                return
-            yield batch
-
-    def _begin_interval(self) -> None:
-        self._losses, self._counted, self._right, self._seen = 0.0, 0, 0, 0
-
     def advance(self, batch: Batch) -> None:
         """One step."""
-        start, before = self.clock(), fits(self.optimizer)
+        start, before = self.clock(), self.fits
         self.model.train()
         outputs: list[Tensor] = []
 
@@ -200,20 +179,24 @@ class Run:
         self.scheduler.step()
         self.step += 1
         self.diverged = not math.isfinite(loss)
-        right, seen = right_answers(outputs[0], batch.targets, self.task.ignored)
-        self._losses, self._counted = self._losses + loss, self._counted + 1
-        self._right, self._seen = self._right + right, self._seen + seen
+        new = (loss, 1, *right_answers(outputs[0], batch.targets, self.task.ignored))
+        self._interval = [before + more for before, more in zip(self._interval, new, strict=True)]
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
         seconds = self.clock() - start
         self.seconds += seconds
-        if fits(self.optimizer) > before:
+        if self.fits > before:
             self.spent["refit_step_seconds"] += seconds
 
     @property
-    def stats(self) -> Any:
-        """LLQR's own counts; None where there is none."""
-        return getattr(self.optimizer, "stats", None)
+    def stats(self) -> dict[str, Any]:
+        """LLQR's own counts; none of another optimizer."""
+        return vars(self.optimizer.stats) if hasattr(self.optimizer, "stats") else {}
+
+    @property
+    def fits(self) -> int:
+        """Refits so far, taken or not."""
+        return int(self.stats.get("refits", 0) + self.stats.get("rejected", 0))
 
     def monitor(self, record: Callable[[dict[str, Any]], None]) -> Monitor | None:
         """What looks at the coming steps; None where nobody asked."""
@@ -239,38 +222,34 @@ class Run:
 
     def measure(self, evaluated: bool = True) -> tuple[dict[str, Any], dict[str, Any]]:
         """Metrics of the steps since the last time, of the model now if it is `evaluated`, and the seconds so far."""
+        losses, steps, right, seen = self._interval
         metrics: dict[str, Any] = {
             "step": self.step,
             "epoch": self.step / self.task.train.steps_per_epoch,
             "lr": self.lr,
-            "train_loss": finite(self._losses / self._counted),
-            "train_accuracy": self._right / max(1, self._seen),
+            "train_loss": finite(losses / steps),
+            "train_accuracy": right / max(1, seen),
         }
         if evaluated:
             self.model.eval()
             with torch.no_grad(), self.timed("evaluation_seconds"):
                 found = self.task.evaluate(self.model, self.device)
             metrics |= {name: finite(value) for name, value in found.items()}
-        times = {"seconds": self.seconds}
-        if self.stats is not None:
-            known = vars(self.stats)
-            metrics |= {name: known[name] for name in ("refits", "rejected") if name in known}
-            if "objective_after" in known:
-                objective = known["objective_after"]
-                metrics["objective"] = None if objective is None else finite(objective)
-            times["refit_wall_seconds"] = known.get("seconds", 0.0)
-        times |= self.spent
+        known = self.stats
+        metrics |= {name: known[name] for name in ("refits", "rejected") if name in known}
+        if "objective_after" in known:
+            metrics["objective"] = known["objective_after"] and finite(known["objective_after"])
+        times = {"seconds": self.seconds, "refit_wall_seconds": known.get("seconds", 0.0), **self.spent}
         self.learned = self.learned or self.task.learned(metrics)
         self.over = self.diverged or self.task.over(metrics, self.learned)
-        self.latest = metrics
-        self._begin_interval()
+        self.latest, self._interval = metrics, NOTHING_YET
         return metrics, times
 
     def shown(self) -> dict[str, Any]:
         """For the progress bar."""
-        loss = self._losses / self._counted if self._counted else self.latest.get("train_loss")
-        stats = {} if self.stats is None else {"refits": self.stats.refits}
-        return {**self.latest, "train_loss": loss, **stats}
+        losses, steps, *_ = self._interval
+        loss = losses / steps if steps else self.latest.get("train_loss")
+        return {**self.latest, "train_loss": loss, "refits": self.stats.get("refits")}
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -280,7 +259,7 @@ class Run:
             "clock": self.clock_name,
             "threads": torch.get_num_threads(),
             "lr": self.lr,
-            "interval": [self._losses, self._counted, self._right, self._seen],
+            "interval": self._interval,
             "latest": self.latest,
             "over": [self.over, self.diverged],
             "learned": self.learned,
@@ -301,7 +280,7 @@ class Run:
         self.threads_changed = state["threads"] != torch.get_num_threads()
         if state["clock"] != self.clock_name:
             self.clock_name = "mixed"
-        self._losses, self._counted, self._right, self._seen = state["interval"]
+        self._interval = state["interval"]
         torch.set_rng_state(state["random"])
         if self.device.type == "cuda" and state["random_cuda"]:
             torch.cuda.set_rng_state_all(state["random_cuda"])
@@ -319,7 +298,6 @@ def _result(config: Config, run: Run, folder: RunFolder, device: torch.device) -
     with torch.no_grad(), run.timed("evaluation_seconds"):
         finals = {} if run.diverged else run.task.finals(run.model, device)
     lines = folder.read_metrics()
-    stats = vars(run.stats) if run.stats is not None else {}
     where = f"llqr train {config.preset} --scale {config.scale} --method {config.method} --seed {config.seed}"
     command = " ".join([where, *(f"--set {shlex.quote(change)}" for change in config.changes)])
     with own_randomness("weights", config.seed):
@@ -343,11 +321,11 @@ def _result(config: Config, run: Run, folder: RunFolder, device: torch.device) -
         "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
         "steps": run.step,
         "seconds": run.seconds,
-        "refit_wall_seconds": stats.get("seconds", 0.0),
+        "refit_wall_seconds": run.stats.get("seconds", 0.0),
         "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident(),
         "unmoved": [name for name, parameter in trained if torch.equal(parameter, start[name])],
         **run.spent,
-        "preconditioner_bytes": stats.get("memory", 0),
+        "preconditioner_bytes": run.stats.get("memory", 0),
         "diverged": run.diverged,
         **run.task.summary(lines),
         "last": {**lines[-1], **finals},

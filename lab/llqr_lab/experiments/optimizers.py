@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal, cast
 
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -22,7 +21,7 @@ from llqr_lab.experiments.peers import PEERS
 from llqr_lab.tasks import Task
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Decaying(Solver):
     """A solver whose learning rate is times a share that falls in the course of the training."""
 
@@ -31,9 +30,6 @@ class Decaying(Solver):
 
     def solve(self, problem: Problem, u: Preconditioner, steps: int) -> Preconditioner:
         return replace(self.solver, lr=self.share() * self.solver.lr).solve(problem, u, steps)
-
-    def __repr__(self) -> str:
-        return f"{self.solver!r} with a learning rate that falls"
 
 
 def optimizer(
@@ -72,12 +68,6 @@ def optimizer(
     )
 
 
-def fits(optimizer: Optimizer) -> int:
-    """Refits of LLQR so far, taken or not; 0 of any other."""
-    stats = getattr(optimizer, "stats", None)
-    return int(getattr(stats, "refits", 0)) + int(getattr(stats, "rejected", 0))
-
-
 def base_of(base: Base, model: nn.Module) -> Optimizer:
     if base.name in PEERS:
         return PEERS[base.name](base, model)
@@ -88,10 +78,9 @@ def base_of(base: Base, model: nn.Module) -> Optimizer:
 
 
 def _divergence(wrapper: Wrapper, model: nn.Module) -> Divergence:
-    reduction = cast(Literal["mean", "sum"], wrapper.reduction)
-    found = resolve(wrapper.divergence, reduction)
-    if isinstance(found, Renyi):
-        found = Renyi(wrapper.order, reduction=reduction)
+    reduction = wrapper.reduction
+    renyi = wrapper.divergence == "renyi"
+    found = Renyi(wrapper.order, reduction=reduction) if renyi else resolve(wrapper.divergence, reduction)
     modules = dict(model.named_modules())
     for name in wrapper.intermediate:
         if name not in modules:

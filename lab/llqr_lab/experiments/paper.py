@@ -1,9 +1,6 @@
-"""The paper's results: accuracy in percent or BLEU, with the standard error, and training time as a multiple of the base's.
+"""The paper's results: accuracy in percent or BLEU, with the standard error, and training time as a multiple of the base's."""
 
-From its tables on ResNet-18, on other CIFAR architectures, on ImageNet and IWSLT14, and on the comparison at batch size 256.
-"""
-
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Reported(NamedTuple):
@@ -25,14 +22,9 @@ PUBLISHED = "base, as AdaFisher's authors have it"
 METHODS = ("base", "diagonal-newton", "diagonal-ngd", "kfac-newton", "kfac-ngd", "ekfac-newton", "ekfac-ngd")
 
 
-def _row(
-    methods: tuple[str, ...],
-    scores: tuple[float, ...],
-    errors: tuple[float | None, ...],
-    times: tuple[float | None, ...],
-) -> dict[str, Reported]:
-    columns = zip(methods, scores, errors, times, strict=True)
-    return {method: Reported(score, error, time) for method, score, error, time in columns}
+def _row(methods: tuple[str, ...], *columns: tuple[Any, ...]) -> dict[str, Reported]:
+    """From columns of scores, errors and times."""
+    return {method: Reported(*numbers) for method, *numbers in zip(methods, *columns, strict=True)}
 
 
 _THREE = ("base", "ekfac-newton", "ekfac-ngd")

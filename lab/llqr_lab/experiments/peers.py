@@ -1,8 +1,6 @@
-"""Other people's optimizers, for runs beside LLQR: torch's Muon; SOAP, Shampoo and SINGD from packages (the extra `peers`);
-K-FAC and AdaFisher by our own code.
+"""Other optimizers: torch's Muon; SOAP, Shampoo and SINGD from packages (the extra `peers`); our own K-FAC and AdaFisher.
 
-Some of them are for matrices only, or for the layers that they know: AdamW then takes the parameters that are left, at the same
-learning rate, which is how these optimizers are used.
+Muon and SINGD are for some parameters only: AdamW takes the others, at the same learning rate, which is how they are used.
 """
 
 import importlib
@@ -76,11 +74,8 @@ class InFloat32(TorchFunctionMode):
 
 
 class MuonInFloat32(Muon):
-    """torch's Muon, with its iteration in float32 on a processor.
-
-    torch has it in bfloat16, which most processors only emulate: there a step of an MLP takes 0.7 s in place of 0.03, which
-    says nothing about Muon.
-    """
+    """torch's Muon, with its iteration in float32 on a processor. Most of these only emulate torch's bfloat16: there a step of
+    an MLP takes 0.7 s in place of 0.03, which says nothing about Muon."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         on_processor = all(p.device.type == "cpu" for group in self.param_groups for p in group["params"])
@@ -89,9 +84,8 @@ class MuonInFloat32(Muon):
 
 
 def muon(base: Base, model: nn.Module) -> Optimizer:
-    """For the matrices of linear layers and attention; embeddings and what they share, the last layer, convolutions and
-    vectors are AdamW's."""
-    layers = [module for module in model.modules() if isinstance(module, nn.Linear | nn.MultiheadAttention)]
+    """For the matrices of linear layers; embeddings with what they share, the last layer, convolutions, vectors are AdamW's."""
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     outside = {id(p) for module in (*layers[-1:], *tables) for p in module.parameters()}
     found = dict.fromkeys(p for module in layers for p in module.parameters(recurse=False))
@@ -163,8 +157,7 @@ Slopes = dict[Tensor, Tensor]
 
 
 class OnLayers(Optimizer):
-    """θ ← θ - lr · direction, from gradient + weight_decay · θ and what is known of each layer: at every so-many-th step its
-    inputs and gradients are looked at.
+    """θ ← θ - lr · direction, from gradient + weight_decay · θ and what is known of each layer from every so-many-th step.
 
     Looked at is every linear layer and convolution: at its inputs a, with a 1 for the bias, and at the gradients g of each
     example's loss at its outputs. A convolution's are those of all T places, where a is the patch that it sees. With a mean
@@ -176,22 +169,13 @@ class OnLayers(Optimizer):
     those of the training labels. Other parameters are stepped by momentum alone, at the same rate.
     """
 
-    usual: int
-    """Steps between looks, where nothing else is said."""
+    every: int
     watched: tuple[type, ...]
+    damping = 1e-3
 
-    def __init__(
-        self,
-        model: nn.Module,
-        lr: float,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
-        damping: float = 1e-3,
-        every: int | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, lr: float, momentum: float = 0.9, weight_decay: float = 0.0) -> None:
         settings = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "steps": 0}
         super().__init__(model.parameters(), settings)
-        self.damping, self.every = damping, every or self.usual
         affine = (each for each in model.modules() if isinstance(getattr(each, "weight", None), nn.Parameter))
         whole = (each for each in affine if isinstance(each, self.watched) and getattr(each, "groups", 1) == 1)
         self.layers: list[Any] = list(whole)
@@ -251,7 +235,7 @@ class KFAC(OnLayers):
     """[W b] ← (G + √λ/π)⁻¹ [W b] (A + π√λ)⁻¹ of gradients, π² = mean(diag A) / mean(diag G): the damping λ of A ⊗ G in two
     factors. All of them together are then shortened to a norm of `clip`, and go into the momentum."""
 
-    usual, watched, clip = 10, LAYERS, 1.0
+    every, watched, clip = 10, LAYERS, 1.0
 
     def look(self, layer: Any, inputs: Tensor, gradients: Tensor) -> None:
         a, g = sides(layer, inputs, gradients)
@@ -286,7 +270,7 @@ class AdaFisher(OnLayers):
     in no such layer.
     """
 
-    usual, watched, memory = 100, (*LAYERS, *NORMS), 0.8
+    every, watched, memory = 100, (*LAYERS, *NORMS), 0.8
 
     def look(self, layer: Any, inputs: Tensor, gradients: Tensor) -> None:
         if isinstance(layer, NORMS):
@@ -328,7 +312,6 @@ PEERS: Mapping[str, Callable[[Base, nn.Module], Optimizer]] = {
 
 
 def _rest(base: Base, model: nn.Module, taken: Iterable[nn.Parameter]) -> list[Optimizer]:
-    """AdamW for what is left."""
     others = {id(p) for p in taken}
     left = [p for p in model.parameters() if id(p) not in others]
     return [AdamW(left, lr=base.lr, betas=(0.9, base.beta2), weight_decay=base.weight_decay)] if left else []

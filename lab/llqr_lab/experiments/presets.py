@@ -1,18 +1,9 @@
-"""Every setting of the paper by name, at four scales.
+"""Every setting of the paper by name, at four scales (docs/experiments.md has the scales and the methods).
 
-- `paper`: the paper's own hyperparameters (its appendix on experiment details), for a machine with a GPU.
-- `mini`: whole schedules with about as many refits as the paper has, of networks so small that a run takes a minute or a few
-  on one core, and many seeds can be had. Its base rates were tuned for the base, with a seed that isn't reported.
-- `cpu`: larger networks, hours on two cores, few epochs. Neither of the two is comparable with the paper.
-- `smoke`: seconds, on data of a test's size: shows that everything runs.
-
-A method is `base`; `default`, which is LLQR around it with nothing set; the paper's LLQR: a structure of U and a divergence,
-such as `ekfac-ngd`, with the paper's inner solver; or, where the paper's table has others beside it, their names.
-
-Where the paper is silent, `paper` has what the authors' configurations have; docs/reproduction.md lists these.
+`paper` has the paper's own hyperparameters (its appendix on experiment details); where the paper is silent, those of the
+authors' configurations, which docs/reproduction.md lists. The base rates of `mini` were tuned for the base, with a seed that
+isn't reported.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,7 +15,6 @@ from llqr_lab.experiments.paper import PUBLISHED, RESULTS
 
 SCALES = ("paper", "mini", "cpu", "smoke")
 STRUCTURES = ("diagonal", "kfac", "ekfac")
-"""Of the paper's experiments."""
 DIVERGENCES = ("newton", "ngd", "gauss-newton", "reverse-kl", "renyi")
 GEOMETRIES = ("default", *(f"ekfac-{each}" for each in ("ngd", "reverse-kl", "renyi", "newton")))
 PEERS = ("adam", "adafisher", "kfac", "shampoo", "soap")
@@ -37,11 +27,10 @@ LARGEST_FACTOR = 1024
 """Of SOAP and SINGD: a factor over the words of a vocabulary costs more than the rest of the step."""
 
 NAMES = {"sgdm": "SGDM", "adamw": "AdamW"}
-SMOKE = {"epochs": 0, "steps": 4, "evaluate_every": 2}
-"""The length of a run at that scale."""
-
 Changes = dict[str, Any]
 """Settings by dotted names."""
+SMOKE: Changes = {"epochs": 0, "steps": 4, "evaluate_every": 2, "llqr.every": 2, "llqr.steps": 2}
+"""The length of a run at that scale, and of its refits."""
 
 
 @dataclass(frozen=True)
@@ -50,28 +39,24 @@ class Preset:
     settings: dict[str, Any]
     """The base's run at the scale of the paper."""
     methods: tuple[str, ...]
-    cpu: Changes = field(default_factory=dict)
+    cpu: Changes
+    smoke: Changes
     mini: Changes = field(default_factory=dict)
-    """On top of what `cpu` changes."""
-    smoke: Changes = field(default_factory=dict)
-    """What the other scales change."""
+    """What the other scales change, `mini` on top of `cpu`. What is changed of LLQR ("llqr.…") is for its methods alone."""
     llqr: Changes = field(default_factory=dict)
     """What LLQR's settings are here, beside the paper's usual ones."""
-    llqr_cpu: Changes = field(default_factory=dict)
-    llqr_mini: Changes = field(default_factory=dict)
     peers: dict[str, Changes] = field(default_factory=dict)
     """Other optimizers of the table, by what they change; of the length of the run at the scale of the paper only."""
     mini_methods: dict[str, Changes] = field(default_factory=dict)
-    """What some methods change at `mini`."""
     seeds: str = "0-4"
-    """Of the paper."""
     of_paper: bool = True
 
 
 def _cifar(classes: int, network: str, summary: str, base: dict[str, Any], batch: int = 128) -> tuple[str, Preset]:
-    """With its name."""
     # of the authors' code: Cutout's square, in half of the pictures, and mirrored sides
     data = {"name": f"cifar{classes}", "cutout": 16, "cutout_share": 0.5, "reflect": True}
+    # a hundred classes of Tiny ImageNet stand in for CIFAR-100, of which there is no small part at hand
+    at_hand = {"name": "cifar10" if classes == 10 else "tiny-imagenet32"}
     adafisher = batch == 256
     ending = "batch256" if adafisher else base["name"]
     name = f"cifar{classes}-{network.replace('wrn28-10', 'wrn28x10').replace('-bn', 'bn')}-{ending}"
@@ -79,7 +64,7 @@ def _cifar(classes: int, network: str, summary: str, base: dict[str, Any], batch
         summary=f"{summary} on CIFAR-{classes}, {NAMES[base['name']]}, 200 epochs",
         settings={
             "task": "classification",
-            "model": {"name": network, "classes": classes, **FORMS.get(network, {})},
+            "model": _model(network, classes),
             "data": data,
             "batch": batch,
             "epochs": 200,
@@ -88,42 +73,33 @@ def _cifar(classes: int, network: str, summary: str, base: dict[str, Any], batch
         },
         methods=_methods(name),
         cpu={
-            "model": {"classes": classes, **FORMS.get(network, {}), **SMALL[network]},
-            # there is no small part of CIFAR-100 at hand: a hundred classes of Tiny ImageNet stand in for it
-            "data": {"name": "cifar10" if classes == 10 else "tiny-imagenet32"},
+            "model": _model(network, classes, SMALL),
+            "data": at_hand,
             "epochs": 6,
+            "llqr.every": 100,
+            "llqr.chunk_size": 0,
         },
-        mini=_mini_cifar(classes, network, base, data, batch),
+        # about 1,800 steps of 64 pictures, brought to 16 × 16 pixels but for VGG, whose five poolings need 32
+        mini={
+            "model": _model(network, classes, MINI),
+            "data": {**data, **at_hand, **({"cutout": 16} if network == "vgg16-bn" else {"cutout": 8, "pixels": 16})},
+            "batch": batch // 2,
+            "epochs": 8 if classes == 10 else 16,
+            "record_every": 37,
+            "base.lr": 0.3 if adafisher else MINI_RATES[base["name"]],
+            "llqr.every": (18 if classes == 10 else 17) * 128 // batch,
+        },
         smoke={
-            "model": _mini(network, classes),
+            "model": _model(network, classes, MINI),
             "data": {**data, "name": "random-pictures", "classes": classes, "pixels": 32},
             "batch": 16,
             **SMOKE,
+            "llqr.chunk_size": 8 if network == "pyramidnet110" else 0,
         },
-        llqr={"every": 500 * 128 // batch, **({"chunk_size": 32} if network == "pyramidnet110" else {})},
-        llqr_cpu={"every": 100, "chunk_size": 0},
-        llqr_mini={"every": (18 if classes == 10 else 17) * 64 // min(batch // 2, 128), "chunk_size": 0},
+        llqr={"every": 500 * 128 // batch, "chunk_size": 32 if network == "pyramidnet110" else 0},
         peers=_peers({"adam": 210, "kfac": 107, "shampoo": 36}) if adafisher else {},
         mini_methods=MINI_EQUAL_TIME if adafisher else {},
     )
-
-
-def _mini_cifar(classes: int, network: str, base: dict[str, Any], data: dict[str, Any], batch: int) -> Changes:
-    """About 1,800 steps of 64 pictures, brought to 16 × 16 pixels but for VGG, whose five poolings need 32."""
-    side = 32 if network == "vgg16-bn" else 16
-    return {
-        "model": _mini(network, classes),
-        "data": {
-            **data,
-            "name": "cifar10" if classes == 10 else "tiny-imagenet32",
-            "cutout": side // 2,
-            **({} if side == 32 else {"pixels": side}),
-        },
-        "batch": batch // 2,
-        "epochs": 8 if classes == 10 else 16,
-        "record_every": 37,
-        "base.lr": MINI_RATES[base["name"]] if batch == 128 else 0.3,
-    }
 
 
 def _methods(name: str) -> tuple[str, ...]:
@@ -143,20 +119,17 @@ def _peers(epochs: Mapping[str, int]) -> dict[str, Changes]:
     }
 
 
-def _mini(network: str, classes: int) -> dict[str, Any]:
-    """The same network, so small that a whole schedule takes a minute; also for tests."""
-    return {"name": network, "classes": classes, **FORMS.get(network, {}), **MINI[network]}
+def _model(network: str, classes: int, sizes: Mapping[str, dict[str, Any]] | None = None) -> dict[str, Any]:
+    return {"name": network, "classes": classes, **FORMS.get(network, {}), **(sizes[network] if sizes else {})}
 
 
 FORMS: dict[str, dict[str, Any]] = {"vgg16-bn": {"hidden": 2, "dropout": 0.5}, "pyramidnet110": {"bottleneck": True}}
 """What the names leave open, as the authors' code has it."""
-
-
 SMALL: dict[str, dict[str, Any]] = {
     "resnet18": {"name": "resnet20"},
-    "vgg16-bn": {"name": "vgg16-bn", "width": 16},
-    "wrn28-10": {"name": "wrn28-10", "depth": 16, "factor": 2},
-    "pyramidnet110": {"name": "pyramidnet110", "depth": 20, "alpha": 24},
+    "vgg16-bn": {"width": 16},
+    "wrn28-10": {"depth": 16, "factor": 2},
+    "pyramidnet110": {"depth": 20, "alpha": 24},
 }
 """Networks of the same kind that two cores can train."""
 MINI: dict[str, dict[str, Any]] = {
@@ -166,7 +139,7 @@ MINI: dict[str, dict[str, Any]] = {
     "wrn28-10": {"depth": 10, "width": 4, "factor": 2},
     "pyramidnet110": {"depth": 11, "width": 4, "alpha": 12},
 }
-"""ResNet-10, ResNet-14 of bottlenecks, WRN-10-2, PyramidNet-11."""
+"""ResNet-10, ResNet-14 of bottlenecks, WRN-10-2, PyramidNet-11: a whole schedule takes a minute. Also for tests."""
 MINI_RATES = {"sgdm": 0.1, "adamw": 1e-2}
 MINI_EQUAL_TIME: dict[str, Changes] = {
     "base": {"epochs": 19},
@@ -231,29 +204,27 @@ def _imagenet(epochs: int) -> Preset:
             "batch": 64,
             "epochs": 10,
             "schedule.warmup": 15,
+            "llqr.every": 30,
         },
         mini={
-            "model": _mini("resnet50", 10),
+            "model": _model("resnet50", 10, MINI),
             "batch": 32,
             "epochs": epochs // 2,
             "evaluate_every": 160,
             "record_every": 32,
             "schedule.warmup": 32 * epochs // 40,
+            "llqr.every": 15,
         },
         smoke={
-            "model": _mini("resnet50", 10),
+            "model": _model("resnet50", 10, MINI),
             "data": {"name": "random-pictures", "classes": 10, "pixels": 32},
             "batch": 16,
             **SMOKE,
             "schedule.warmup": 1,
         },
         llqr={"every": 1500},
-        llqr_cpu={"every": 30},
-        llqr_mini={"every": 15},
         peers=_peers({}) if epochs == 90 else {},
-        mini_methods={n: {"base.lr": c["base.lr"]} for n, c in MINI_EQUAL_TIME.items() if n in PEERS}
-        if epochs == 90
-        else {},
+        mini_methods={name: {"base.lr": MINI_EQUAL_TIME[name]["base.lr"]} for name in PEERS} if epochs == 90 else {},
     )
 
 
@@ -272,19 +243,18 @@ def _grokking(operation: str) -> Preset:
         },
         methods=("base", "diagonal-ngd", "kfac-ngd", "default"),
         # from torch's own start the plateau outlasts hours on two cores; from smaller weights it is a thousand steps
-        cpu={"steps": 6_000, "model": {"name": "grokking-transformer", "start": 0.035}},
+        cpu={"steps": 6_000, "model": {"name": "grokking-transformer", "start": 0.035}, "llqr.every": 100},
         mini={
             "data.p": 53,
             "batch": 256,
             "steps": 4_000,
             "evaluate_every": 20,
             "model": {"name": "grokking-transformer", "start": 0.035, "width": 64},
+            "llqr.every": 25,
         },
-        smoke={"data.p": 11, "batch": 16, "steps": 6, "evaluate_every": 2, "model.width": 16},
+        smoke={"data.p": 11, "batch": 16, **SMOKE, "steps": 6, "model.width": 16},
         # the paper's decay is in [0.65, 0.8], another for each operation, and it doesn't say which
         llqr={"ema": 0.7},
-        llqr_cpu={"every": 100},
-        llqr_mini={"every": 25},
         seeds="0-9",
     )
 
@@ -305,7 +275,15 @@ def _translation(data: str, summary: str, of_paper: bool) -> Preset:
             "schedule": {"name": "inverse-sqrt", "warmup": 4000},
         },
         methods=("base", "ekfac-ngd", "default"),
-        cpu={"model": small, "data.bpe": 4000, "batch": 2048, "epochs": 8, "base.lr": 2e-3, "schedule.warmup": 400},
+        cpu={
+            "model": small,
+            "data.bpe": 4000,
+            "batch": 2048,
+            "epochs": 8,
+            "base.lr": 2e-3,
+            "schedule.warmup": 400,
+            "llqr.every": 100,
+        },
         mini={
             "model": {**small, "width": 64, "ffn": 128},
             "data": {"name": data, "bpe": 2000, "beam": 1, "sentences": 1000},
@@ -316,6 +294,7 @@ def _translation(data: str, summary: str, of_paper: bool) -> Preset:
             "record_every": 50,
             "base.lr": 4e-3,
             "schedule.warmup": 200,
+            "llqr.every": 20,
         },
         smoke={
             "model": {**small, "width": 16, "ffn": 32, "layers": 1},
@@ -326,8 +305,6 @@ def _translation(data: str, summary: str, of_paper: bool) -> Preset:
         },
         # the paper has full factors for embeddings, and the 8,848 words of IWSLT14's German are more than usual
         llqr={"every": 250, "ema": 0.925, "max_dim": 16384},
-        llqr_cpu={"every": 100},
-        llqr_mini={"every": 20},
         of_paper=of_paper,
     )
 
@@ -352,17 +329,16 @@ def _shakespeare(base: dict[str, Any]) -> Preset:
             "batch": 32,
             "steps": 1500,
             "evaluate_every": 100,
+            "llqr.every": 50,
         },
         smoke={
             "model": {**model, "width": 16, "layers": 1, "heads": 2, "length": 8},
             "data": {"name": "tiny-text"},
             "batch": 4,
-            "steps": 4,
-            "evaluate_every": 2,
+            **SMOKE,
             "schedule.warmup": 1,
         },
         llqr={"every": 250},
-        llqr_cpu={"every": 50},
         of_paper=False,
     )
 
@@ -370,6 +346,9 @@ def _shakespeare(base: dict[str, Any]) -> Preset:
 def _fashion(network: str, name: str, imbalance: float = 1.0) -> Preset:
     rare = {"imbalance": imbalance} if imbalance != 1 else {}
     rarer = f", the last class {imbalance:g} times rarer than the first" if rare else ""
+    shorter: Changes = {"llqr.every": 25} if rare else {"epochs": 3, "evaluate_every": 50, "llqr.every": 100}
+    if network == "picture-mlp":
+        shorter["model.width"] = 256
     return Preset(
         summary=f"{name} on Fashion-MNIST{rarer}, SGDM",
         settings={
@@ -382,16 +361,13 @@ def _fashion(network: str, name: str, imbalance: float = 1.0) -> Preset:
             "schedule": {"name": "cosine"},
         },
         methods=("base", *(GEOMETRIES if rare else [*(f"{each}-ngd" for each in STRUCTURES), "default"])),
-        cpu={"epochs": 10}
-        if rare
-        else {"epochs": 3, "evaluate_every": 50, **({"model.width": 256} if network == "picture-mlp" else {})},
+        cpu=shorter,
         smoke={
             "model": {"name": network, "pixels": 28, **({"width": 8} if network == "picture-mlp" else {})},
             "data": {"name": "random-pictures", "pixels": 28, "channels": 1, **rare},
             "batch": 16,
             **SMOKE,
         },
-        llqr_cpu={"every": 25 if rare else 100},
         of_paper=False,
     )
 
@@ -423,38 +399,32 @@ def resolve(name: str, scale: str, method: str, seed: int, changes: Mapping[str,
     """The configuration of a preset, with what is changed by hand."""
     preset = known_preset(name)
     check_names([scale], SCALES, "scale")
-    own = {"cpu": preset.cpu, "mini": preset.cpu | preset.mini, "smoke": preset.smoke}.get(scale, {}).copy()
+    own = {"paper": {}, "cpu": preset.cpu, "mini": preset.cpu | preset.mini, "smoke": preset.smoke}[scale].copy()
     if method in PEERS:
         if method not in preset.peers:
             raise ConfigError(f"{name} has no '{method}' in its table: take it as the base, --set base.name={method}")
         own |= {key: value for key, value in preset.peers[method].items() if scale == "paper" or key != "epochs"}
     if scale == "mini":
         own |= preset.mini_methods.get(method, {})
-    wrapper = _wrapper(preset, scale, method)
-    around: dict[str, Any] = {"default_llqr": True} if method == "default" else {"llqr": wrapper} if wrapper else {}
+    around: dict[str, Any] = {"default_llqr": True} if method == "default" else {}
+    if method in BARE:
+        own = {name: value for name, value in own.items() if not name.startswith("llqr.")}
+    else:
+        around = {"llqr": _wrapper(preset, scale, method)}
     config = parsed({**preset.settings, **around}).changed(own)
     named = {"seed": seed, "preset": name, "scale": scale, "method": method}
     return config.changed(named).by_hand(changes or {})
 
 
-def _wrapper(preset: Preset, scale: str, method: str) -> dict[str, Any] | None:
-    """The settings of the paper's LLQR; None for a method without any."""
-    if method in BARE:
-        return None
+def _wrapper(preset: Preset, scale: str, method: str) -> dict[str, Any]:
     structure, _, divergence = method.partition("-")
     if structure not in ("scalar", *STRUCTURES) or divergence not in DIVERGENCES:
         known = [f"{each}-{other}" for each in STRUCTURES for other in DIVERGENCES]
         raise ConfigError(f"there is no method '{method}'{suggestion(method, [*BARE, *known])}")
-    own: dict[str, Any] = {"ema": 0.9 if divergence == "newton" else 0.95, "solver": dict(SOLVER), **preset.llqr}
-    own["fresh_batch"] = scale != "cpu"  # as in the authors' code
-    if scale in ("cpu", "mini"):
-        own |= preset.llqr_cpu
-    if scale == "mini":
-        own |= preset.llqr_mini
+    own = {"ema": 0.9 if divergence == "newton" else 0.95, "solver": SOLVER, **preset.llqr}
     if preset.settings["task"] == "grokking" and structure == "diagonal":
-        own["solver"]["lr"] = 0.01
+        own["solver"] = {**SOLVER, "lr": 0.01}
     if structure not in ("kfac", "ekfac"):
         own.pop("max_dim", None)
-    if scale == "smoke":
-        own |= {"every": 2, "steps": 2, "chunk_size": min(8, own.get("chunk_size", 0))}
-    return {"structure": structure, "divergence": divergence, **own}
+    # a batch of its own as in the authors' code
+    return {"structure": structure, "divergence": divergence, "fresh_batch": scale != "cpu", **own}

@@ -1,7 +1,5 @@
 """`llqr sweep`: many runs, as many at a time as there are cores, skipping what is done and going on with what isn't."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal
@@ -9,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,7 @@ from rich.console import Console
 from llqr_lab.errors import check_names
 from llqr_lab.experiments.collect import collected, which
 from llqr_lab.experiments.command import describe, folder_of, parse_values
-from llqr_lab.experiments.config import Config, flat, toml
+from llqr_lab.experiments.config import Config, flat
 from llqr_lab.experiments.folder import RunFolder
 from llqr_lab.experiments.presets import BARE, PRESETS, known_preset, resolve
 from llqr_lab.results import say
@@ -28,23 +25,12 @@ ABLATIONS: dict[str, dict[str, list[Any]]] = {
     "inner": {"llqr.steps": [10, 25, 50], "llqr.every": [1, 4], "llqr.solver.lr": [0.001, 0.005, 0.02]},
     "ema": {"llqr.ema": [0.0, 0.5, 0.85, 0.95]},
     # the paper's has no EMA, and an inner learning rate that falls; what each of them does by itself is seen too
-    "warm-start": {
-        "llqr.warm_start": [True],
-        "llqr.ema": [0.0, 0.95],
-        "llqr.solver.schedule": ["constant", "cosine"],
-    },
+    "warm-start": {"llqr.warm_start": [True], "llqr.ema": [0.0, 0.95], "llqr.solver.schedule": ["constant", "cosine"]},
     "solver": {"llqr.solver.name": ["sgdm", "adam", "cg"]},
 }
 """The grids of the paper's ablations; periods are multiples of the preset's own."""
 ABLATED = "ekfac-ngd"
 """The method that they are of."""
-
-
-@dataclass
-class Job:
-    config: Config
-    folder: RunFolder
-    arguments: list[str]
 
 
 def planned_runs(
@@ -54,7 +40,7 @@ def planned_runs(
     seeds: Sequence[int],
     ablation: str,
     changes: Sequence[str],
-) -> list[tuple[Config, dict[str, Any]]]:
+) -> list[Config]:
     """The runs of a sweep; presets may be ["all"], and methods are those of the preset's table where none are named."""
     check_names(filter(None, [ablation]), ABLATIONS, "ablation")
     by_hand = dict(map(parse_values, changes))
@@ -75,15 +61,15 @@ def ablation_grid(ablation: str, preset: str, scale: str) -> dict[str, list[Any]
 
 def configurations(
     preset: str, scale: str, methods: Iterable[str], seeds: Iterable[int], grid: Mapping[str, list[Any]]
-) -> list[tuple[Config, dict[str, Any]]]:
-    """Each method with each seed and each point of the grid, and what was changed: what the preset has anyway isn't."""
-    found: dict[tuple[str, int], tuple[Config, dict[str, Any]]] = {}
+) -> list[Config]:
+    """Each method with each seed and each point of the grid; what the preset has anyway isn't changed."""
+    found: dict[tuple[str, int], Config] = {}
     for seed, method, point in itertools.product(seeds, methods, points(grid)):
         present = resolve(preset, scale, method, seed).settings
         own = {name: value for name, value in point.items() if method not in BARE or not name.startswith("llqr.")}
         own = {name: value for name, value in own.items() if name not in present or present[name] != value}
         config = resolve(preset, scale, method, seed, own)
-        found.setdefault((config.label, seed), (config, own))
+        found.setdefault((config.label, seed), config)
     return list(found.values())
 
 
@@ -92,18 +78,13 @@ def points(grid: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
 
 
 def sweep(
-    wanted: list[tuple[Config, dict[str, Any]]],
-    runs: Path,
-    data: Path | None,
-    jobs: int,
-    device: str,
-    console: Console,
-    known: Path | None = None,
+    wanted: Sequence[Config], runs: Path, data: Path | None, jobs: int, device: str, known: Path | None = None
 ) -> bool:
     """Run what isn't in the file of known results; whether all came to their end."""
+    console = Console()
     kept = {which(each): each for each in collected(known)} if known else {}
     waiting = []
-    for config, point in wanted:
+    for config in wanted:
         folder = folder_of(runs, config)
         folder.check(config, resume=True)
         before = kept.get((config.preset, config.scale, config.label, config.seed))
@@ -112,32 +93,32 @@ def sweep(
         elif before and flat(before.get("settings", {})) == config.settings:
             say(console, f"done before: {describe(before)}")
         else:
-            waiting.append(Job(config, folder, _arguments(config, point, runs, data, device)))
-    running: dict[subprocess.Popen[bytes], Job] = {}
-    failed = []
+            waiting.append((config, folder))
+    running: dict[subprocess.Popen[bytes], tuple[Config, RunFolder]] = {}
+    whole = True
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that no run outlives the sweep
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
-                job = waiting.pop(0)
-                running[_started(job, jobs)] = job
+                config, folder = waiting.pop(0)
+                running[_started(folder, _arguments(config, runs, data, device), jobs)] = config, folder
             time.sleep(0.2)
             for process in [each for each in running if each.poll() is not None]:
-                job = running.pop(process)
-                if job.folder.done:
-                    say(console, describe(job.folder.read_result()))
+                config, folder = running.pop(process)
+                if folder.done:
+                    say(console, describe(folder.read_result()))
                 else:
-                    failed.append(job)
-                    say(console, f"failed: {_why(job)}", "red")
+                    whole = False
+                    why = folder.last_words() or "no word why"
+                    run = f"{config.preset} {config.label} seed {config.seed}"
+                    say(console, f"failed: {run}: {why} ({folder.log})", "red")
     finally:
         for process in running:
             process.terminate()
-    return not failed
+    return whole
 
 
-def _arguments(config: Config, point: Mapping[str, Any], runs: Path, data: Path | None, device: str) -> list[str]:
-    settings = [f"--set={name}={toml(value)}" for name, value in point.items()]
-    where = [f"--data={data}"] if data else []
+def _arguments(config: Config, runs: Path, data: Path | None, device: str) -> list[str]:
     return [
         "train",
         config.preset,
@@ -147,23 +128,16 @@ def _arguments(config: Config, point: Mapping[str, Any], runs: Path, data: Path 
         f"--runs={runs}",
         f"--device={device}",
         "--resume",
-        *where,
-        *settings,
+        *([f"--data={data}"] if data else []),
+        *(f"--set={change}" for change in config.changes),
     ]
 
 
-def _started(job: Job, jobs: int) -> subprocess.Popen[bytes]:
+def _started(folder: RunFolder, arguments: list[str], jobs: int) -> subprocess.Popen[bytes]:
     """A process of its own, with its share of the cores, so that seeds and methods don't disturb each other; with
     OMP_NUM_THREADS, if that is set."""
-    job.folder.path.mkdir(parents=True, exist_ok=True)
-    command, environment = [sys.executable, "-m", "llqr_lab", *job.arguments], dict(os.environ)
-    if "OMP_NUM_THREADS" not in environment:
-        environment["OMP_NUM_THREADS"] = threads = str(max(1, (os.cpu_count() or 1) // jobs))
-        command.append(f"--threads={threads}")
-    with job.folder.log.open("ab") as log:
+    folder.path.mkdir(parents=True, exist_ok=True)
+    environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs)), **os.environ}
+    with folder.log.open("ab") as log:
+        command = [sys.executable, "-m", "llqr_lab", *arguments]
         return subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-
-
-def _why(job: Job) -> str:
-    words = job.folder.last_words() or "no word why"
-    return f"{job.config.preset} {job.config.label} seed {job.config.seed}: {words} ({job.folder.log})"

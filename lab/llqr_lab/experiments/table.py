@@ -1,12 +1,7 @@
-"""`llqr table`: ours beside the paper's, one table for each preset and scale, never mixed; and docs/reproduction.md.
-
-That page has the paper's tables and figures, with commands and what came of them. `llqr table --page` writes it.
-"""
-
-from __future__ import annotations
+"""`llqr table`: ours beside the paper's, one table for each preset and scale, never mixed; and docs/reproduction.md."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -44,7 +39,6 @@ def show(results: list[Result], console: Console) -> None:
 
 
 def grouped(results: list[Result]) -> list[tuple[str, list[Result]]]:
-    """The results of each preset and scale, with the preset's name."""
     groups: dict[tuple[str, str], list[Result]] = {}
     for result in results:
         groups.setdefault((result["preset"], result["scale"]), []).append(result)
@@ -69,11 +63,15 @@ def cells(preset: str, group: list[Result]) -> list[list[str]]:
         header.append("seconds\nto 95%")
     if reported:
         header += [f"{name}\npaper", "time,\n× base, paper"]
-    base = [each for each in group if each["method"] == "base"]
+    methods = by_method(group)
     made = [header]
-    for method in methods_of(group):
-        rows = [each for each in group if each["method"] == method]
-        row = [method, seeds(rows), shown(summary(scores(rows)), UNITS.get(score, 1.0)), times(rows, base)]
+    for method, rows in methods.items():
+        row = [
+            method,
+            seeds(rows),
+            shown(summary(scores(rows)), UNITS.get(score, 1.0)),
+            times(rows, methods.get("base", [])),
+        ]
         if score == "steps_to_target":
             row.append(shown(summary(each["seconds_to_target"] for each in rows if value(each) is not None), 1.0))
         if reported:
@@ -96,12 +94,15 @@ def ours(group: list[Result]) -> str:
     return f"{', '.join(networks)}{examples}, {length} steps of {group[0]['batch']}"
 
 
-def methods_of(group: list[Result]) -> list[str]:
+def by_method(group: Sequence[Result]) -> dict[str, list[Result]]:
     """In the order of the preset, others after it."""
-    found = list(dict.fromkeys(each["method"] for each in group))
-    preset = PRESETS.get(group[0]["preset"])
-    wanted = list(preset.methods) if preset else []
-    return sorted(found, key=lambda method: (wanted.index(method) if method in wanted else len(wanted), method))
+    order = method_order(group[0]["preset"], (each["method"] for each in group))
+    return {method: [each for each in group if each["method"] == method] for method in order}
+
+
+def method_order(preset: str, methods: Iterable[str]) -> list[str]:
+    known = PRESETS[preset].methods if preset in PRESETS else ()
+    return sorted(set(methods), key=lambda method: (known.index(method) if method in known else len(known), method))
 
 
 def scores(rows: list[Result]) -> list[float]:
@@ -109,7 +110,6 @@ def scores(rows: list[Result]) -> list[float]:
 
 
 def seeds(rows: list[Result]) -> str:
-    """How many, and how many of them came to a score."""
     reached = len(scores(rows))
     return str(len(rows)) if reached == len(rows) else f"{reached} of {len(rows)}"
 
@@ -131,11 +131,9 @@ def times(rows: list[Result], base: list[Result]) -> str:
 
 
 def verdict(group: list[Result]) -> str:
-    """Which methods beat the base by more than two standard errors, which it beats, which neither: seed by seed.
-
-    Seeds that one of the two came to no score with are left out; a method that failed more often than the base isn't better.
-    """
-    rows = {method: [each for each in group if each["method"] == method] for method in methods_of(group)}
+    """Which methods beat the base by more than two standard errors, which it beats, which neither: by the seeds that both came
+    to a score with. A method that failed more often than the base isn't better."""
+    rows = by_method(group)
     base = rows.pop("base", [])
     if not rows:
         return ""
@@ -160,7 +158,6 @@ def gains(rows: list[Result], base: list[Result]) -> list[float]:
 
 
 def compared(gain: Summary | None) -> str:
-    """A gain over the base, in words."""
     if gain is None:
         return "no seed in common with the base"
     if gain.error is None:
@@ -230,7 +227,8 @@ def _default(results: list[Result]) -> str:
     """A row a task: the default beside its base, at the base's own rate."""
     rows: list[list[str]] = []
     for preset, group in grouped(results):
-        base, own = ([each for each in group if each["method"] == method] for method in ("base", "default"))
+        methods = by_method(group)
+        base, own = (methods.get(method, []) for method in ("base", "default"))
         pairs = [(b, o) for b in base for o in own if b["seed"] == o["seed"]]
         if not pairs:
             continue
@@ -253,10 +251,8 @@ def _default(results: list[Result]) -> str:
 
 
 def shares(base: Result, own: Result) -> tuple[float, float]:
-    """Of the base's steps and seconds, what LLQR took to the base's last training loss; in grokking to its end.
-
-    Infinite where it never came there. A base that never grokked counts with all of its steps.
-    """
+    """Of the base's steps and seconds, what LLQR took to the base's last training loss; in grokking to its end. Infinite where
+    it never came there. A base that never grokked counts with all of its steps."""
     if base["score"] == "steps_to_target":
         if value(own) is None:
             return math.inf, math.inf
@@ -291,9 +287,12 @@ def _shown(shown: Shown, found: dict[str, list[list[Result]]]) -> str:
             lines.append(markdown_table([[cell.replace("\n", " ") for cell in row] for row in cells(name, group)]))
     missing = [name for name in shown.presets if name not in found]
     run = [name for name in shown.presets if name in found]
-    ours_of = {name: {each["method"] for group in found[name] for each in group} for name in run}
     for method in dict.fromkeys(each for one in some for each in one.methods):
-        lacking = [n for n in run if method in PRESETS[n].methods and method not in ours_of[n]]
+        lacking = [
+            name
+            for name in run
+            if method in PRESETS[name].methods and not any(method in by_method(group) for group in found[name])
+        ]
         missing += [f"{method} on {', '.join(lacking)}"] if lacking else []
     if missing:
         lines += [f"Not run by us: {'; '.join(missing)}.", ""]
@@ -304,12 +303,11 @@ def _ablations(results: list[Result]) -> str:
     """The settings of each ablation with their scores and a figure, beside the base and the paper's settings."""
     lines = ["## Ablations", ""]
     swept = [each for each in results if each["preset"] == ABLATED_PRESET and each["scale"] == "mini"]
+    methods = by_method(swept) if swept else {}
     for name in ABLATIONS:
         grid = ablation_grid(name, ABLATED_PRESET, "mini")
-        labels = dict.fromkeys(
-            config.label for config, _ in configurations(ABLATED_PRESET, "mini", [ABLATED], [0], grid)
-        )
-        own = {label: [each for each in swept if each["method"] == label] for label in ("base", ABLATED, *labels)}
+        labels = [config.label for config in configurations(ABLATED_PRESET, "mini", [ABLATED], [0], grid)]
+        own = {label: methods.get(label, []) for label in ("base", ABLATED, *labels)}
         figure = f"figures/ablation-{name}.png"
         lines += [f"### {name.capitalize().replace('-', ' ')}", "", "```sh"]
         seeds = sorted({each["seed"] for label in labels if "+" in label for each in own[label]})
@@ -339,9 +337,8 @@ def commands(group: list[Result]) -> list[str]:
     """What makes these runs: a sweep of the methods that have the same seeds; a command for each with changed settings."""
     preset, scale = group[0]["preset"], group[0]["scale"]
     by_seeds: dict[tuple[int, ...], list[str]] = {}
-    for method in methods_of(group):
-        seeds = tuple(sorted(each["seed"] for each in group if each["method"] == method))
-        by_seeds.setdefault(seeds, []).append(method)
+    for method, runs in by_method(group).items():
+        by_seeds.setdefault(tuple(sorted(each["seed"] for each in runs)), []).append(method)
     usual = list(PRESETS[preset].methods)
     made = []
     for seeds, methods in by_seeds.items():
@@ -351,7 +348,6 @@ def commands(group: list[Result]) -> list[str]:
 
 
 def _numbers(seeds: Sequence[int]) -> str:
-    """0-2 for 0, 1, 2."""
     if len(seeds) > 1 and list(seeds) == list(range(seeds[0], seeds[-1] + 1)):
         return f"{seeds[0]}-{seeds[-1]}"
     return ",".join(map(str, seeds))

@@ -1,7 +1,5 @@
 """Figures of `llqr figure`: training curves with bands, box plots of grokking, ablations."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from bisect import bisect_right
@@ -17,7 +15,7 @@ from llqr_lab.experiments.collect import Result, collected, summary, value
 from llqr_lab.experiments.config import toml
 from llqr_lab.experiments.presets import SCALES, known_preset
 from llqr_lab.experiments.sweep import ABLATED, ABLATIONS, ablation_grid, configurations, points
-from llqr_lab.experiments.table import NAMES, UNITS, methods_of, scores
+from llqr_lab.experiments.table import NAMES, UNITS, by_method, scores
 from llqr_lab.figures.style import BLUE, GREEN, GREY, ORANGE, PINK, drawing, shared_legend
 
 COLOURS = (BLUE, ORANGE, GREEN, PINK)
@@ -28,17 +26,15 @@ def draw(kind: str, presets: list[str], methods: list[str], sources: Sequence[Pa
     """Of finished runs: with nothing changed by hand (curves, grokking), or an ablation's."""
     check_names([kind], ("curves", "grokking", *ABLATIONS), "figure")
     check_names([scale], SCALES, "scale")
-    if kind == "grokking" and presets:
-        raise ConfigError("the figure 'grokking' has all of its operations: leave out the preset")
-    if kind in ABLATIONS and len(presets) > 1:
-        raise ConfigError(f"the figure '{kind}' is of one preset")
+    if (kind == "grokking" and presets) or (kind in ABLATIONS and len(presets) > 1):
+        raise ConfigError(
+            "'grokking' has all of its operations, and an ablation is of one preset: leave out the others"
+        )
     for preset in presets or [""] * (kind != "grokking"):
         known_preset(preset)
-    results = [
-        each
-        for each in collected(*sources)
-        if each["scale"] == scale and (not methods or each["method"].partition("+")[0] in methods)
-    ]
+    results = [each for each in collected(*sources) if each["scale"] == scale]
+    if methods:
+        results = [each for each in results if each["method"].partition("+")[0] in methods]
     plain = [each for each in results if "+" not in each["method"]]
     if kind == "curves":
         groups = [[each for each in plain if each["preset"] == preset] for preset in presets]
@@ -60,27 +56,21 @@ def _some(results: list[Result], what: str, scale: str) -> list[Result]:
     return results
 
 
-Panel = tuple[list[Result], str, str]
-"""Results of one preset and scale, what is drawn of them, and along what."""
-
-
 def curves(groups: list[list[Result]], path: Path) -> None:
     """Mean and standard error over seeds. Of one preset: training loss and held-out error (or loss), by steps and by seconds.
     Of several, one panel each, two in a row: held-out error by steps."""
     alone = len(groups) == 1
-    panels: list[Panel] = [(group, _held_out(group), "step") for group in groups]
+    panels = [(group, _held_out(group), "step") for group in groups]
     if alone:
         panels = [(groups[0], name, by) for name in ("train_loss", panels[0][1]) for by in ("step", "seconds")]
     lines = math.ceil(len(panels) / 2)
-    names = dict.fromkeys(method for group in groups for method in methods_of(group))
+    names = dict.fromkeys(method for group in groups for method in by_method(group))
     styles = dict(zip(names, itertools.cycle(LINES), strict=False))
     with drawing(path, 11, 4.25 * lines) as figure:
-        grid = figure.subplots(
-            lines, 2, sharey="row" if alone else False, sharex="col" if alone else False, squeeze=False
-        )
+        shared: Any = {"sharex": "col", "sharey": "row"} if alone else {}
+        grid = figure.subplots(lines, 2, squeeze=False, **shared)
         for axes, (results, name, along) in zip(grid.flat, panels, strict=False):
-            for method in methods_of(results):
-                rows = [each for each in results if each["method"] == method]
+            for method, rows in by_method(results).items():
                 diverged = sum(each["diverged"] for each in rows)
                 label = f"{method} ({diverged} of {len(rows)} diverged)" if diverged else method
                 _band(axes, rows, along, name, label, *styles[method])
@@ -111,10 +101,8 @@ def _held_out(results: list[Result]) -> str:
 
 
 def _band(axes: Axes, rows: list[Result], along: str, name: str, label: str, colour: str, style: str) -> None:
-    """The mean over seeds, and the standard error around it where there are several; of an accuracy, the error in percent.
-
-    Between its evaluations and after its end a run has the value that it had; one that diverged is left out from there on.
-    """
+    """The mean over seeds, with the standard error; of an accuracy, the error in percent. Between its evaluations and after its
+    end a run has the value that it had; one that diverged is left out from there on."""
     looked = [
         [s for s, v in zip(row["curve"]["step"], row["curve"][name], strict=True) if v is not None] for row in rows
     ]
@@ -145,7 +133,7 @@ def _point(row: Result, step: float, along: str, name: str) -> tuple[float, floa
 
 
 def _title(results: list[Result]) -> str:
-    counts = {sum(1 for each in results if each["method"] == method) for method in methods_of(results)}
+    counts = set(map(len, by_method(results).values()))
     many = f"{min(counts)}" if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
     bands = "" if max(counts) == 1 else ", bands: standard error"
     return f"{results[0]['preset']} at --scale {results[0]['scale']}\nseeds: {many}{bands}"
@@ -154,13 +142,15 @@ def _title(results: list[Result]) -> str:
 def boxes(results: list[Result], path: Path) -> None:
     """Steps and seconds to grokking, one box an operation and method; runs that never got there are counted beside it."""
     presets = list(dict.fromkeys(each["preset"] for each in results))
-    methods = methods_of(results)
+    methods = by_method(results)
     with drawing(path, 11, 4.5) as figure:
         left, right = figure.subplots(1, 2)
         for axes, name, label in ((left, "steps_to_target", "steps"), (right, "seconds_to_target", "seconds")):
-            for number, (method, (colour, _)) in enumerate(zip(methods, itertools.cycle(LINES), strict=False)):
+            for number, ((method, own), (colour, _)) in enumerate(
+                zip(methods.items(), itertools.cycle(LINES), strict=False)
+            ):
                 for place, preset in enumerate(presets):
-                    rows = [each for each in results if each["preset"] == preset and each["method"] == method]
+                    rows = [each for each in own if each["preset"] == preset]
                     reached = [each[name] for each in rows if value(each) is not None]
                     at = place + (number - (len(methods) - 1) / 2) * 0.8 / len(methods)
                     if reached:
@@ -187,12 +177,10 @@ def ablation(results: list[Result], method: str, grid: dict[str, list[Any]], pat
     unit = UNITS.get(score, 1.0)
     preset, scale = results[0]["preset"], results[0]["scale"]
     # settings that were changed beside the ablation's make another run
-    labels = {
-        configurations(preset, scale, [method], [0], {name: [value] for name, value in point.items()})[0][
-            0
-        ].label: point
-        for point in points(grid)
-    }
+    labels = {}
+    for point in points(grid):
+        (config,) = configurations(preset, scale, [method], [0], {name: [each] for name, each in point.items()})
+        labels[config.label] = point
     swept = [each for each in results if each["method"] in labels]
     if not swept:
         raise RunError("no finished runs of this ablation: make them with `llqr sweep --ablation`")
@@ -210,19 +198,15 @@ def ablation(results: list[Result], method: str, grid: dict[str, list[Any]], pat
                     _beside(axes, place, f"{len(rows) - len(found)} not", BLUE)
             axes.set_xticks(range(len(values)), [toml(each).strip('"') for each in values])
             axes.set_xlabel(setting)
-            for name, colour, line, label in (
-                ("base", GREY, "--", "base"),
-                (method, BLUE, ":", f"{method} as the paper has it"),
-            ):
-                if level := summary(scores([each for each in results if each["method"] == name])):
-                    axes.axhline(unit * level.mean, color=colour, linestyle=line, label=label)
+            for name, colour, line, more in (("base", GREY, "--", ""), (method, BLUE, ":", " as the paper has it")):
+                if level := summary(scores(by_method(results).get(name, []))):
+                    axes.axhline(unit * level.mean, color=colour, linestyle=line, label=name + more)
         panels[0].set_ylabel(NAMES.get(score, score))
         shared_legend(figure, panels[:1])
         figure.suptitle(f"{preset} at --scale {scale}", fontsize="medium")
 
 
 def _beside(axes: Axes, at: float, text: str, colour: str) -> None:
-    """How many runs came to no score."""
     axes.annotate(
         text, (at, 1.0), xycoords=("data", "axes fraction"), ha="center", va="top", fontsize="x-small", color=colour
     )

@@ -69,10 +69,7 @@ class PaddedShortcut(nn.Module):
 def stages_of(
     before: int, widths: Sequence[Sequence[int]], block: Callable[[int, int, int], nn.Module]
 ) -> nn.Sequential:
-    """Stages of blocks that send on so many channels; each stage but the first begins with a stride of 2.
-
-    `block` is called with the channels before, the channels after and the stride.
-    """
+    """Stages of blocks that send on so many channels; each stage but the first begins with a stride of 2."""
     stages = []
     for number, stage_widths in enumerate(widths):
         blocks = []
@@ -198,13 +195,7 @@ class VGG16BN(nn.Module):
     is usual on CIFAR, two of them with a dropout of 0.5 are ImageNet's form.
     """
 
-    def __init__(
-        self,
-        classes: int = 10,
-        width: int = 64,
-        hidden: int = 0,
-        dropout: float = 0.0,
-    ) -> None:
+    def __init__(self, classes: int = 10, width: int = 64, hidden: int = 0, dropout: float = 0.0) -> None:
         super().__init__()
         layers: list[nn.Module] = []
         before = 3
@@ -228,10 +219,8 @@ class VGG16BN(nn.Module):
 
 
 class WideBlock(nn.Module):
-    """y = x + F(a) with a = relu(norm(x)); where the shape changes, y = S(a) + F(a) with a 1 × 1 convolution S.
-
-    F is a 3 × 3 convolution, BatchNorm, ReLU and a 3 × 3 convolution.
-    """
+    """y = x + F(a) with a = relu(norm(x)) and F of two 3 × 3 convolutions, BatchNorm and ReLU between them; where the shape
+    changes, y = S(a) + F(a) with a 1 × 1 convolution S."""
 
     def __init__(self, before: int, after: int, stride: int) -> None:
         super().__init__()
@@ -303,12 +292,7 @@ class PyramidNet(nn.Module):
     """
 
     def __init__(
-        self,
-        classes: int = 10,
-        depth: int = 110,
-        alpha: float = 270,
-        width: int = 16,
-        bottleneck: bool = False,
+        self, classes: int = 10, depth: int = 110, alpha: float = 270, width: int = 16, bottleneck: bool = False
     ) -> None:
         super().__init__()
         each = 9 if bottleneck else 6

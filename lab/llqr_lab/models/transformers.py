@@ -21,15 +21,12 @@ def attend(
 
 
 def feed_forward(width: int, inner: int, activation: nn.Module) -> nn.Sequential:
-    """Two linear layers, applied to every place by itself."""
     return nn.Sequential(nn.Linear(width, inner), activation, nn.Linear(inner, width))
 
 
 class Block(nn.Module):
-    """x ← x + attention(norm(x)); x ← x + MLP(norm(x)), with a GELU MLP four times as wide.
-
-    Dropout is on the weights of the attention and on what both send on.
-    """
+    """x ← x + attention(norm(x)); x ← x + MLP(norm(x)), with a GELU MLP four times as wide. Dropout is on the weights of the
+    attention and on what both send on."""
 
     def __init__(self, width: int, heads: int, causal: bool = True, dropout: float = 0.0) -> None:
         super().__init__()
@@ -177,19 +174,11 @@ class GPT(CausalTransformer):
 
 
 class ViT(nn.Module):
-    """Patches as words: a linear map of each patch, learned positions, blocks, a LayerNorm, and a linear classifier.
-
-    The classifier reads a word of its own that is put before the patches. The defaults are ViT-Ti/4 for 32 × 32 pictures.
-    """
+    """Patches as words: a linear map of each patch, learned positions, blocks, a LayerNorm, and a linear classifier that reads
+    a word of its own, put before the patches. The defaults are ViT-Ti/4 for 32 × 32 pictures."""
 
     def __init__(
-        self,
-        classes: int = 10,
-        picture: int = 32,
-        patch: int = 4,
-        width: int = 192,
-        heads: int = 3,
-        layers: int = 12,
+        self, classes: int = 10, picture: int = 32, patch: int = 4, width: int = 192, heads: int = 3, layers: int = 12
     ) -> None:
         super().__init__()
         if picture % patch:

@@ -22,7 +22,7 @@ from llqr_lab.experiments.collect import Result
 from llqr_lab.experiments.loop import SPENT
 from llqr_lab.experiments.paper import RESULTS
 from llqr_lab.experiments.presets import PRESETS
-from llqr_lab.experiments.table import cells, heading, methods_of, verdict
+from llqr_lab.experiments.table import cells, heading, method_order, verdict
 from llqr_lab.report.runs import FINISHED, STATUSES, FoundRun, curve, found_runs
 from llqr_lab.results import write_text
 
@@ -32,7 +32,6 @@ FIRST = ("train_loss", "valid_loss", "test_loss", "train_accuracy", "test_accura
 BESIDE = ("epoch", "lr", "refits", "rejected", "objective")
 """Metrics that are listed before others, and after them: of how it was trained, not of what came of it."""
 PARTS = ("steps", "refits", "evaluation", "batches", "checkpoints")
-"""Of the time of a run."""
 MARKS = dict(zip(STATUSES, "✓↗…‖✕?", strict=True))
 """Beside the words, so that colour isn't all that tells statuses apart."""
 
@@ -53,29 +52,6 @@ class Experiment:
     def results(self) -> list[Result]:
         return [run.result for run in self.runs if run.result is not None]
 
-    @property
-    def summary(self) -> list[str]:
-        """What the preset is, and what was trained, once something is finished."""
-        known = [PRESETS[self.preset].summary] if self.preset in PRESETS else []
-        return known + ([heading(self.preset, self.results)[1]] if self.results else [])
-
-    @property
-    def statuses(self) -> list[tuple[str, int]]:
-        return Counter(run.status for run in self.runs).most_common()
-
-    @property
-    def table(self) -> list[list[str]]:
-        """Beside the paper's; the first row is the header."""
-        return cells(self.preset, self.results) if self.results else []
-
-    @property
-    def reported(self) -> bool:
-        return self.preset in RESULTS
-
-    @property
-    def verdict(self) -> str:
-        return verdict(self.results) if self.results else ""
-
     @cached_property
     def metrics(self) -> list[str]:
         """What there is to draw, the score first."""
@@ -89,13 +65,9 @@ class Experiment:
     def diagnostics(self) -> list[str]:
         """Of the step that the optimizer takes first, those by layer last."""
         names = {name for run in self.runs for name in run.diagnostics if name != "step"}
-        known = ("cosine.optimizer", "cosine", "fraction", "staleness")
-
-        def rank(name: str) -> tuple[bool, int, str]:
-            places = [known.index(each) for each in (name, name.partition(".")[0]) if each in known]
-            return name.startswith("layers."), min(places, default=len(known)), name
-
-        return sorted(names, key=rank)
+        known = ("cosine.optimizer", "cosine", "fraction", "staleness", "")
+        first = {name: next(place for place, each in enumerate(known) if name.startswith(each)) for name in names}
+        return sorted(names, key=lambda name: (name.startswith("layers."), first[name], name))
 
     @cached_property
     def times(self) -> list[list[str]]:
@@ -125,7 +97,6 @@ class Experiment:
 
     @cached_property
     def ends(self) -> list[str]:
-        """What the table of runs has of the end of each."""
         known = {name for run in self.runs for name, value in run.last.items() if isinstance(value, int | float)}
         return [name for name in _ordered(known) if name not in BESIDE]
 
@@ -154,7 +125,7 @@ def experiments(runs: Iterable[FoundRun]) -> list[Experiment]:
         groups.setdefault((run.preset, run.scale), []).append(run)
     found = []
     for (preset, scale), group in groups.items():
-        labels = methods_of([{"preset": preset, "method": run.method} for run in group])
+        labels = method_order(preset, (run.method for run in group))
         methods = {label: [run for run in group if run.method == label] for label in labels}
         found.append(Experiment(preset, scale, methods))
     return found
@@ -168,10 +139,8 @@ def _ordered(names: Iterable[str]) -> list[str]:
 
 
 def _times(runs: Sequence[FoundRun]) -> dict[str, float]:
-    """Seconds of each part, means over the runs that came to their end, or over all.
-
-    A refit is what the steps with one take beyond the mean of the others.
-    """
+    """Seconds of each part, means over the runs that came to their end, or over all. A refit is what the steps with one take
+    beyond the mean of the others."""
     found: dict[str, list[float]] = {}
     for run in [run for run in runs if run.status == FINISHED] or runs:
         seconds, steps = run.number("seconds"), run.number("step", "steps")
@@ -208,6 +177,8 @@ def page(experiments: list[Experiment], made: datetime) -> str:
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"shown": shown, "title": lambda name: name.replace("_", " ")}
+    asked = {"cells": cells, "heading": heading, "verdict": verdict, "Counter": Counter}
+    environment.globals |= {**asked, "PRESETS": PRESETS, "RESULTS": RESULTS}
     count = sum(len(each.runs) for each in experiments)
     limit = min(max(POINTS // max(1, count), FEWEST), MOST)
     payload = json.dumps([each.drawn(limit) for each in experiments], allow_nan=False, separators=(",", ":"))
@@ -238,7 +209,6 @@ def _hash(text: str) -> str:
 
 
 def write_report(sources: Sequence[Path], output: Path) -> str:
-    """Write the page; what to say of it."""
     found = experiments(found_runs(sources))
     # names may hold halves of characters, which no file can
     text = page(found, datetime.now()).encode("utf-8", "replace").decode("utf-8")

@@ -4,6 +4,7 @@ import math
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ Columns = dict[str, Floats]
 ERROR = re.compile(r"^\s*(Error:|[\w.]*(Error|Exception|Interrupt)\b)")
 """The last line of a log that tells of a failure."""
 NAMES = ("preset", "scale", "method", "changes", "seed")
-"""What says which run it is, and isn't a setting."""
 STATUSES = ("finished", "diverged", "running", "stopped", "failed", "unreadable")
 FINISHED, DIVERGED, RUNNING, STOPPED, FAILED, UNREADABLE = STATUSES
 
@@ -41,12 +41,10 @@ class FoundRun:
     result: Result | None
     metrics: Columns
     last: dict[str, Any]
-    """What was measured last."""
     diagnostics: Columns
 
     @property
     def progress(self) -> str:
-        """How far it came, of how far it should."""
         done = int(self.metrics["step"][-1]) if self.metrics else 0
         planned = self.settings.get("steps", "0")
         if self.result is None and planned.isdecimal() and int(planned) > done:
@@ -74,13 +72,9 @@ def found_runs(sources: Sequence[Path]) -> Iterator[FoundRun]:
             raise RunError(f"there is no '{source}': name folders of runs, or files of results")
         else:
             under = sorted({path.parent for path in source.rglob("config.toml")})
-            if not under:
-                raise RunError(
-                    f"there are no runs in '{source}': a run is a folder with a config.toml, as `llqr train` makes it"
-                )
             folders |= {path.resolve(): RunFolder(path) for path in under}
     if not folders and not kept:
-        raise RunError("there are no runs in what was named: make some with `llqr train` or `llqr sweep`")
+        raise RunError("there are no runs in what was named: a run is a folder with a config.toml, by `llqr train`")
     seen = set()
     for folder in folders.values():
         run = _of_folder(folder)
@@ -110,7 +104,7 @@ def _of_folder(folder: RunFolder) -> FoundRun:
         notes.append(f"config.toml can't be read ({error})")
         status = UNREADABLE
     result = _result(folder, notes)
-    if edited := folder.edited(result):
+    if result is not None and (edited := folder.edited(result)):
         notes.append(f"{' and '.join(edited)} isn't what the run wrote: edited, or damaged")
     looks = [row for row in diagnostics if row is not None and _is_step(row.get("step"))]
     troubles = [f"diagnostics at step {row['step']:,}: {row['trouble']}" for row in looks if row.get("trouble")]
@@ -125,38 +119,37 @@ def _of_folder(folder: RunFolder) -> FoundRun:
         notes.append(words.strip())
         status = FAILED
     last = {**(rows[-1] if rows else {}), **(result or {}).get("last", {})}
-    plain = {name: _told(value) for name, value in flat(settings).items() if name not in NAMES}
-    return FoundRun(
-        *_named(folder, settings), status, notes, plain, result, measured, last, columns(list(map(flattened, looks)))
-    )
+    plain = _plain(settings)
+    diagnosed = columns(list(map(flattened, looks)))
+    return FoundRun(*_named(folder, settings), status, notes, plain, result, measured, last, diagnosed)
 
 
 def _of_result(result: Result) -> FoundRun:
     """A run of which only the result was kept, with a thinned curve."""
     curve = result["curve"]
     rows = [dict(zip(curve, values, strict=True)) for values in zip(*curve.values(), strict=True)]
-    kept = flat(result.get("settings", {})) or {name: result[name] for name in ("model", "data", "batch")}
-    settings = {name: _told(value) for name, value in kept.items() if name not in NAMES}
+    kept = result.get("settings") or {name: result[name] for name in ("model", "data", "batch")}
+    settings = _plain(kept)
     status, notes = DIVERGED if result["diverged"] else FINISHED, ["its curve was thinned when the result was kept"]
-    known = columns([row for row in rows if _is_step(row.get("step"))])
-    return FoundRun(*which(result), status, notes, settings, result, known, result["last"], {})
+    metrics = columns([row for row in rows if _is_step(row.get("step"))])
+    return FoundRun(*which(result), status, notes, settings, result, metrics, result["last"], {})
 
 
 def _rows(path: Path, notes: list[str]) -> list[dict[str, Any] | None]:
     """The lines of a file; None for one that isn't a JSON object. A last line without an end isn't there yet."""
-    found: list[dict[str, Any] | None] = []
     try:
         lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     except OSError as error:
         notes.append(f"{path.name} can't be read ({error.strerror})")
         return []
-    for line in lines:
-        try:
-            row = read_json(line)
-        except (ValueError, RecursionError):
-            row = None
-        found.append(row if isinstance(row, dict) else None)
-    return found
+
+    def row(line: bytes) -> dict[str, Any] | None:
+        with suppress(ValueError, RecursionError):
+            if isinstance(found := read_json(line), dict):
+                return found
+        return None
+
+    return list(map(row, lines))
 
 
 def _is_step(value: object) -> bool:
@@ -167,10 +160,7 @@ def number(value: object) -> float:
     """What isn't a finite number is infinite; what is no number at all, or isn't there, is NaN."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
-    try:
-        return float(value) if math.isfinite(value) else math.inf
-    except OverflowError:
-        return math.inf
+    return float(value) if math.isfinite(value) else math.inf
 
 
 def columns(rows: Sequence[Mapping[str, Any]]) -> Columns:
@@ -217,17 +207,15 @@ def _named(folder: RunFolder, settings: dict[str, Any]) -> tuple[str, str, str, 
     return preset, scale, label or "run", seed if isinstance(seed, int) else 0
 
 
-def _told(value: Any) -> str:
-    """A setting as it is written, words without quotes."""
-    return value if isinstance(value, str) else toml(value)
+def _plain(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Settings by dotted names, as they are written, words without quotes; without those that say which run it is."""
+    known = {name: value for name, value in flat(settings).items() if name not in NAMES}
+    return {name: value if isinstance(value, str) else toml(value) for name, value in known.items()}
 
 
 def curve(runs: Sequence[Columns], name: str, limit: int) -> dict[str, list[float | None]] | None:
     """A metric of several seeds, or of one run: step, mean seconds, mean, smallest and largest, in at most `limit` points.
-
-    A seed counts at the steps at which it was measured. Where there are more steps than points, a point is the last of its
-    bucket, with the smallest and the largest of all, so that no spike is lost.
-    """
+    Where there are more steps, a point is the last of its bucket, with the smallest and the largest: no spike is lost."""
     known = [run for run in runs if name in run]
     if not known:
         return None
