@@ -83,7 +83,8 @@ def test_operations_and_memory_are_those_of_a_training(name: str) -> None:
 
 
 def test_operations_by_hand() -> None:
-    """docs/cost.md, in additions and multiplications: 2mn(m + n) of U m for short sides, 4mn·r for a long one, and 2mn of its cosine."""
+    """docs/cost.md, in additions and multiplications: 2mn(m + n) of U m for short sides, 4mn·r for a long one; 2mn of its
+    cosine."""
     inputs = torch.empty(50, 20, device="meta")
     (block,) = census(nn.Linear(20, 30, device="meta"), inputs).blocks
     assert block.apply == 2 * 30 * 21 * (30 + 21 + 1)
