@@ -123,11 +123,13 @@ def shown(found: Summary | None, unit: float) -> str:
 
 
 def times(rows: list[Result], base: list[Result]) -> str:
-    """Medians over seeds of the seconds that a training step takes, refits included."""
-    if not base or len({each["clock"] for each in (*rows, *base)} | {"mixed"}) > 2:
-        return "–"  # nothing to compare with, or seconds of two kinds
-    own, alone = (median(each["seconds"] / each["steps"] for each in some) for some in (rows, base))
-    return f"×{own / alone:.3g}" if alone else "–"
+    """The seconds that a training step takes, refits included, by the base's: the median of the seeds that both have, since
+    seeds may come from different machines."""
+    if len({each["clock"] for each in (*rows, *base)} | {"mixed"}) > 2:
+        return "–"  # seconds of two kinds
+    own, alone = ({each["seed"]: each["seconds"] / each["steps"] for each in some} for some in (rows, base))
+    ratios = [own[seed] / alone[seed] for seed in own.keys() & alone.keys() if alone[seed]]
+    return f"×{median(ratios):.3g}" if ratios else "–"
 
 
 def verdict(group: list[Result]) -> str:
