@@ -57,6 +57,7 @@ def by_accelerate(folder: Path) -> Any:
     for resume in (False, True):
         for state in (AcceleratorState, GradientState, PartialState):
             state._reset_state()
+        dist.barrier()  # all have saved
         if resume and dist.get_rank() == 0:
             (folder / "epoch_001").rename(folder / "later")
         dist.barrier()
