@@ -96,12 +96,13 @@ class MinimalLLQR:
     def _bounded(self, p: Tensor, length: float, group: dict[str, Any]) -> float:
         """At most twice the root mean square of the lengths before, each divided by its learning rate."""
         squares, weight = self.lengths.get(p, (0.0, 0.0))
-        length = length / group["lr"]
+        rate = group["lr"] or 1.0  # of a warm-up's first step it may be 0
+        length = length / rate
         usual = (squares / weight) ** 0.5 if weight else length
         length = min(length, LEAP * usual) if weight > KNOWN else length
         if length > IDLE * usual:  # else the layer isn't used for a while
             self.lengths[p] = RECENT * squares + length**2, RECENT * weight + 1
-        return float(length * group["lr"])
+        return float(length * rate)
 
     def _momentum(self, p: Tensor, slope: Tensor, group: dict[str, Any]) -> Tensor:
         state: Tensors = self.base.state[p]

@@ -200,8 +200,8 @@ def thin_inverse(moment: Tensor, damping: Damping) -> tuple[Tensor, Tensor]:
 
 
 def _made_even(columns: Tensor) -> Tensor:
-    """Columns Y of the same span, almost orthonormal: Y L⁻ᵀ with YᵀY + ε = L Lᵀ. Between two products with M that is as good as
-    a QR factorisation, in a tenth of its time."""
+    """Columns Y of the same span, almost orthonormal: Y L⁻ᵀ with YᵀY + ε = L Lᵀ. Between two products with M that does for
+    a QR factorisation, and costs less."""
     products = gram(columns)
     diagonal = products.diagonal(dim1=1, dim2=2)
     diagonal.add_(8 * torch.finfo(columns.dtype).eps * diagonal.sum(1, keepdim=True) + torch.finfo(columns.dtype).tiny)
