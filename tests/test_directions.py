@@ -20,6 +20,7 @@ from llqr import LLQR
 from llqr.base_step import STEEPNESS, Momentum, turn
 from llqr.curvature.linear_maps import Block, LinearMap, Stack, damping_after
 from llqr.curvature.statistics import Sums
+from llqr.minimal import steep_direction
 from llqr.structures import Dense, EigenKronecker, Kronecker
 from llqr.structures.base import Structure
 from llqr.wrapper import LONGEST, often_at_first
@@ -83,7 +84,8 @@ def copies(model: nn.Module, base: Optimizer) -> tuple[nn.Module, Optimizer]:
 
 
 class Reference:
-    """The momenta of all bases, from their papers: of the gradient with its coupled weight decay, the sign of a descent."""
+    """The momenta of all bases, from their papers, as Nesterov's step has them: of the gradient with its coupled weight decay,
+    the sign of a descent."""
 
     DECOUPLED = (AdamW, Lion)
 
@@ -100,10 +102,10 @@ class Reference:
         if self.kind is SGD:
             mu = self.group["momentum"]
             self.m[name] = mu * self.m[name] + (1 - self.group["dampening"]) * g if name in self.m else g
-            return g + mu * self.m[name] if self.group["nesterov"] else (self.m[name] if mu else g)
+            return (1 - self.group["dampening"]) * g + mu * self.m[name]
         beta = self.group["betas"][0] if "betas" in self.group else 0.9
         self.m[name] = beta * self.m.get(name, torch.zeros_like(g)) + (1 - beta) * g
-        return self.m[name]
+        return beta * self.m[name] + (1 - beta) * g
 
     def decay(self) -> float:
         return 1 - float(self.group["lr"]) * self.group["weight_decay"] if self.decoupled else 1.0
@@ -144,7 +146,7 @@ def test_steps(case: str) -> None:
         for key in ("0.weight", "2.weight"):
             for name, direction in directions(optimizer, key, momenta).items():
                 length = (alone.get_parameter(name).detach() - decay * before[name]).norm()
-                expected = decay * before[name] - length * direction / direction.norm()
+                expected = decay * before[name] - length * steep_direction(direction, momenta[name])
                 torch.testing.assert_close(model.get_parameter(name).detach(), expected, rtol=1e-8, atol=1e-10)
     assert (optimizer.stats.refits, optimizer.stats.nonfinite) == (4, 0)
 
@@ -169,7 +171,7 @@ def test_muon(nesterov: bool) -> None:
             g = model.get_parameter(name).grad
             assert g is not None
             means[name] = 0.9 * means.get(name, torch.zeros_like(g)) + 0.1 * g
-            m = 0.1 * g + 0.9 * means[name] if nesterov else means[name]
+            m = 0.1 * g + 0.9 * means[name]
             c, d = (
                 torch.linalg.inv(
                     f[0] + damping_after(block.refits) ** 0.5 * f[0].diagonal().mean() * torch.eye(f.shape[1]).double()
@@ -518,14 +520,19 @@ def test_uses_of_a_weight_whose_moments_are_not_arranged_alike_are_not_added_up(
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("maximize", [False, True])
-def test_the_momentum_of_sgd_is_what_it_steps_along(momentum: float, nesterov: bool, maximize: bool) -> None:
-    """θ_{k+1} = θ_k - lr m, with weight decay at θ_k, before the step."""
+def test_the_momentum_of_sgd_is_what_nesterov_steps_along(momentum: float, nesterov: bool, maximize: bool) -> None:
+    """θ_{k+1} = θ_k - lr m by SGD with nesterov=True, whether the base has it or not; weight decay is of θ_k."""
     if nesterov and not momentum:
         return
-    weight = nn.Parameter(torch.randn(3, 4, dtype=torch.float64))
-    base = torch.optim.SGD([weight], lr=0.1, momentum=momentum, nesterov=nesterov, maximize=maximize, weight_decay=0.5)
+    weight, other = (nn.Parameter(torch.ones(3, 4, dtype=torch.float64)) for _ in range(2))
+    how: dict[str, Any] = {"lr": 0.1, "momentum": momentum, "maximize": maximize, "weight_decay": 0.5}
+    base, steps = SGD([weight], nesterov=nesterov, **how), SGD([other], nesterov=momentum > 0, **how)
     for _ in range(3):
         weight.grad, before = torch.randn_like(weight), weight.detach().clone()
+        with torch.no_grad():
+            other.copy_(weight)
+        other.grad = weight.grad.clone()
         base.step()
+        steps.step()
         found = Momentum(base, {}).of("weight", weight, before, base.param_groups[0], lambda tensor: tensor)
-        torch.testing.assert_close(before - 0.1 * found, weight.detach(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(before - 0.1 * found, other.detach(), rtol=1e-12, atol=1e-12)

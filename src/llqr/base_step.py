@@ -1,7 +1,8 @@
 """The base's own step: its momentum, which U turns, and its length, which stays.
 
 The base steps with the raw gradients, as it would alone. Then -‖Δθ‖ U m / ‖U m‖ takes the place of its step Δθ, tensor by
-tensor; m is the base's momentum (where U m is almost level, a little of m is added: `turn`). Decoupled weight decay stays.
+tensor; m is the base's momentum, as Nesterov's step has it (where U m is almost level, a little of m is added: `turn`).
+Decoupled weight decay stays.
 A step that is suddenly long is made shorter (`Lengths`).
 """
 
@@ -102,22 +103,25 @@ class Momentum:
     def of(
         self, name: str, parameter: Tensor, before: Tensor, group: Group, local: Callable[[Tensor], Tensor]
     ) -> Tensor | None:
-        """After the base has stepped from `before`; of shards, what is `local`, as `before` is."""
-        kind, state = type(self._base), self._base.state.get(parameter, {})
+        """After the base has stepped from `before`: (1 - δ) g + μ buffer, in which the gradient of this step counts once more,
+        as in Nesterov's step. Of shards, what is `local`, as `before` is."""
+        if parameter.grad is None:
+            return None
+        slope = slope_of(self._base, local(parameter.grad), before, group)
+        buffer, momentum, dampening = self._buffer(name, self._base.state.get(parameter, {}), group)
+        return slope if buffer is None else torch.mul(local(buffer), momentum).add_(slope, alpha=1 - dampening)
+
+    def _buffer(self, name: str, state: Mapping[str, Any], group: Group) -> tuple[Tensor | None, float, float]:
+        """What is remembered of the gradients, with μ and δ; δ is μ in an average."""
+        kind = type(self._base)
         if kind in AVERAGING:
-            buffer, gradient = state.get("exp_avg"), None
-        elif not self.is_known:
-            buffer, gradient = self.averages.get(name), None
-        else:
-            buffer, gradient = state.get("momentum_buffer") if group["momentum"] else None, parameter.grad
-        buffer = local(buffer) if isinstance(buffer, Tensor) else None
-        if gradient is None or (buffer is not None and not group["nesterov"]):
-            return buffer
-        gradient = local(gradient)
-        if kind in MUON:
-            return gradient if buffer is None else gradient.lerp(buffer, group["momentum"])
-        slope = slope_of(self._base, gradient, before, group)
-        return slope if buffer is None else slope.add(buffer, alpha=group["momentum"])
+            beta = float(group["betas"][0])
+            return state.get("exp_avg"), beta, beta
+        if kind in (SGD, *MUON):
+            momentum = float(group["momentum"])
+            buffer = state.get("momentum_buffer") if momentum else None
+            return buffer, momentum, float(group["dampening"]) if kind is SGD else momentum
+        return self.averages.get(name), OWN_MOMENTUM, OWN_MOMENTUM
 
 
 def slope_of(base: Optimizer, gradient: Tensor, parameter: Tensor, group: Group) -> Tensor:

@@ -2,7 +2,7 @@
 
     A, G  second moments of a layer's inputs a, and of the gradients b at its outputs: the curvature is about A ⊗ G
     U X = (G + √λ ḡ)⁻¹ X (A + √λ ā)⁻¹,   ḡ and ā the means of the diagonals
-    Δ, m  the base's step by the raw gradients, and its momentum
+    Δ, m  the base's step by the raw gradients, and its momentum, as Nesterov has it
     θ   ← θ - ‖Δ‖ U m / ‖U m‖,   tensor by tensor; no step more than twice as long as of late
 
 `MinimalLLQR` is that, for `nn.Linear` and `nn.Conv2d` whose weights nothing else uses; the base steps all other parameters.
@@ -105,14 +105,14 @@ class MinimalLLQR:
         return float(length * rate)
 
     def _momentum(self, p: Tensor, slope: Tensor, group: dict[str, Any]) -> Tensor:
-        state: Tensors = self.base.state[p]
-        if type(self.base) in AVERAGING:
-            return state["exp_avg"]
-        if type(self.base) is not SGD:
-            return self.averages[p]
-        if not group["momentum"]:
-            return slope
-        return slope + group["momentum"] * state["momentum_buffer"] if group["nesterov"] else state["momentum_buffer"]
+        """As Nesterov's step has it: this step's gradient counts once more than in what the base remembers."""
+        if type(self.base) is SGD:
+            if not group["momentum"]:
+                return slope
+            return (1 - group["dampening"]) * slope + group["momentum"] * self.base.state[p]["momentum_buffer"]
+        averages = type(self.base) in AVERAGING
+        average = self.base.state[p]["exp_avg"] if averages else self.averages[p]
+        return slope.lerp(average, group["betas"][0] if averages else OWN_MOMENTUM)
 
     def _decays(self, group: dict[str, Any]) -> tuple[float, float]:
         """Weight decay in the gradient, and beside the step."""
