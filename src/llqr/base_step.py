@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 from llqr.curvature.linear_maps import Block, LinearMap, Stack, stacked
+from llqr.curvature.precision import raised
 from llqr.errors import LLQRError
 
 if TYPE_CHECKING:
@@ -109,7 +110,9 @@ class Momentum:
             return None
         slope = slope_of(self._base, local(parameter.grad), before, group)
         buffer, momentum, dampening = self._buffer(name, self._base.state.get(parameter, {}), group)
-        return slope if buffer is None else torch.mul(local(buffer), momentum).add_(slope, alpha=1 - dampening)
+        if buffer is None:
+            return slope
+        return torch.add(slope * (1 - dampening) if dampening else slope, local(buffer), alpha=momentum)
 
     def _buffer(self, name: str, state: Mapping[str, Any], group: Group) -> tuple[Tensor | None, float, float]:
         """What is remembered of the gradients, with μ and δ; δ is μ in an average."""
@@ -282,12 +285,13 @@ class _Part(NamedTuple):
 
 
 def _parts(stack: Stack, momenta: Tensors) -> Iterator[_Part]:
-    m, maps = stack.read(momenta), [block.map for block in stack.blocks]
-    split = zip(*(maps[0].split(x) for x in (stack.apply(m), m)), strict=True)
-    for names, each in zip(zip(*(map_.members for map_ in maps), strict=True), split, strict=True):
+    maps = [block.map for block in stack.blocks]
+    directions = maps[0].split(stack.apply(stack.read(momenta)))
+    for names, direction in zip(zip(*(map_.members for map_ in maps), strict=True), directions, strict=True):
+        momentum = [raised(map_.part(name, momenta)).reshape(1, -1) for map_, name in zip(maps, names, strict=True)]
         # rows without gaps: their norms are many times faster
-        direction, momentum = (x.contiguous().view(len(maps), -1) for x in each)
-        yield _Part(maps, list(names), direction, momentum)
+        rows = direction.contiguous().view(len(maps), -1), momentum[0] if len(maps) == 1 else torch.cat(momentum)
+        yield _Part(maps, list(names), *rows)
 
 
 def _measured(parts: Sequence[_Part], steps: Sequence[Tensor]) -> list[list[float]]:
