@@ -109,10 +109,11 @@ class MinimalLLQR:
         if type(self.base) is SGD:
             if not group["momentum"]:
                 return slope
-            return (1 - group["dampening"]) * slope + group["momentum"] * self.base.state[p]["momentum_buffer"]
-        averages = type(self.base) in AVERAGING
-        average = self.base.state[p]["exp_avg"] if averages else self.averages[p]
-        return slope.lerp(average, group["betas"][0] if averages else OWN_MOMENTUM)
+            buffer: Tensor = self.base.state[p]["momentum_buffer"]
+            return (1 - group["dampening"]) * slope + group["momentum"] * buffer
+        if type(self.base) in AVERAGING:
+            return slope.lerp(self.base.state[p]["exp_avg"], group["betas"][0])
+        return slope.lerp(self.averages[p], OWN_MOMENTUM)
 
     def _decays(self, group: dict[str, Any]) -> tuple[float, float]:
         """Weight decay in the gradient, and beside the step."""
