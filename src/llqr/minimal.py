@@ -109,10 +109,9 @@ class MinimalLLQR:
         if type(self.base) is SGD:
             if not group["momentum"]:
                 return slope
-            buffer: Tensor = self.base.state[p]["momentum_buffer"]
-            return (1 - group["dampening"]) * slope + group["momentum"] * buffer
+            return slope.mul(1 - group["dampening"]).add(self.base.state[p]["momentum_buffer"], alpha=group["momentum"])
         if type(self.base) in AVERAGING:
-            return slope.lerp(self.base.state[p]["exp_avg"], group["betas"][0])
+            return slope.lerp(self.base.state[p]["exp_avg"], float(group["betas"][0]))
         return slope.lerp(self.averages[p], OWN_MOMENTUM)
 
     def _decays(self, group: dict[str, Any]) -> tuple[float, float]:
