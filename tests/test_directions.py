@@ -47,16 +47,34 @@ class Lion(Optimizer):
                 mean.mul_(0.99).add_(p.grad, alpha=0.01)
 
 
+class Writing(Optimizer):
+    """SGD with Nesterov's momentum as many write it: the gradient's memory becomes the step's, and is cleared after it."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                d = p.grad
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p)).mul_(0.9).add_(d)
+                p.sub_(group["lr"] * d.add_(mean, alpha=0.9))
+                p.grad = None
+
+
 BASES: dict[str, Callable[[Any], Optimizer]] = {
     "SGD": lambda p: SGD(p, lr=0.1),
     "SGD, momentum": lambda p: SGD(p, lr=0.1, momentum=0.9),
     "SGD, nesterov": lambda p: SGD(p, lr=0.1, momentum=0.8, nesterov=True),
+    "SGD, nesterov, foreach": lambda p: SGD(p, lr=0.1, momentum=0.8, nesterov=True, foreach=True),
     "SGD, dampening": lambda p: SGD(p, lr=0.1, momentum=0.8, dampening=0.3),
     "SGD, weight decay": lambda p: SGD(p, lr=0.1, weight_decay=0.2),
     "SGD, all": lambda p: SGD(p, lr=0.1, momentum=0.8, nesterov=True, weight_decay=0.2, maximize=True),
     "SGD, maximize": lambda p: SGD(p, lr=0.1, maximize=True),
     "SGD, momentum and decay": lambda p: SGD(p, lr=0.1, momentum=0.8, weight_decay=0.2, foreach=True),
     "Adam": lambda p: Adam(p, lr=0.01),
+    "Adam, short average": lambda p: Adam(p, lr=0.01, betas=(0.5, 0.99)),
     "Adam, weight decay, amsgrad": lambda p: Adam(p, lr=0.01, weight_decay=0.1, amsgrad=True),
     "Adam, maximize": lambda p: Adam(p, lr=0.01, maximize=True),
     "AdamW": lambda p: AdamW(p, lr=0.01, weight_decay=0.5),
@@ -71,6 +89,7 @@ BASES: dict[str, Callable[[Any], Optimizer]] = {
     "RMSprop, weight decay": lambda p: RMSprop(p, lr=0.01, weight_decay=0.3),
     "Adagrad": lambda p: Adagrad(p, lr=0.05, weight_decay=0.1),
     "Lion": lambda p: Lion(p, lr=0.01),
+    "writes into gradients": lambda p: Writing(p, lr=0.05),
     "Lion, weight decay": lambda p: Lion(p, lr=0.01, weight_decay=0.4),
 }
 
@@ -96,7 +115,7 @@ class Reference:
 
     def momentum(self, name: str, p: Tensor) -> Tensor:
         assert p.grad is not None
-        g = -p.grad if self.group.get("maximize") else p.grad
+        g = -p.grad if self.group.get("maximize") else p.grad.clone()
         if self.group["weight_decay"] and not self.decoupled:
             g = g + self.group["weight_decay"] * p.detach()
         if self.kind is SGD:
@@ -518,21 +537,23 @@ def test_uses_of_a_weight_whose_moments_are_not_arranged_alike_are_not_added_up(
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("mu", [0.0, 0.9])
 @pytest.mark.parametrize("maximize", [False, True])
-def test_the_momentum_of_sgd_is_what_nesterov_steps_along(momentum: float, nesterov: bool, maximize: bool) -> None:
+def test_the_momentum_of_sgd_is_what_nesterov_steps_along(mu: float, nesterov: bool, maximize: bool) -> None:
     """θ_{k+1} = θ_k - lr m by SGD with nesterov=True, whether the base has it or not; weight decay is of θ_k."""
-    if nesterov and not momentum:
+    if nesterov and not mu:
         return
     weight, other = (nn.Parameter(torch.ones(3, 4, dtype=torch.float64)) for _ in range(2))
-    how: dict[str, Any] = {"lr": 0.1, "momentum": momentum, "maximize": maximize, "weight_decay": 0.5}
-    base, steps = SGD([weight], nesterov=nesterov, **how), SGD([other], nesterov=momentum > 0, **how)
+    how: dict[str, Any] = {"lr": 0.1, "momentum": mu, "maximize": maximize, "weight_decay": 0.5}
+    base, steps = SGD([weight], nesterov=nesterov, **how), SGD([other], nesterov=mu > 0, **how)
+    momentum, group = Momentum(base, {}), base.param_groups[0]
     for _ in range(3):
         weight.grad, before = torch.randn_like(weight), weight.detach().clone()
         with torch.no_grad():
             other.copy_(weight)
         other.grad = weight.grad.clone()
+        slopes = momentum.gather({"weight": weight.grad}, {"weight": weight}, {"weight": group})
         base.step()
         steps.step()
-        found = Momentum(base, {}).of("weight", weight, before, base.param_groups[0], lambda tensor: tensor)
+        found = momentum.of("weight", weight, slopes.get("weight"), before, group, lambda tensor: tensor)
         torch.testing.assert_close(before - 0.1 * found, other.detach(), rtol=1e-12, atol=1e-12)

@@ -331,6 +331,44 @@ def test_a_step_without_gradients() -> None:
     assert_same(parameters_of(model), before)
 
 
+@pytest.mark.parametrize("divergence", [None, "ngd"])
+def test_a_step_without_a_backward_pass(divergence: str | None) -> None:
+    """A refit that has heard no gradient is none: it is counted, and said once."""
+    model = network()
+    optimizer = LLQR(sgd(model), model, divergence)
+    before = parameters_of(model)
+    model(batch()[0])
+    with pytest.warns(LLQRWarning, match=r"backward\(\) comes first"):
+        optimizer.step()
+    model(batch()[0])
+    optimizer.step()
+    assert_same(parameters_of(model), before)
+    assert (optimizer.stats.refits, optimizer.stats.rejected) == (0, 2)
+    backward(model, batch())
+    optimizer.step()
+    assert (optimizer.stats.refits, len(optimizer.blocks)) == (1, 2)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_base_that_clears_the_gradients(momentum: float) -> None:
+    """m is what the base remembers, without this step's gradient; where it remembers nothing, its own step stays."""
+    model = network()
+    base = SGD(model.parameters(), lr=0.1, momentum=momentum)
+    base.register_step_post_hook(lambda *_: base.zero_grad())
+    optimizer = LLQR(base, model, structure="scalar")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for number in range(3):
+            backward(model, batch(number))
+            before, slopes = parameters_of(model), {n: p.grad.clone() for n, p in model.named_parameters()}
+            optimizer.step()
+            for name, p in model.named_parameters():
+                m = base.state[p]["momentum_buffer"] if momentum else slopes[name]
+                torch.testing.assert_close(p.detach(), before[name] - 0.1 * m, rtol=1e-9, atol=1e-12)
+    assert len(said) == (not momentum)
+    assert optimizer.stats.nonfinite == (0 if momentum else 6)
+
+
 def test_a_sparse_gradient() -> None:
     """An error that says what to change."""
     model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 2))
@@ -421,6 +459,8 @@ def test_which_output() -> None:
     with pytest.raises(LLQRError, match=r"output=lambda out: out\[0\]"):
         optimizer.step()
     assert_same(parameters_of(model), before)
+    with pytest.raises(LLQRError, match="name a divergence"):
+        LLQR(sgd(model), model, output=lambda out: out[0])
     optimizer = LLQR(sgd(model), model, "ngd", output=lambda out: out[0])
     functional.cross_entropy(model(x)[0], y).backward()
     optimizer.step()

@@ -113,7 +113,9 @@ TASKS: dict[str, Task] = {
 }
 BASES: dict[str, Callable[[Any], Optimizer]] = {
     "SGD": lambda p: SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "AdamW": lambda p: AdamW(p, lr=0.01, weight_decay=0.1),
+    "SGD, dampening": lambda p: SGD(p, lr=0.05, momentum=0.5, dampening=0.3),
+    "SGD, plain": lambda p: SGD(p, lr=0.05),
+    "AdamW": lambda p: AdamW(p, lr=0.01, betas=(0.8, 0.99), weight_decay=0.1),
     "RMSprop": lambda p: RMSprop(p, lr=0.003, weight_decay=0.01),
 }
 

@@ -51,7 +51,7 @@ class BaseStep:
         """
         names = list(dict.fromkeys(name for block in blocks for name in block.map.members))
         groups = groups_of(self._base, parameters)
-        self.momentum.gather(gradients, parameters, groups)
+        slopes = self.momentum.gather(gradients, parameters, groups)
         if not names:
             self._base.step()
             return []
@@ -59,14 +59,18 @@ class BaseStep:
             local = {name: processes.local(parameters[name]) for name in names}
             before = self._remembered(local)
             self._base.step()
-            found = {n: self.momentum.of(n, parameters[n], before[n], groups[n], processes.local) for n in names}
-            momenta = {name: momentum for name, momentum in found.items() if momentum is not None}
+            momenta = dict[str, Tensor]()
+            for name in names:
+                how = slopes.get(name), before[name], groups[name], processes.local
+                if (momentum := self.momentum.of(name, parameters[name], *how)) is not None:
+                    momenta[name] = momentum
             factors = {name: decay(self._base, groups[name]) for name in names}
             for factor in {*factors.values()} - {1.0}:
                 torch._foreach_mul_([before[name] for name in names if factors[name] == factor], factor)
             own = dict(zip(names, torch._foreach_sub(list(local.values()), list(before.values())), strict=True))
             bounded = self.lengths.bounded(own, groups, processes.lengths(own.values()))
             turned = processes.turn(blocks, momenta, bounded, parameters)
+            turned.left.extend(b.map.key for b in blocks if not momenta.keys() >= set(b.map.members))
             self._taken_back.look(own, turned.steps)
             for name, step in turned.steps.items():
                 torch.add(before[name], step.to(before[name].dtype), out=local[name])
@@ -82,7 +86,11 @@ class BaseStep:
 
 
 class Momentum:
-    """The base's momentum, parameter by parameter; around a base that doesn't show it, an average of our own."""
+    """The base's momentum, parameter by parameter; around a base that doesn't show it, an average of our own.
+
+    It is as Nesterov's step has it, whether the base's is or not: the gradient of this step counts once more than in what the
+    base remembers, m = (1 - δ) g + μ buffer. In an average δ is μ.
+    """
 
     def __init__(self, base: Optimizer, averages: dict[str, Tensor]) -> None:
         self._base, self.averages = base, averages
@@ -91,40 +99,49 @@ class Momentum:
     def is_known(self) -> bool:
         return type(self._base) in (SGD, *AVERAGING, *MUON)
 
-    def gather(self, gradients: Tensors, parameters: Tensors, groups: Mapping[str, Group]) -> None:
-        """Before the base steps: average the gradients, where the base doesn't show that it does."""
-        if self.is_known:
-            return
+    def gather(self, gradients: Tensors, parameters: Tensors, groups: Mapping[str, Group]) -> dict[str, Tensor]:
+        """Before the base steps: g where it may write into the gradients, as SGD with Nesterov's momentum does; and average g,
+        where it shows no average."""
+        slopes = {}
         for name, gradient in gradients.items():
+            if self.is_known and not (type(self._base) is SGD and groups[name]["nesterov"]):
+                continue
             slope = slope_of(self._base, gradient, parameters[name], groups[name])
-            if name not in self.averages:
-                self.averages[name] = torch.zeros_like(gradient)
-            self.averages[name] = self.averages[name].to(slope).lerp_(slope, 1 - OWN_MOMENTUM)
+            slopes[name] = slope.clone() if slope is gradient else slope
+            if not self.is_known:
+                before = self.averages.get(name, torch.zeros_like(gradient)).to(slope)
+                self.averages[name] = before.lerp_(slope, 1 - OWN_MOMENTUM)
+        return slopes
 
     def of(
-        self, name: str, parameter: Tensor, before: Tensor, group: Group, local: Callable[[Tensor], Tensor]
+        self,
+        name: str,
+        parameter: Tensor,
+        slope: Tensor | None,
+        before: Tensor,
+        group: Group,
+        local: Callable[[Tensor], Tensor],
     ) -> Tensor | None:
-        """After the base has stepped from `before`: (1 - δ) g + μ buffer, in which the gradient of this step counts once more,
-        as in Nesterov's step. Of shards, what is `local`, as `before` is."""
-        if parameter.grad is None:
-            return None
-        slope = slope_of(self._base, local(parameter.grad), before, group)
-        buffer, momentum, dampening = self._buffer(name, self._base.state.get(parameter, {}), group)
-        if buffer is None:
-            return slope
-        return torch.add(slope * (1 - dampening) if dampening else slope, local(buffer), alpha=momentum)
-
-    def _buffer(self, name: str, state: Mapping[str, Any], group: Group) -> tuple[Tensor | None, float, float]:
-        """What is remembered of the gradients, with μ and δ; δ is μ in an average."""
-        kind = type(self._base)
+        """After the base has stepped from `before`; of shards, what is `local`, as `before` is. The buffer alone, where the
+        base has cleared the gradient."""
+        if slope is not None:
+            slope = local(slope)
+        elif parameter.grad is not None:
+            slope = slope_of(self._base, local(parameter.grad), before, group)
+        kind, state = type(self._base), self._base.state.get(parameter, {})
         if kind in AVERAGING:
-            beta = float(group["betas"][0])
-            return state.get("exp_avg"), beta, beta
-        if kind in (SGD, *MUON):
+            buffer, momentum = state.get("exp_avg"), float(group["betas"][0])
+        elif not self.is_known:
+            buffer, momentum = self.averages.get(name), OWN_MOMENTUM
+        else:
             momentum = float(group["momentum"])
             buffer = state.get("momentum_buffer") if momentum else None
-            return buffer, momentum, float(group["dampening"]) if kind is SGD else momentum
-        return self.averages.get(name), OWN_MOMENTUM, OWN_MOMENTUM
+        if slope is None or buffer is None:
+            return slope if buffer is None else local(buffer)
+        if kind is not SGD:
+            return slope.lerp(local(buffer), momentum)
+        dampening = float(group["dampening"])
+        return torch.add(slope * (1 - dampening) if dampening else slope, local(buffer), alpha=momentum)
 
 
 def slope_of(base: Optimizer, gradient: Tensor, parameter: Tensor, group: Group) -> Tensor:

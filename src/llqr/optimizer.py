@@ -3,7 +3,7 @@
 for k = 0, 1, 2, …:
     g_k ← ∇L(θ_k)                                     (the user's backward pass)
     often at first, then rarer:  U ← (H + λ)⁻¹        (a refit: H from the curvature of all examples, averaged)
-    Δ, m ← the base's step by g_k, and its momentum
+    Δ, m ← the base's step by g_k, and its momentum, as Nesterov's step has it
     θ_{k+1} ← θ_k - ‖Δ‖ U m / ‖U m‖                   (tensor by tensor)
 """
 
@@ -46,8 +46,9 @@ CALL_IT = (
 class LLQR(Wrapping):
     """A torch optimizer whose steps have the direction U m and the length of the base's own step.
 
-    m is the base's momentum, U the inverse curvature; a refit updates U. Matrices of linear layers, convolutions and attention
-    are stepped so, with their biases. The base steps all other parameters; `print(optimizer)` says which and why.
+    m is the base's momentum, in which the present gradient counts once more, U the inverse curvature; a refit updates U.
+    Matrices of linear layers, convolutions and attention are stepped so, with their biases. The base steps all other
+    parameters; `print(optimizer)` says which and why.
 
     Args:
         base: the optimizer inside, with its own learning rate, momentum and weight decay. It shares its `param_groups`, `state`
@@ -83,6 +84,10 @@ class LLQR(Wrapping):
     ) -> None:
         super().__init__(base, model, often_at_first if every is None else every, process_group)
         check_callable("output", output)
+        if output is not None and divergence is None:
+            raise LLQRError(
+                "output= picks the tensor that a divergence is about, and there is none: leave it out, or name a divergence"
+            )
         self.divergence = None if divergence is None else resolve(divergence)
         self.structure = structure
         self._output = output
@@ -183,6 +188,10 @@ class LLQR(Wrapping):
                 "no gradient has come back through the model: it wasn't called as model(...) with gradients on since the last "
                 "step. " + (LISTENS if self._by_parts and not collector.runs_again else CALL_IT)
             )
+        if collector.heard_nothing:
+            raise NonFiniteError(
+                "no gradient has come back through the model since it was called: backward() comes first"
+            )
         # parts are heard one by one, before what else uses their weights
         used_otherwise = collector.other_uses.keys() if self._by_parts else set()
         sums = [sums for sums in collector.sums.values() if used_otherwise.isdisjoint(sums.map.members)]
@@ -233,7 +242,9 @@ class LLQR(Wrapping):
                 not_finite(gradients), "the gradient of {} isn't finite, and the base's own step was taken"
             )
         left = self._base_step.take(parameters, gradients, blocks, self.processes)
-        self._left_to_base(left, "U m of {} isn't finite or is zero, and the base's own step was taken there")
+        self._left_to_base(
+            left, "U m of {} isn't finite, is zero or isn't known, and the base's own step was taken there"
+        )
 
     # --- state ---
 

@@ -144,6 +144,11 @@ class Collector(Listener):
         """Whether the model was called with gradients on, for this step."""
         self._awaited: list[RemovableHandle] = []
 
+    @property
+    def heard_nothing(self) -> bool:
+        """Whether the model was called for this step, and no gradient has come back to where one was awaited."""
+        return self.was_called and not (self.sums or self.calls) and bool(self._awaited or self.runs_again)
+
     def know(self, parameters: Mapping[str, Tensor], structures: Mapping[str, Structure]) -> None:
         """The parameters that are stepped, by their names, and the structures of their blocks."""
         self.of = parameters
