@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -265,22 +265,20 @@ def turn(blocks: Iterable[Block], momenta: Tensors, steps: Tensors) -> TurnedSte
     """
     result = TurnedSteps({}, [])
     usable = [b for b in blocks if all(name in momenta and name in steps for name in b.map.members)]
-    parts = [part for stack in stacked(usable) for part in _parts(stack, momenta)]
-    if not parts:
+    found = [tensor for stack in stacked(usable) for tensor in _turned(stack, momenta, steps)]
+    if not found:
         return result
-    members = [(part, place) for part in parts for place in range(len(part.maps))]
-    own = [part.maps[place].part(part.names[place], steps) for part, place in members]
-    for (part, place), row in zip(members, _measured(parts, own), strict=True):
-        map_, name = part.maps[place], part.names[place]
-        along, size, momentum, length = row
-        if not all(map(math.isfinite, row)) or size <= 0 or momentum <= 0:
+    for tensor, numbers in zip(found, _measured(found), strict=True):
+        map_, name = tensor.map, tensor.name
+        along, size, momentum, length = numbers
+        if not all(map(math.isfinite, numbers)) or size <= 0 or momentum <= 0:
             if length != 0:
                 result.left.append(map_.key)
             continue
         share, added = _steep(along / (size * momentum))
-        direction = part.direction[place].mul_(-length * share / size)
+        direction = tensor.direction.mul_(-length * share / size)
         if added:
-            direction.add_(part.momentum[place], alpha=-length * added / momentum)
+            direction.add_(tensor.momentum, alpha=-length * added / momentum)
         if name == map_.weight and map_.places is not None:
             if name not in result.steps:
                 result.steps[name] = steps[name].clone(memory_format=torch.contiguous_format)
@@ -290,38 +288,37 @@ def turn(blocks: Iterable[Block], momenta: Tensors, steps: Tensors) -> TurnedSte
     return result
 
 
-class _Part(NamedTuple):
-    """The weights or the biases of a stack of maps, each as one row."""
+class _Turned(NamedTuple):
+    """The weight or the bias of a map."""
 
-    maps: list[LinearMap]
-    names: list[str]
+    map: LinearMap
+    name: str
     direction: Tensor
-    """U m, of all of them."""
+    """U m, without gaps: its norm is many times faster."""
     momentum: Tensor
     """m."""
+    step: Tensor
+    """The base's."""
 
 
-def _parts(stack: Stack, momenta: Tensors) -> Iterator[_Part]:
+def _turned(stack: Stack, momenta: Tensors, steps: Tensors) -> Iterator[_Turned]:
     maps = [block.map for block in stack.blocks]
-    directions = maps[0].split(stack.apply(stack.read(momenta)))
-    for names, direction in zip(zip(*(map_.members for map_ in maps), strict=True), directions, strict=True):
-        momentum = [raised(map_.part(name, momenta)).reshape(1, -1) for map_, name in zip(maps, names, strict=True)]
-        # rows without gaps: their norms are many times faster
-        rows = direction.contiguous().view(len(maps), -1), momentum[0] if len(maps) == 1 else torch.cat(momentum)
-        yield _Part(maps, list(names), *rows)
+    for number, directions in enumerate(maps[0].split(stack.apply(stack.read(momenta)))):
+        for map_, direction in zip(maps, directions.contiguous().view(len(maps), -1).unbind(), strict=True):
+            name = map_.members[number]
+            momentum, step = (map_.part(name, tensors) for tensors in (momenta, steps))
+            yield _Turned(map_, name, direction, raised(momentum).reshape(-1), step)
 
 
-def _measured(parts: Sequence[_Part], steps: Sequence[Tensor]) -> list[list[float]]:
-    """U m · m, ‖U m‖, ‖m‖ and ‖Δθ‖ of each member of each part, in one transfer."""
-    rows = []
-    for part in parts:
-        along = torch.bmm(part.direction[:, None], part.momentum[..., None]).flatten()
-        norms = (torch.linalg.vector_norm(x, dim=1) for x in (part.direction, part.momentum))
-        rows.append(torch.stack((along, *norms), 1))
-    sizes = torch.cat([row.to(rows[0].dtype) for row in rows])
-    lengths = torch.stack([length.to(sizes) for length in torch._foreach_norm(list(steps))])
-    found: list[list[float]] = torch.cat((sizes, lengths[:, None]), 1).tolist()
-    return found
+def _measured(tensors: Sequence[_Turned]) -> list[list[float]]:
+    """U m · m, ‖U m‖, ‖m‖ and ‖Δθ‖ of each, in one transfer."""
+    _, _, directions, momenta, steps = zip(*tensors, strict=True)
+    along = [
+        (direction[None] @ momentum[:, None]).squeeze() for direction, momentum in zip(directions, momenta, strict=True)
+    ]
+    columns = along, *map(torch._foreach_norm, (directions, momenta, steps))
+    numbers = torch.stack([torch.stack([number.to(along[0]) for number in column]) for column in columns], 1)
+    return cast(list[list[float]], numbers.tolist())
 
 
 def _steep(cosine: float) -> tuple[float, float]:
