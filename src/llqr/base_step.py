@@ -313,9 +313,9 @@ def _turned(stack: Stack, momenta: Tensors, steps: Tensors) -> Iterator[_Turned]
 def _measured(tensors: Sequence[_Turned]) -> list[list[float]]:
     """U m · m, ‖U m‖, ‖m‖ and ‖Δθ‖ of each, in one transfer."""
     _, _, directions, momenta, steps = zip(*tensors, strict=True)
-    along = [
-        (direction[None] @ momentum[:, None]).squeeze() for direction, momentum in zip(directions, momenta, strict=True)
-    ]
+    # a product of (1, n) and (n, 1) is ten times slower, but in a batch
+    pairs = zip(directions, momenta, strict=True)
+    along = [torch.bmm(direction[None, None], momentum[None, :, None]).view(()) for direction, momentum in pairs]
     columns = along, *map(torch._foreach_norm, (directions, momenta, steps))
     numbers = torch.stack([torch.stack([number.to(along[0]) for number in column]) for column in columns], 1)
     return cast(list[list[float]], numbers.tolist())
