@@ -20,7 +20,7 @@ from llqr.curvature.uses import find_uses
 from llqr.divergences import KL
 from llqr.errors import LLQRError
 from llqr.structures import Dense, Diagonal, EigenKronecker, Kronecker, Scalar
-from llqr.structures.base import LEADING, LONG_SIDE, Structure, damped_inverse, gram, thin_inverse
+from llqr.structures.base import LEADING, LONG_SIDE, Structure, _start, damped_inverse, gram, thin_inverse
 from llqr.wrapper import often_at_first
 from loops import STRUCTURES, backward, batch, network, sgd, train
 from networks import relative
@@ -303,15 +303,12 @@ def test_a_structure_without_a_closed_form() -> None:
 
 
 def few_directions(side: int, samples: int) -> Tensor:
-    """Two stacks of T = side + samples rows: a few strong directions, and the same small size in all others."""
-    strong = torch.randn(2, samples, side).double() * torch.linspace(5, 50, samples).double()[:, None]
-    basis = torch.linalg.qr(strong.mT).Q
-    rest = torch.eye(side).double() - basis @ basis.mT
-    return torch.cat((strong, 1e-3 * rest), 1)
+    """Two stacks of T rows, which span fewer directions than a thin factor has columns."""
+    return torch.randn(2, samples, side).double() * torch.linspace(5, 50, samples).double()[:, None]
 
 
-def test_a_long_side_is_inverted_by_its_leading_eigenvectors() -> None:
-    """(M + γ)⁻¹ = diag(w) - B Bᵀ exactly, where M has no more than r strong directions and one value in all others."""
+def test_a_long_side_with_few_directions_is_inverted_exactly() -> None:
+    """(M + γ)⁻¹ = diag(w) - B Bᵀ, where M is of a rank of no more than r."""
     torch.manual_seed(0)
     side = LONG_SIDE + 8
     moment = gram(few_directions(side, 20))
@@ -320,6 +317,30 @@ def test_a_long_side_is_inverted_by_its_leading_eigenvectors() -> None:
     found = torch.diag_embed(diagonal) - thin @ thin.mT
     torch.testing.assert_close(found, damped_inverse(moment, 0.3), rtol=1e-9, atol=1e-9 * float(found.abs().max()))
     assert torch.equal(thin, thin_inverse(moment, 0.3)[0])  # it depends on M alone
+
+
+def test_a_long_side_is_inverted_by_nystroms_approximation() -> None:
+    """diag(w) - B Bᵀ = (N + τ + γ)⁻¹ with N = MΩ (ΩᵀMΩ)⁻¹ ΩᵀM and τ = tr(M - N)/(n - r), Ω = M times the fixed start."""
+    torch.manual_seed(0)
+    side = LONG_SIDE + 8
+    moment = gram(torch.randn(1, 400, side).double() / torch.arange(1, side + 1).double())[0]
+    columns = moment @ _start(side, torch.float64, torch.device("cpu"))
+    image = moment @ columns
+    nystrom = image @ torch.linalg.pinv(columns.mT @ image) @ image.mT
+    shift = (moment - nystrom).trace() / (side - LEADING) + 0.3 * moment.trace() / side
+    expected = torch.linalg.inv(nystrom + shift * torch.eye(side).double())
+    thin, diagonal = thin_inverse(moment[None], 0.3)
+    found = torch.diag_embed(diagonal[0]) - thin[0] @ thin[0].mT
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6 * float(found.abs().max()))
+
+
+@pytest.mark.parametrize("size", [1e-24, 1e24])
+def test_a_long_side_in_any_units(size: float) -> None:
+    """(s M + s γ)⁻¹ = (M + γ)⁻¹ / s, in single precision too, where squares of s M would be 0 or infinite."""
+    torch.manual_seed(0)
+    moment = gram(few_directions(LONG_SIDE + 8, 20)).float()
+    expected, found = (torch.diag_embed(w) - b @ b.mT for b, w in (thin_inverse(m, 0.3) for m in (moment, size * moment)))
+    torch.testing.assert_close(found * size, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("on_rows", [True, False])

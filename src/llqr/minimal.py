@@ -27,7 +27,7 @@ Tensors = dict[str, Tensor]
 
 MEMORY = 0.8  # how much a refit counts beside the next one
 PLACES = 512  # of a batch, at which a layer is looked at
-LONG_SIDE, LEADING = 192, 64  # longer sides of a matrix are inverted by so many leading eigenvectors
+LONG_SIDE, LEADING = 192, 64  # longer sides of a matrix are inverted in the span of so many columns
 LONGEST_GAP = 40  # steps between refits
 RECENT, KNOWN, LEAP, IDLE = 0.95, 10.0, 2.0, 0.1  # of the lengths of steps: how they are averaged, and their bounds
 STEEPNESS = 0.15  # the least cosine between a step and -m
@@ -178,20 +178,16 @@ class Layer:
 
 
 def damped_inverse(M: Tensor, share: float) -> Tensor:
-    """(M + γ)⁻¹, γ a share of the mean of M's diagonal. Of a long side, M ≈ Q Λ Qᵀ + τ (1 - Q Qᵀ) by leading eigenvectors."""
+    """(M + γ)⁻¹, γ a share of the mean of M's diagonal. Of a long side M ≈ N + τ, N Nyström's approximation in a few columns."""
     n, eye = M.shape[-1], torch.eye(M.shape[-1]).to(M)
-    trace = M.diagonal(dim1=1, dim2=2).sum(1)[:, None, None]
-    shift = share * trace / n
-    if n <= LONG_SIDE:
-        return torch.linalg.inv(M + shift * eye)  # type: ignore[no-any-return]
-    Q = torch.randn(n, LEADING, generator=torch.Generator().manual_seed(n), dtype=torch.float64).to(M)
-    for _ in range(2):
-        Q = torch.linalg.qr(M @ Q).Q
-    values, turn = torch.linalg.eigh(Q.mT @ M @ Q)
-    Q, values = Q @ turn, values[:, None]
-    rest = (trace - values.sum(2, keepdim=True)) / (n - LEADING)  # τ
-    inverse: Tensor = (eye - Q @ Q.mT) / (rest + shift) + (Q / (values.maximum(rest) + shift)) @ Q.mT
-    return inverse
+    mean = M.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
+    if n > LONG_SIDE:
+        start = torch.randn(n, LEADING, generator=torch.Generator().manual_seed(n), dtype=torch.float64).to(M)
+        Q = torch.linalg.qr(M @ start / mean).Q
+        N = M @ Q @ torch.linalg.pinv(Q.mT @ M @ Q, hermitian=True) @ Q.mT @ M
+        rest = (M - N).diagonal(dim1=1, dim2=2).sum(1).clamp_min(0) / (n - LEADING)  # τ
+        M = N + rest[:, None, None] * eye
+    return torch.linalg.inv(M + share * mean * eye)  # type: ignore[no-any-return]
 
 
 def spread_places(count: int) -> Tensor:

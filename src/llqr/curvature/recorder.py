@@ -62,7 +62,8 @@ def _streams(model: nn.Module) -> Iterator[Stream]:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         yield numpy.random.get_state, numpy.random.set_state
-    held = {id(one): one for module in model.modules() for value in vars(module).values() for one in _within(value)}
+    values = (value for module in model.modules() for name, value in vars(module).items() if name not in TORCHS_OWN)
+    held = {id(one): one for value in values for one in _within(value)}
     for value in held.values():
         if isinstance(value, torch.Generator):
             yield value.get_state, value.set_state
@@ -74,6 +75,8 @@ def _streams(model: nn.Module) -> Iterator[Stream]:
             yield partial(getattr, value.bit_generator, "state"), partial(setattr, value.bit_generator, "state")
 
 
+TORCHS_OWN = frozenset(vars(nn.Module()))
+"""What every module has: none of it is a stream."""
 SHORT = 100
 """Longer lists are data."""
 

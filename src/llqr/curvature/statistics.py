@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -52,20 +53,33 @@ def patches(
 ) -> Sides:
     """At some places of `over` (N, rows, …): its numbers there, and those of `under` (N, channels, …) that the kernel meets."""
     channels, rows = under.shape[1] // groups, over.shape[1] // groups
-    count = over[:, 0].numel()
-    chosen = some_places(count, over.device)
-    batch, *corner = torch.unravel_index(chosen, (len(over), *over.shape[2:]))
-    where = torch.zeros_like(chosen)[:, None]  # (T, kernel), with all dimensions as one
-    inside = torch.ones_like(where, dtype=torch.bool)
-    for dim, (start, size) in enumerate(zip(corner, under.shape[2:], strict=True)):
-        steps = torch.arange(kernel[dim], device=over.device) * dilation[dim]
+    sizes = (len(over), *over.shape[2:]), under.shape[2:], kernel, stride, padding, dilation
+    (batch, *corner), where, outside = _kernel_places(*map(tuple, sizes), over.device)
+    met = under.flatten(2)[batch[:, None], :, where].masked_fill(outside[..., None], 0)  # (T, kernel, channels)
+    columns = met.reshape(*met.shape[:2], groups, channels).permute(2, 0, 3, 1).flatten(2)
+    left = over.movedim(1, -1)[batch, *corner].reshape(len(batch), groups, rows).transpose(0, 1)
+    return left, columns, over[:, 0].numel() / max(len(batch), 1)
+
+
+Sizes = tuple[int, ...]
+
+
+@lru_cache(maxsize=64)
+def _kernel_places(
+    over: Sizes, under: Sizes, kernel: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes, device: torch.device
+) -> tuple[Sequence[Tensor], Tensor, Tensor]:
+    """Some places of a tensor without its channels, and where in another one the kernel lies there: all its dimensions but the
+    batch as one, (T, kernel); and whether that is outside. The same at every refit."""
+    chosen = some_places(math.prod(over), device)
+    batch, *corner = torch.unravel_index(chosen, over)
+    where = torch.zeros_like(chosen)[:, None]
+    outside = torch.zeros_like(where, dtype=torch.bool)
+    for dim, (start, size) in enumerate(zip(corner, under, strict=True)):
+        steps = torch.arange(kernel[dim], device=device) * dilation[dim]
         at = (start * stride[dim] - padding[dim])[:, None] + steps
         where = (where[:, :, None] * size + at.clamp(0, size - 1)[:, None]).flatten(1)
-        inside = (inside[:, :, None] & ((at >= 0) & (at < size))[:, None]).flatten(1)
-    met = under.flatten(2)[batch[:, None], :, where].masked_fill(~inside[..., None], 0)  # (T, kernel, channels)
-    columns = met.reshape(*met.shape[:2], groups, channels).permute(2, 0, 3, 1).flatten(2)
-    left = over.movedim(1, -1)[batch, *corner].reshape(len(chosen), groups, rows).transpose(0, 1)
-    return left, columns, count / max(len(chosen), 1)
+        outside = (outside[:, :, None] | ((at < 0) | (at >= size))[:, None]).flatten(1)
+    return (batch, *corner), where, outside
 
 
 @dataclass

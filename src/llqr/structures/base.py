@@ -175,7 +175,8 @@ def damped_inverse(moment: Tensor, damping: Damping) -> Tensor:
 
 
 LONG_SIDE = 192
-"""Sides longer than this are inverted by their leading eigenvectors: their matrix would cost more than a training step."""
+"""Sides longer than this are inverted along their leading directions: the whole inverse would cost more than a training
+step."""
 LEADING = 64
 """How many: U was as good as with an eighth of the side (docs/findings.md)."""
 
@@ -183,31 +184,32 @@ LEADING = 64
 def thin_inverse(moment: Tensor, damping: Damping) -> tuple[Tensor, Tensor]:
     """(M + γ)⁻¹ ≈ diag(w) - B Bᵀ, γ = damping · mean(diag M): B (k, n, r) and w (k, n).
 
-    With the leading eigenvectors Q and values Λ of M, and τ the mean of the other values, M ≈ Q (Λ - τ) Qᵀ + τ, so that
-    w = 1/(τ + γ) and B = Q √(1/(τ + γ) - 1/(Λ + γ)). Q comes from three products with M, from the same start each time:
-    what U is depends on M alone.
+    Nyström's approximation in the span of r columns Ω: M ≈ R Rᵀ + τ, with R = M Ω K⁻ᵀ, K Kᵀ = Ωᵀ M Ω, and τ the mean of the
+    eigenvalues that R Rᵀ leaves out. So w = 1/c, c = τ + γ, and B = R L⁻ᵀ / √c with L Lᵀ = RᵀR + c. Ω comes from one product
+    with M, from the same start each time: what U is depends on M alone.
     """
     side = moment.shape[2]
-    trace = moment.diagonal(dim1=1, dim2=2).sum(1)
-    shift = damping * trace / side + torch.finfo(moment.dtype).tiny
+    mean = moment.diagonal(dim1=1, dim2=2).mean(1) + torch.finfo(moment.dtype).tiny
     start = _start(side, moment.dtype, moment.device).expand(len(moment), -1, -1)
-    basis = torch.linalg.qr(moment @ _made_even(moment @ start)).Q
-    values, turn = torch.linalg.eigh(basis.mT @ (moment @ basis))
-    rest = ((trace - values.sum(1)) / (side - LEADING)).clamp_min(0) + shift
-    size = rest.reciprocal()[:, None]
-    kept = (size - (values + shift[:, None]).reciprocal()).clamp_min(0).sqrt()
-    return basis @ (turn * kept[:, None]), size.expand(-1, side).contiguous()
+    columns = moment @ start / mean[:, None, None]
+    columns = _divided(columns, gram(columns))
+    image = moment @ columns
+    root = _divided(image, columns.mT @ image)
+    products = gram(root)
+    explained = products.diagonal(dim1=1, dim2=2)
+    rest = ((mean * side - explained.sum(1)) / (side - LEADING)).clamp_min(0) + damping * mean
+    explained += rest[:, None]
+    basis = _divided(root, products) * rest.rsqrt()[:, None, None]
+    return basis, rest.reciprocal()[:, None].expand(-1, side).contiguous()
 
 
-def _made_even(columns: Tensor) -> Tensor:
-    """Columns Y of the same span, almost orthonormal: Y L⁻ᵀ with YᵀY + ε = L Lᵀ. Between two products with M that does for
-    a QR factorisation, and costs less."""
-    products = gram(columns)
+def _divided(columns: Tensor, products: Tensor) -> Tensor:
+    """Y L⁻ᵀ, with L Lᵀ the products, and as much more on their diagonal as rounding asks for."""
     diagonal = products.diagonal(dim1=1, dim2=2)
-    diagonal.add_(8 * torch.finfo(columns.dtype).eps * diagonal.sum(1, keepdim=True) + torch.finfo(columns.dtype).tiny)
+    diagonal += 8 * torch.finfo(columns.dtype).eps * diagonal.sum(1, keepdim=True) + torch.finfo(columns.dtype).tiny
     factor = torch.linalg.cholesky_ex(products).L
-    even: Tensor = torch.linalg.solve_triangular(factor.mT, columns, upper=True, left=False)
-    return even
+    divided: Tensor = torch.linalg.solve_triangular(factor.mT, columns, upper=True, left=False)
+    return divided
 
 
 @lru_cache(maxsize=16)
