@@ -93,8 +93,8 @@ def test_operations_by_hand() -> None:
     turned = census(nn.Linear(600, 20, bias=False, device="meta"), torch.empty(50, 600, device="meta"))
     assert found.blocks[0].apply == turned.blocks[0].apply == 4 * 600 * 20 * 64 + 2 * 600 * 20 * (20 + 1)
     r, n = 64, 600
-    even = 2 * n * r * r + r**3 / 3  # YᵀY and its factor
-    thin = 3 * 2 * n * n * r + even + 4 * n * r * r - 4 * r**3 // 3 + 2 * n * r * r + 9 * r**3 + 2 * n * r * r
+    divided = r**3 / 3 + n * r * r  # a factor, and what is divided by it
+    thin = 2 * 2 * n * n * r + 3 * (2 * n * r * r + divided)
     assert found.blocks[0].invert == pytest.approx(thin + 20**3, abs=4)
     assert found.statistics == 2 * 50 * (600**2 + 20**2)
     assert found.training == 2 * 2 * 50 * 600 * 20, "data ask for no gradient"

@@ -40,8 +40,7 @@ def _cubed(factor: float) -> Callable[..., int]:
 
 OPERATIONS: dict[Any, Any] = {
     aten.baddbmm_: lambda _, left, right, **__: 2 * prod(left) * right[-1],
-    # by Householder's reflections, and Q from them
-    aten.linalg_qr: lambda s, *_, **__: prod(s[:-2]) * (4 * s[-2] * s[-1] ** 2 - 4 * s[-1] ** 3 // 3),
+    aten.linalg_solve_triangular: lambda factor, right, *_, **__: prod(right) * factor[-1],
     aten._linalg_eigh: _cubed(9),
     aten.linalg_cholesky_ex: _cubed(1 / 3),
     aten.cholesky_inverse: _cubed(2 / 3),
