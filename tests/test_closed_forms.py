@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import GradientEdge
 from torch.nn import functional
 
@@ -20,7 +21,7 @@ from llqr.curvature.uses import find_uses
 from llqr.divergences import KL
 from llqr.errors import LLQRError
 from llqr.structures import Dense, Diagonal, EigenKronecker, Kronecker, Scalar
-from llqr.structures.base import LEADING, LONG_SIDE, Structure, _start, damped_inverse, gram, thin_inverse
+from llqr.structures.base import LEADING, LONG_SIDE, Structure, _start, damped_inverse, gram, kept, thin_inverse
 from llqr.wrapper import often_at_first
 from loops import STRUCTURES, backward, batch, network, sgd, train
 from networks import relative
@@ -339,8 +340,55 @@ def test_a_long_side_in_any_units(size: float) -> None:
     """(s M + s γ)⁻¹ = (M + γ)⁻¹ / s, in single precision too, where squares of s M would be 0 or infinite."""
     torch.manual_seed(0)
     moment = gram(few_directions(LONG_SIDE + 8, 20)).float()
-    expected, found = (torch.diag_embed(w) - b @ b.mT for b, w in (thin_inverse(m, 0.3) for m in (moment, size * moment)))
+    expected, found, nothing = (
+        torch.diag_embed(w) - b @ b.mT
+        for b, w in (thin_inverse(m, 0.3) for m in (moment, size * moment, torch.zeros_like(moment)))
+    )
     torch.testing.assert_close(found * size, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+    assert bool(nothing.isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("decay", [1.0, 3.0, 5.0])
+def test_a_long_side_whose_numbers_are_far_apart(decay: float, dtype: torch.dtype) -> None:
+    """U (M + γ) has eigenvalues near 1 where rounding makes products of rank 64 indefinite, and U itself is positive."""
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x = torch.randn(512, 400, dtype=torch.float64) * torch.exp(-torch.arange(400) / decay)
+        moment = gram((x - 2 * x.mean(1, keepdim=True))[None]).to(dtype)
+        thin, diagonal = thin_inverse(moment, 0.3)
+        found = (torch.diag_embed(diagonal) - thin @ thin.mT)[0].double()
+        damped = moment[0].double() + 0.3 * moment[0].double().diagonal().mean() * torch.eye(400).double()
+        ratios = torch.linalg.eigvals(found @ damped).real
+        assert 0.95 < float(ratios.min()) <= float(ratios.max()) < (1.001 if dtype == torch.float64 else 1.3)
+        assert float(torch.linalg.eigvalsh(found).min()) > 0
+
+
+def test_one_wrong_matrix_leaves_the_others_of_its_stack() -> None:
+    torch.manual_seed(0)
+    moment = gram(few_directions(LONG_SIDE + 8, 20))
+    alone = thin_inverse(moment[:1], 0.3)
+    moment[1] = torch.nan
+    for together, expected in zip(thin_inverse(moment, 0.3), alone, strict=True):
+        torch.testing.assert_close(together[:1], expected, rtol=1e-9, atol=1e-9 * float(expected.abs().max()))
+        assert not bool(together[1].isfinite().all())
+
+
+def test_what_is_kept_is_made_anew_among_fake_tensors() -> None:
+    calls = []
+
+    @kept
+    def zeros(size: int) -> Tensor:
+        calls.append(size)
+        return torch.zeros(size)
+
+    with FakeTensorMode():
+        assert isinstance(zeros(3), FakeTensor)
+    with torch.inference_mode():
+        assert zeros(3).is_inference()
+    assert type(zeros(3)) is Tensor
+    assert not zeros(3).is_inference()
+    assert calls == [3, 3, 3]
 
 
 @pytest.mark.parametrize("on_rows", [True, False])

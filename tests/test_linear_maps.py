@@ -293,6 +293,24 @@ def test_columns_of_a_convolution_by_unfolding(case: str, monkeypatch: pytest.Mo
         torch.testing.assert_close(sides[0].mT @ sides[1], map_.matrix(truth))
 
 
+def test_places_of_a_kernel_are_those_of_its_own_convolution(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convolutions one after another that differ in one thing each: Σ b aᵀ is the gradient of each."""
+    everywhere(monkeypatch)
+    torch.manual_seed(0)
+    first = {"batch": 2, "size": 6, "kernel_size": 2, "stride": 3, "padding": 0, "dilation": 1}
+    others = {"batch": 3, "size": 7, "kernel_size": 3, "stride": 4, "dilation": 2}, {"stride": 4, "padding": 1}
+    changes = [{}, *({name: value} for name, value in others[0].items()), others[1], {"stride": 4}]
+    for settings in [{**first, **change} for change in changes]:
+        batch, size = settings.pop("batch"), settings.pop("size")
+        model = nn.Conv2d(2, 3, bias=False, **settings).double()
+        output = model(torch.randn(batch, 2, size, size).double())
+        assert output.shape[2:] == (2, 2)
+        slope = torch.randn_like(output)
+        _, [(map_, sides)] = uses_of(model, output, slope)
+        (truth,) = torch.autograd.grad(output, model.weight, slope)
+        torch.testing.assert_close(sides[0].mT @ sides[1], map_.matrix(truth))
+
+
 def test_a_transposed_weight_counts_on_both_sides() -> None:
     """Used as x W and as x Wᵀ: each side has the inputs of one use and the gradients of the other, at the same trace."""
     model = CASES["tied transposed"][0]().double()

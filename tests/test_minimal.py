@@ -170,7 +170,7 @@ def test_default(task: str, base: str, divergence: str | None) -> None:
 
 
 def test_long_sides() -> None:
-    """Also where M has no leading eigenvectors, and some of those that are found are below the mean of the rest."""
+    """Also where M has no leading directions."""
     noise = torch.randn(2, 300, 300, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     M = torch.eye(300).double() + 0.003 * (noise + noise.mT)
     inverse = Kronecker().closed_form({"rows": M}, 0.3**2)

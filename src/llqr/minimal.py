@@ -178,7 +178,7 @@ class Layer:
 
 
 def damped_inverse(M: Tensor, share: float) -> Tensor:
-    """(M + γ)⁻¹, γ a share of the mean of M's diagonal. Of a long side M ≈ N + τ, N Nyström's approximation in a few columns."""
+    """(M + γ)⁻¹, γ a share of the mean of M's diagonal. Of a long side M ≈ N + τ, by Nyström's approximation."""
     n, eye = M.shape[-1], torch.eye(M.shape[-1]).to(M)
     mean = M.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
     if n > LONG_SIDE:

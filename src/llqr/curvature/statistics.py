@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from torch.nn import functional
 
 from llqr.curvature.linear_maps import COLUMNS, ROWS, LinearMap, Moments, grown
 from llqr.curvature.precision import raised
-from llqr.structures.base import Structure
+from llqr.structures.base import Structure, kept
 
 PLACES = 512
 """At how many places a use is looked at, at the most; the average over refits sees others."""
@@ -53,8 +52,9 @@ def patches(
 ) -> Sides:
     """At some places of `over` (N, rows, …): its numbers there, and those of `under` (N, channels, …) that the kernel meets."""
     channels, rows = under.shape[1] // groups, over.shape[1] // groups
-    sizes = (len(over), *over.shape[2:]), under.shape[2:], kernel, stride, padding, dilation
-    (batch, *corner), where, outside = _kernel_places(*map(tuple, sizes), over.device)
+    settings = tuple(kernel), tuple(stride), tuple(padding), tuple(dilation)
+    places = _kernel_places((len(over), *over.shape[2:]), tuple(under.shape[2:]), *settings, over.device)
+    (batch, *corner), where, outside = places
     met = under.flatten(2)[batch[:, None], :, where].masked_fill(outside[..., None], 0)  # (T, kernel, channels)
     columns = met.reshape(*met.shape[:2], groups, channels).permute(2, 0, 3, 1).flatten(2)
     left = over.movedim(1, -1)[batch, *corner].reshape(len(batch), groups, rows).transpose(0, 1)
@@ -64,7 +64,7 @@ def patches(
 Sizes = tuple[int, ...]
 
 
-@lru_cache(maxsize=64)
+@kept
 def _kernel_places(
     over: Sizes, under: Sizes, kernel: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes, device: torch.device
 ) -> tuple[Sequence[Tensor], Tensor, Tensor]:

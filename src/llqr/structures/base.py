@@ -10,17 +10,20 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import NamedTuple
+from functools import lru_cache, wraps
+from typing import NamedTuple, TypeVar, TypeVarTuple, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from llqr.checks import ShownWithOptions
 from llqr.curvature.precision import at_least_single
 from llqr.errors import LLQRError, NonFiniteError
 
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 Tensors = Mapping[str, Tensor]
 Damping = float | Tensor
 """λ as a share of the mean curvature: one for all of a stack, or one for each, (k,)."""
@@ -203,16 +206,39 @@ def thin_inverse(moment: Tensor, damping: Damping) -> tuple[Tensor, Tensor]:
     return basis, rest.reciprocal()[:, None].expand(-1, side).contiguous()
 
 
+ATTEMPTS = 12
+"""Then more is added than there was; what isn't finite fails all of them."""
+
+
 def _divided(columns: Tensor, products: Tensor) -> Tensor:
-    """Y L⁻ᵀ, with L Lᵀ the products, and as much more on their diagonal as rounding asks for."""
+    """Y L⁻ᵀ, with L Lᵀ the products, and as much more on their diagonal as it takes for them to be positive in spite of
+    rounding: eight units of it, or ten, a hundred, … times that where the numbers are far apart."""
     diagonal = products.diagonal(dim1=1, dim2=2)
-    diagonal += 8 * torch.finfo(columns.dtype).eps * diagonal.sum(1, keepdim=True) + torch.finfo(columns.dtype).tiny
-    factor = torch.linalg.cholesky_ex(products).L
+    more = 8 * torch.finfo(columns.dtype).eps * diagonal.sum(1, keepdim=True) + torch.finfo(columns.dtype).tiny
+    for _ in range(ATTEMPTS):
+        diagonal += more
+        factor, failed = torch.linalg.cholesky_ex(products)
+        if not bool(failed.any()):
+            break
+        more = torch.where(failed[:, None] > 0, 10 * more, 0.0)
     divided: Tensor = torch.linalg.solve_triangular(factor.mT, columns, upper=True, left=False)
     return divided
 
 
-@lru_cache(maxsize=16)
+def kept(function: Callable[[*Ts], T]) -> Callable[[*Ts], T]:
+    """As `lru_cache`, but where a mode of torch stands between (fake tensors, inference) it is called anew: what it makes there
+    is of no use elsewhere."""
+    cached = cast(Callable[[*Ts], T], lru_cache(maxsize=64)(function))
+
+    @wraps(function)
+    def call(*args: *Ts) -> T:
+        anew = is_in_torch_dispatch_mode() or torch.is_inference_mode_enabled()
+        return (function if anew else cached)(*args)
+
+    return call
+
+
+@kept
 def _start(side: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Random columns, always the same."""
     generator = torch.Generator("cpu").manual_seed(side)
