@@ -82,6 +82,9 @@ def test_the_time_ratio_is_the_median_of_the_common_seeds_and_of_one_clock() -> 
     assert times([*own, result("kfac-ngd", 0.5, 30.0)], base) == "×2", "of 3, 2 and 0.44"
     assert times([result("kfac-ngd", 0.5, 22.0, clock="wall")], base) == "–"
     assert times(own[2:], base) == "–"
+    elsewhere = {"memory_bytes": 1}
+    assert times([{**own[0], **elsewhere}], base) == "–", "another machine"
+    assert times([{**own[0], **elsewhere}, own[1]], base) == times(own[1:2], base)
     assert times(own, []) == "–"
 
 

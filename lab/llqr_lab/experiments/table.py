@@ -123,13 +123,20 @@ def shown(found: Summary | None, unit: float) -> str:
 
 
 def times(rows: list[Result], base: list[Result]) -> str:
-    """The seconds that a training step takes, refits included, by the base's: the median of the seeds that both have, since
-    seeds may come from different machines."""
+    """The seconds that a training step takes, refits included, by the base's: the median of the seeds that both have from the
+    same machine."""
     if len({each["clock"] for each in (*rows, *base)} | {"mixed"}) > 2:
         return "–"  # seconds of two kinds
-    own, alone = ({each["seed"]: each["seconds"] / each["steps"] for each in some} for some in (rows, base))
-    ratios = [own[seed] / alone[seed] for seed in own.keys() & alone.keys() if alone[seed]]
+    own, alone = (
+        {(each["seed"], machine(each)): each["seconds"] / each["steps"] for each in some} for some in (rows, base)
+    )
+    ratios = [own[which] / alone[which] for which in own.keys() & alone.keys() if alone[which]]
     return f"×{median(ratios):.3g}" if ratios else "–"
+
+
+def machine(result: Result) -> tuple[object, ...]:
+    """What tells machines apart, as far as a result says."""
+    return tuple(result.get(what) for what in ("cores", "memory_bytes", "device"))
 
 
 def verdict(group: list[Result]) -> str:
@@ -236,7 +243,8 @@ def _default(results: list[Result]) -> str:
             continue
         unit = UNITS.get(group[0]["score"], 1.0)
         gain = summary(gains(own, base))
-        ratios = [shares(*pair) for pair in pairs]
+        steps = [shares(*pair)[0] for pair in pairs]
+        seconds = [shares(b, o)[1] for b, o in pairs if machine(b) == machine(o)]
         rows.append(
             [
                 f"{preset}, {group[0]['scale']}",
@@ -245,7 +253,7 @@ def _default(results: list[Result]) -> str:
                 shown(summary(scores(base)), unit),
                 shown(summary(scores(own)), unit),
                 compared(gain),
-                *(_ratio(median(each)) for each in zip(*ratios, strict=True)),
+                *(_ratio(median(each)) if each else "–" for each in (steps, seconds)),
             ]
         )
     header = ["task, scale", "seeds", "score", "base", "with LLQR", "verdict", "steps", "time"]
